@@ -1,8 +1,8 @@
-"""Whether text prompts go through the tokenizer's chat template, and how a prompt is shown.
+"""Decides whether text prompts go through the tokenizer's chat template, and displays prompts.
 
-`chat: auto` renders them where the model expects it: the tokenizer has a template, and a response
-would stop where that ends an assistant's turn. Base models often have their sibling's template too,
-but would write on behind the end of its turn.
+With `chat: auto` they do where the model expects it: the tokenizer has a template, and a response
+would stop where the template ends an assistant's turn. Base models often have a template too, but
+would continue writing after the end of the turn.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rollpacker.chat_template import end_of_turn
 from rollpacker.data.dataset import DataError, DatasetConfig
 
 MAX_SHOWN = 600
-"""Characters of a prompt that is shown."""
+"""Most characters of a prompt that are displayed."""
 _WRITTEN = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 
@@ -25,9 +25,9 @@ class Chat:
     """How the texts of a data set become prompts."""
 
     renders: bool
-    """Whether each text is a user's message for the template. Messages always go through it."""
+    """Whether each text goes through the template as a user's message. Chat messages always do."""
     why: str
-    """A line that says why, with the key that changes it."""
+    """A line that says why, with the config key that changes it."""
 
 
 def chat_of(
@@ -37,9 +37,9 @@ def chat_of(
     end_tokens: Collection[int] = (),
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Chat:
-    """The meaning of `config.chat` for this tokenizer. `end_tokens`: where the model's responses
-    stop, besides the tokenizer's own end token. Raises `DataError` for `chat: true` without a
-    template."""
+    """Decide how texts become prompts with this config and tokenizer. `end_tokens`: tokens where
+    the model's responses stop, besides the tokenizer's own end token. Raises `DataError` for `chat:
+    true` without a template."""
     key = f"data.{split}.chat"
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if config.chat is False:
@@ -73,8 +73,8 @@ def chat_of(
 
 
 def shown_prompt(tokens: Sequence[int], tokenizer: Any) -> str:
-    """The prompt as the model gets it: with its special tokens, on one line, what does not show
-    made visible, the middle of a long one left out."""
+    """The prompt as text for display: with its special tokens, on one line, with invisible
+    characters written out and the middle of a long prompt left out."""
     text = tokenizer.decode(
         list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
     )
@@ -87,7 +87,7 @@ def shown_prompt(tokens: Sequence[int], tokenizer: Any) -> str:
 
 
 def visible(text: str) -> str:
-    """The text on one line, without anything that steers a terminal or does not show."""
+    """The text on one line, with control characters and invisible characters written as escapes."""
     return "".join(_WRITTEN.get(c) or (_escaped(c) if _hidden(c) else c) for c in text)
 
 

@@ -1,4 +1,4 @@
-"""The order of prompts: seeded, resumable, exact."""
+"""The order of prompts: seeded and resumable."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollpacker.data.dataset import DataError
 
 @dataclass(eq=False, slots=True)
 class PromptCursor:
-    """Every row once per epoch, in an order that (seed, epoch) alone decides."""
+    """Yields every row once per epoch, in an order that depends only on the seed and the epoch."""
 
     name: str
     num_rows: int
@@ -22,7 +22,7 @@ class PromptCursor:
     shuffle: bool
     max_epochs: int | None
     sources: Sequence[str] | None = None
-    """The source of each row's prompts. None: `name` for all."""
+    """The source of each row's prompts. None: `name` is the source of all."""
     _epoch: int = field(default=0, init=False)
     _position: int = field(default=0, init=False)
     _order: np.ndarray = field(init=False)
@@ -35,8 +35,8 @@ class PromptCursor:
         self._order = self._order_of(0)
 
     def take(self, count: int) -> tuple[tuple[PromptId, ...], bool, bool]:
-        """Up to `count` prompts of the epoch at hand, whether it ended with them, and whether all
-        epochs have. After the last epoch: none."""
+        """Return up to `count` prompts of the current epoch, whether the epoch ended with them, and
+        whether all epochs have. There are no prompts after the last epoch."""
         if count < 1:
             raise ValueError(f"count must be at least 1, not {count}")
         if self.ended:
@@ -53,7 +53,7 @@ class PromptCursor:
         return prompts, epoch_ended, self.ended
 
     def state(self) -> dict[str, Any]:
-        """The cursor's place as JSON-able values; `restore` continues exactly there."""
+        """The cursor's present place as values for JSON, for `restore`."""
         return {
             "name": self.name,
             "num_rows": self.num_rows,
@@ -64,9 +64,9 @@ class PromptCursor:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken.
+        """Continue from the place that `state` returned.
 
-        Raises `DataError` if it is of other data or another seed.
+        Raises `DataError` if the place is of other data or another seed.
         """
         for key, own in self.state().items():
             if key not in state:
@@ -89,7 +89,7 @@ class PromptCursor:
 
     @property
     def ended(self) -> bool:
-        """Whether every epoch is through."""
+        """Whether all epochs are finished. Always False without `max_epochs`."""
         return self.max_epochs is not None and self._epoch >= self.max_epochs
 
     def _source(self, row: int) -> str:

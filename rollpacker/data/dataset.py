@@ -1,4 +1,4 @@
-"""Dataset configs and the records that cross to the rest. Light: no torch, no datasets."""
+"""Configs of data sets, and the records of prompts. Does not import torch or datasets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 from rollpacker.core.ids import PromptId
 
 TRAIN = "train"
-"""Source of the prompts to train on, where rewards do not tell tasks apart."""
+"""Name of the source of training prompts, if rewards are not chosen by the row's task."""
 
 
 class DataError(ValueError):
@@ -24,7 +24,7 @@ class TaskConfig:
     task: str
     weight: float = 1.0
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the task's own config, such as min_terms."""
+    """Options of the reasoning-gym task, such as min_terms."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.weight) and self.weight > 0):
@@ -33,46 +33,48 @@ class TaskConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetConfig:
-    """One set of prompts (`data.train`, `data.eval`)."""
+    """A data set of prompts (`data.train`, `data.eval`)."""
 
     kind: Literal["reasoning_gym", "jsonl", "parquet", "huggingface", "environment", "python"]
-    """environment: rows that `environment.function` brings along. python: rows that a program gave
-    to `rollpacker.train`, and only there."""
+    """Where the rows come from. environment: `environment.function` provides them. python: a
+    program gave them to `rollpacker.train`; not possible elsewhere. The others: files, a hub, or a
+    generator."""
     path: str | None = None
-    """File, folder or glob (jsonl, parquet), or a dataset's folder or name on the hub
-    (huggingface)."""
+    """A file, folder or glob (jsonl, parquet), or a dataset's folder or its name on the hub
+    (huggingface). None for the other kinds."""
     split: str = "train"
-    """huggingface only: name of the split."""
+    """Name of the split. For kind huggingface only."""
     subset: str | None = None
-    """huggingface only: the dataset's configuration name."""
+    """Name of the dataset's configuration. None: its only one. For kind huggingface only."""
     tasks: tuple[TaskConfig, ...] = ()
-    """reasoning_gym only: the mixture."""
+    """The tasks that rows are made of. For kind reasoning_gym only."""
     size: int | None = None
-    """Number of rows to make, for reasoning_gym and for an environment that has no rows of its own.
-    Others: only the first so many rows are used."""
+    """Number of rows to make, for reasoning_gym and for an environment without rows of its own.
+    Other kinds: most rows to use, from the first on. None: all."""
     seed: int = 0
-    """reasoning_gym only: seed of the rows themselves (the order is the run's seed's business)."""
+    """Seed from which rows are made, for kind reasoning_gym only. Their order has the run's
+    seed."""
     prompt_column: str = "prompt"
     answer_column: str | None = None
-    """The column whose value rewards get as `answer` too. Another column of that name is then not
-    passed on."""
+    """The column that rewards get as `answer`, too. Another column of that name is then not passed
+    on. None: no column is passed on under another name."""
     task_column: str | None = None
-    """Says which kind of task a row is; rewards can choose rows by it (`rewards[].tasks`). None:
-    `task` if the rows have it, else `data_source`."""
+    """The column with the kind of task of each row, by which rewards can choose rows
+    (`rewards[].tasks`). None: `task` if the rows have it, else `data_source`."""
     prompt_template: str | None = None
-    """Python format string over the row's columns that makes the prompt, such as
-    "{question}\\n"."""
+    """Python format string over the row's columns that makes the prompt, such as "{question}\\n".
+    None: the prompt is a column."""
     prompt_function: str | None = None
-    """`module:function` or `file.py:function`: takes the row as a dict and returns the prompt.
-    Instead of `prompt_template`."""
+    """Function that gets the row as a dict and returns the prompt, as `module:function` or
+    `file.py:function`. Cannot be set together with `prompt_template`."""
     chat: Literal["auto"] | bool = "auto"
-    """Whether a text prompt goes through the tokenizer's chat template, as one user message. auto:
-    if there is a template and the model stops where that ends an assistant's turn, as instruct
-    models do and base models do not. Chat messages always go through it. Rewards see what the data
-    has: texts for texts, messages for messages."""
+    """Whether text prompts go through the tokenizer's chat template, as one user message. auto: if
+    there is a template and the model stops where it ends an assistant's turn, as instruct models do
+    and base models do not. Chat messages always go through it. Rewards get prompts in the form that
+    the data has, texts or messages."""
     system_prompt: str | None = None
-    """Put in front of chat messages (a text prompt goes through the template then). Messages that
-    begin with a system message keep their own."""
+    """System message put before chat messages that do not begin with one. With it, text prompts go
+    through the chat template. None: there is none."""
 
     def __post_init__(self) -> None:
         if self.kind == "reasoning_gym":
@@ -105,14 +107,15 @@ class DataConfig:
 
     train: DatasetConfig
     eval: DatasetConfig | None = None
-    """The held-out prompts. None with eval_fraction 0: no evaluation."""
+    """The data set to evaluate on. None: there is none, unless `eval_fraction` holds out some
+    rows."""
     eval_fraction: float = 0.0
-    """Hold out this share of `train`, by a hash of the prompt, so that equal prompts fall on one
-    side."""
+    """Share of `train`, 0 to 1, that is held out for evaluation. A hash of the prompt decides, so
+    that equal prompts are on the same side. 0: none."""
     max_prompt_tokens: int = 1024
     """Most tokens of a prompt. Longer prompts are dropped and counted."""
     max_dropped_fraction: float = 0.1
-    """Largest share of dropped prompts. A larger one stops the run before it starts."""
+    """Largest share of prompts that may be dropped, 0 to 1. With more, the run does not start."""
     shuffle: bool = True
 
     def __post_init__(self) -> None:
@@ -133,48 +136,48 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRow:
-    """One usable prompt."""
+    """One prompt that can be used."""
 
     prompt: str | list[dict[str, str]]
-    """The prompt as the data has it, and as rewards see it."""
+    """The prompt as in the data, which is what rewards get."""
     tokens: tuple[int, ...]
-    """The prompt as the model gets it."""
+    """The token ids of the prompt, which are what the model gets."""
     columns: Mapping[str, Any]
     task: str | None = None
     """The value of the row's task column. None: there is none."""
     messages: list[dict[str, str]] | None = None
-    """The messages that the chat template made the tokens of. None: the tokens are the text's
-    own."""
+    """The messages from which the chat template made the tokens. None: the tokens are those of the
+    text as it is."""
     where: str = ""
-    """The file and line, or the dataset and row, that it came from."""
+    """The file and line, or the dataset and row, that the prompt came from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSet:
-    """The usable prompts of one split, tokenized, in the file's order."""
+    """The usable prompts of one data set, tokenized, in the order of the data."""
 
     rows: tuple[PromptRow, ...]
     fingerprint: str
-    """SHA-256 over prompts, tokens and columns; a resume compares it."""
+    """SHA-256 of all prompts, tokens and columns. A resumed run must have the same."""
     num_dropped: Mapping[str, int] = field(default_factory=dict)
     """Number of rows that were left out, by reason."""
     chat: bool = False
-    """Whether `chat` let text prompts go through the chat template."""
+    """Whether the setting `chat` made text prompts go through the chat template."""
     told: tuple[str, ...] = ()
-    """Lines for people: how prompts are made of the rows, and the first prompt."""
+    """Lines for the terminal: how prompts are made from rows, and what the first prompt is."""
 
 
 class Cursor(Protocol):
-    """The order in which prompts come. Seeded, resumable, exact."""
+    """The order of the prompts: seeded and resumable."""
 
     def take(self, count: int) -> tuple[tuple[PromptId, ...], bool, bool]:
-        """Up to `count` prompts of the epoch at hand, whether the epoch ended with them, and
-        whether all epochs have. The next call then starts the next epoch."""
+        """Return up to `count` prompts of the current epoch, whether the epoch ended with them, and
+        whether all epochs have. The next call begins the next epoch."""
         ...
 
     @property
     def ended(self) -> bool:
-        """Whether every epoch is through."""
+        """Whether all epochs are finished."""
         ...
 
     def state(self) -> dict[str, Any]: ...

@@ -1,4 +1,4 @@
-"""Rows of JSONL and parquet files and of Hugging Face datasets, each with where it came from."""
+"""Reads rows of JSONL and parquet files and of Hugging Face datasets, and notes their places."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ from rollpacker.data.dataset import DataError, DatasetConfig
 from rollpacker.imports import GIVEN, ImportSpecError, given, require
 
 MAX_TOLD = 200
-"""Characters of a row that are shown where it has no prompt."""
+"""Most characters of a row's columns that stand in for a missing prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
-    """A row before a prompt was made of it."""
+    """A row before its prompt is made."""
 
     where: str
-    """The row's place for messages: the file and line, or the dataset and row."""
+    """The row's place, for messages: the file and line, or the dataset and row."""
     columns: dict[str, Any]
     is_named: bool = False
-    """Whether the row's prompt is only a name for it, since the environment says the prompt."""
+    """Whether the row's prompt is only a name for the row, since the environment gives the
+    prompt."""
 
 
 def read_rows(config: DatasetConfig) -> list[RawRow]:
-    """All rows of a jsonl, parquet or huggingface set, or the first `config.size`.
+    """Read all rows of a jsonl, parquet, huggingface or python data set, or the first
+    `config.size`.
 
     Raises `DataError` for what cannot be read, naming the file and line.
     """
@@ -55,8 +57,8 @@ def read_rows(config: DatasetConfig) -> list[RawRow]:
 def brought_rows(
     config: DatasetConfig, brought: Sequence[Mapping[str, Any]] | None
 ) -> list[RawRow]:
-    """The rows that an environment brought. One without a prompt, since the environment says it,
-    has what tells it from the others in its place. Raises `DataError`."""
+    """The rows that an environment provided. A row without a prompt, which the environment gives
+    later, gets a name for the row as its prompt. Raises `DataError`."""
     if brought is None:
         raise DataError("rows of kind environment are known once the environment runs.")
     column = config.prompt_column
@@ -77,8 +79,7 @@ def _told(number: int, columns: Mapping[str, Any]) -> str:
 
 
 def _given_rows(spec: str) -> Iterator[RawRow]:
-    """The rows that a program gave: mappings, in a list or anything else that can be iterated
-    over."""
+    """Yield the rows that a program gave: mappings, in any iterable. Raises `DataError`."""
     try:
         rows = given(spec)
     except ImportSpecError as error:
@@ -95,7 +96,8 @@ def _given_rows(spec: str) -> Iterator[RawRow]:
 
 
 def find_files(path: str, suffix: str) -> list[Path]:
-    """The files that a file name, a folder or a glob stands for, sorted."""
+    """The files that a file name, a folder or a glob stands for, sorted. Raises `DataError` if
+    there are none."""
     place = Path(path).expanduser()
     if place.is_dir():
         found = sorted(p for p in place.rglob(f"*{suffix}") if p.is_file())
@@ -167,7 +169,7 @@ def _parquet_rows(path: Path) -> Iterator[RawRow]:
 
 
 def require_datasets() -> None:
-    """Raises `MissingPackageError` where data of kind huggingface cannot be read."""
+    """Raise `MissingPackageError` if data of kind huggingface cannot be read."""
     require("datasets", extra="datasets", what="data of kind huggingface")
 
 

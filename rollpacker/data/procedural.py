@@ -1,7 +1,8 @@
-"""Rows from reasoning-gym's procedural tasks: nothing to download, every row made from a seed.
+"""Makes rows from reasoning-gym's procedural tasks: nothing is downloaded, and a seed decides all
+rows.
 
-Item i of a reasoning-gym dataset with seed s is drawn from `Random(s + i)`: seeds that lie close
-together share items. So every task of every mixture gets a seed of its own, far from the others.
+Item i of a reasoning-gym dataset with seed s is drawn from `Random(s + i)`: neighbouring seeds
+share items. So every task of every mixture gets a seed of its own, far from the others.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from rollpacker.did_you_mean import did_you_mean
 from rollpacker.imports import require
 
 _SEED_RANGE = 2**31
-"""Seeds of tasks are below this. Some tasks pass their seed on to generators that take 32 bits;
-this leaves room for the rows."""
+"""Upper bound of the seeds of tasks. Some tasks pass their seed on to generators that take 32 bits;
+this bound leaves room for the rows."""
 
 
 def make_rows(config: DatasetConfig, split: str) -> list[RawRow]:
-    """`config.size` rows of the mixture, in a fixed random order.
+    """Make `config.size` rows of the mixture of tasks, in a fixed random order.
 
-    `split` ("train" or "eval") is part of the seed: the two draw different problems from one config
-    seed. Columns: question, answer, metadata, task, task_options. Raises `DataError`.
+    `split` ("train" or "eval") is part of the seed, so that both get different problems from one
+    config seed. Columns: question, answer, metadata, task, task_options. Raises `DataError`.
     """
     assert config.size is not None
     counts = shares([task.weight for task in config.tasks], config.size)
@@ -44,7 +45,7 @@ def make_rows(config: DatasetConfig, split: str) -> list[RawRow]:
 
 
 def shares(weights: Sequence[float], total: int) -> list[int]:
-    """Whole numbers in proportion to `weights` that add up to `total` (largest remainders)."""
+    """Whole numbers in proportion to `weights` whose sum is `total` (largest remainders)."""
     exact = [total * weight / math.fsum(weights) for weight in weights]
     counts = [int(value) for value in exact]
     by_remainder = sorted(range(len(exact)), key=lambda i: (counts[i] - exact[i], i))
@@ -54,7 +55,7 @@ def shares(weights: Sequence[float], total: int) -> list[int]:
 
 
 def create_task(task: str, options: Mapping[str, Any], size: int, seed: int) -> Any:
-    """A reasoning-gym dataset. `DataError` for unknown tasks and options, with the nearest name."""
+    """Make a reasoning-gym dataset. Raises `DataError` for unknown tasks and options."""
     require("reasoning_gym", extra="gym", what="data of kind reasoning_gym")
     import reasoning_gym
     from reasoning_gym.factory import DATASETS

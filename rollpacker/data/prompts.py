@@ -1,6 +1,7 @@
-"""Prompt sets: rows read, prompts made, tokenized and checked, train and eval kept apart.
+"""Makes prompt sets: reads rows, makes, tokenizes and checks prompts, and keeps train and eval
+apart.
 
-Whatever is left out is counted by reason and located; nothing is left out silently.
+Rows that are left out are counted by reason and reported with their places.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ logger = logging.getLogger(__name__)
 TOO_LONG = "prompt too long"
 IN_EVAL = "prompt also in eval"
 MORE_READ = 200
-"""Rows that are read in addition, to find a few that are not held out."""
+"""Number of rows that `load_few` reads in addition, to find some that are not held out."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """A row on its way: located, with its prompt."""
+    """A row with its prompt, before it is tokenized."""
 
     where: str
     prompt: Prompt
@@ -52,11 +53,11 @@ def load_prompts(
     end_tokens: Collection[int] = (),
     brought: Sequence[Mapping[str, Any]] | None = None,
 ) -> tuple[PromptSet, PromptSet | None]:
-    """The prompts to train on and the held-out ones (None if the config has none). `brought`: rows
-    of kind environment.
+    """Load the prompts to train on and those to evaluate on (None if the config has none).
+    `brought`: the rows that the environment provided, for kind environment.
 
-    A prompt may have `config.max_prompt_tokens` tokens, and fewer where it would not fit into
-    `max_context_tokens` together with `max_response_tokens`. `end_tokens`: where the model's
+    A prompt may have `config.max_prompt_tokens` tokens, and fewer if it would not fit into
+    `max_context_tokens` together with `max_response_tokens`. `end_tokens`: tokens where the model's
     responses stop, besides the tokenizer's own end token. Raises `DataError`.
     """
     limit = _prompt_limit(config, max_context_tokens, max_response_tokens)
@@ -97,9 +98,9 @@ def load_few(
     end_tokens: Collection[int] = (),
     brought: Sequence[Mapping[str, Any]] | None = None,
 ) -> PromptSet:
-    """The prompts of the first rows of data set `split`, to be looked at; whatever their length.
-    Of `train` the first that `eval_fraction` does not hold out. `brought`: as `load_prompts` has
-    it. Raises `DataError`."""
+    """Load the prompts of the first rows of the data set `split`, of any length, to look at them.
+    Rows of `train` that `eval_fraction` holds out are skipped. `brought`: as in `load_prompts`.
+    Raises `DataError`."""
     few = _of(config, split)
     fraction = config.eval_fraction if split == "train" else 0.0
     num_read = rows + (MORE_READ if fraction else 0)
@@ -187,7 +188,7 @@ def _report_other_answer(config: DatasetConfig, split: str, rows: Sequence[RawRo
 
 
 def _key(prompt: Prompt) -> bytes:
-    """A hash that is equal for equal prompts, and for no others."""
+    """A hash of the prompt; different prompts have different hashes."""
     return hashlib.sha256(json.dumps(prompt, sort_keys=True).encode()).digest()
 
 
@@ -208,7 +209,8 @@ def _without(train: list[_Made], held_out: list[_Made], dropped: Counter[str]) -
 
 
 def _report_small_tasks(train: list[_Made], kept: list[_Made]) -> None:
-    """A task of few distinct problems loses most rows to eval, which shifts the mixture."""
+    """Warn of tasks with few distinct problems that lose most rows to eval, which changes the
+    mixture."""
     before = Counter(_task_name(row) for row in train)
     after = Counter(_task_name(row) for row in kept)
     for task, count in before.items():
@@ -247,7 +249,8 @@ def _is_held_out(row: _Made, fraction: float) -> bool:
 
 
 def _told_share(num_held_out: int, num_rows: int, fraction: float) -> tuple[str, ...]:
-    """A line where the hash holds out far more or less than it was asked for."""
+    """A line for the terminal if the hash holds out far more or less rows than asked for; else
+    nothing."""
     asked = fraction * num_rows
     if abs(num_held_out - asked) <= max(1, 0.2 * asked):
         return ()
@@ -301,7 +304,7 @@ def _prompt_set(
 
 
 def _of(config: DataConfig, name: str) -> DatasetConfig:
-    """The data set that the rows of `train` or `eval` come from."""
+    """The config of the data set that the rows of `name` ("train" or "eval") come from."""
     return config.eval if name == "eval" and config.eval is not None else config.train
 
 
@@ -314,8 +317,8 @@ def _told(
     few: bool = False,
     are_named: bool = False,
 ) -> tuple[str, ...]:
-    """Lines for people about a split. `few`: there are more rows than these. `are_named`: the
-    environment says their prompts."""
+    """Lines for the terminal about a data set. `few`: whether these are only some of its rows.
+    `are_named`: whether the environment gives the prompts."""
     if are_named:
         prompts = "the environment says the prompts (rollpacker play shows one)"
         return (f"data.{name}: {len(rows)} rows; {prompts}",)
@@ -356,7 +359,7 @@ def _report_tokens(
 def _report_too_long(
     name: str, num_rows: int, too_long: list[str], config: DataConfig, limit: int
 ) -> None:
-    """Log the dropped prompts. Raises `DataError` if they are too many."""
+    """Log which prompts are too long. Raises `DataError` if they are too many."""
     more = f" and {len(too_long) - NUM_SHOWN} more" if len(too_long) > NUM_SHOWN else ""
     what = (
         f"data.{name}: {len(too_long)} of {num_rows} prompts have more than {limit} tokens:"
@@ -377,7 +380,7 @@ def _report_too_long(
 
 
 def _fingerprint(rows: Sequence[PromptRow], answer_column: str | None) -> str:
-    """SHA-256 of these rows. The answer's column counts as `answer` alone."""
+    """SHA-256 of these rows. The answer's column is counted once, as `answer`."""
     twice = None if answer_column == "answer" else answer_column
     digest = hashlib.sha256()
     for row in rows:
@@ -401,8 +404,7 @@ def _plain(value: Any) -> Any:
 
 
 def _has_text(value: Any) -> bool:
-    """Whether the object has a text. False for objects that print as their address, which no two
-    runs share."""
+    """Whether the object prints as more than its address, which differs from run to run."""
     kind: type[object] = type(value)
     return (kind.__repr__, kind.__str__) != (object.__repr__, object.__str__)
 

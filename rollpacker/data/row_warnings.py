@@ -1,4 +1,4 @@
-"""Warnings about rows that become another prompt than their author may think."""
+"""Warnings about rows whose prompts may differ from what their author expects."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from rollpacker.data.chat import visible
 from rollpacker.data.rendering import Messages
 
 Located = tuple[str, Messages]
-"""The place of a row, and its messages as the chat template gets them."""
+"""The place of a row, and its messages for the chat template."""
 
 
 def row_warnings(rows: Sequence[Located], tokenizer: Any, system_prompt: str | None) -> list[str]:
-    """A line for each of: a system prompt that rows do not use, conversations that end with the
-    assistant, texts with special tokens of the tokenizer. `system_prompt`: of the config."""
+    """A line for each of these: rows that do not use the system prompt, conversations that end with
+    the assistant, texts with special tokens of the tokenizer. `system_prompt`: the config's, or
+    None."""
 
     def own_system(messages: Messages) -> bool:
         first = messages[0]
@@ -61,7 +62,7 @@ def _line(rows: Sequence[Located], fits: Callable[[Messages], bool], what: str) 
 
 
 def _special_tokens(tokenizer: Any) -> re.Pattern[str]:
-    """Matches what the tokenizer makes a special token of, wherever it stands in a text."""
+    """A pattern that matches text which the tokenizer turns into a special token."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     names = {token.content for token in added if token.special} | {*tokenizer.all_special_tokens}
     longest_first = sorted((name for name in names if name), key=len, reverse=True)

@@ -1,7 +1,7 @@
-"""How models write tool calls, read leniently in what does not matter and strictly in what does.
+"""Reads tool calls in the formats of several models, leniently in form and strictly in content.
 
-A format takes a turn's text apart: words, calls, and what began as a call and is none. Nothing here
-raises for what a model wrote.
+A format splits the text of a turn into words, calls, and texts that began as a call and are none.
+Nothing that a model wrote raises an error here.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ class Call:
 
 @dataclass(slots=True)
 class Found:
-    """The words and calls in a turn's text."""
+    """What a format found in the text of a turn. `content`: the text without the calls."""
 
     content: str
     calls: list[Call] = field(default_factory=list)
     malformed: list[str] = field(default_factory=list)
-    """Texts that began as a call and are none, each as it was written, with its markers."""
+    """Texts that began as a call and are none, as they were written, with their markers."""
 
 
 Format = Callable[[str, Tools], Found]
 
 
 def format_of(call: str) -> Format | None:
-    """The format of a call as a chat template writes it. None: not a known one."""
+    """The format in which a chat template has written this call. None: it is unknown."""
     if "[TOOL_CALLS]" in call:
         return mistral
     if "<\uff5ctool\u2581call\u2581begin\uff5c>" in call:
@@ -53,11 +53,11 @@ def format_of(call: str) -> Format | None:
 
 
 Body = Callable[[str, Tools], Call | None]
-"""Reads what stands between a call's markers."""
+"""Reads the text between a call's markers. Returns None if it is no call."""
 
 
 def tagged(body: Body, opening: str = "<tool_call>", closing: str = "</tool_call>") -> Format:
-    """A format with calls between markers, as Hermes, Qwen and GLM have them."""
+    """Make a format whose calls stand between markers, as those of Hermes, Qwen and GLM do."""
 
     def read(text: str, tools: Tools) -> Found:
         words, calls, malformed = [], [], []
@@ -78,14 +78,16 @@ def tagged(body: Body, opening: str = "<tool_call>", closing: str = "</tool_call
 
 
 _MAX_SPELT = 16
-"""Most closing markers inside arguments that are looked past: a turn may repeat one without end."""
+"""Most closing markers that may stand inside arguments. There is a limit since a turn may repeat
+the marker without end."""
 
 
 def _up_to(
     opening: str, closing: str, rest: str, body: Body, tools: Tools
 ) -> tuple[str | None, str]:
-    """The text before the closing marker, and the text behind it. An argument may spell the marker,
-    so the first marker that makes a call counts, and the very first if none does."""
+    """Split `rest` at the closing marker of a call: the text before it (None: there is none), and
+    the text behind it. An argument may contain the marker, so the first marker that completes a
+    call is chosen, or the very first if none does."""
     at = first = rest.find(closing)
     for _ in range(_MAX_SPELT):
         if at < 0 or body(rest[:at], tools) is not None:
@@ -102,13 +104,14 @@ def _up_to(
 
 
 def json_call(body: str, tools: Tools) -> Call | None:
-    """The call in `{"name": ..., "arguments": {...}}`; Llama writes `parameters`."""
+    """The call in `{"name": ..., "arguments": {...}}` (Llama writes `parameters`). None: it is no
+    call."""
     return call_of(_json(body))
 
 
 def qwen_coder_call(body: str, tools: Tools) -> Call | None:
-    """`<function=name>`, and a `<parameter=name>` for each argument, whose text is taken by the
-    tool's schema."""
+    """The call in `<function=name>` with a `<parameter=name>` for each argument, whose text is read
+    by the tool's schema. None: it is no call."""
     function = re.fullmatch(r"\s*<function=([^>\s]+)>(.*)</function>\s*", body, re.DOTALL)
     if function is None:
         return None
@@ -118,7 +121,8 @@ def qwen_coder_call(body: str, tools: Tools) -> Call | None:
 
 
 def glm_call(body: str, tools: Tools) -> Call | None:
-    """The name, then an `<arg_key>` and an `<arg_value>` for each argument."""
+    """The call in a name followed by an `<arg_key>` and an `<arg_value>` for each argument. None:
+    it is no call."""
     name, mark, inside = body.partition("<arg_key>")
     if not re.fullmatch(r"\s*[^\s<>{}]+\s*", name):
         return None
@@ -139,7 +143,8 @@ def _with_arguments(name: str, inside: str, pattern: str, tools: Tools) -> Call 
 
 
 def _typed(text: str, name: str, schema: Mapping[str, Any]) -> Any:
-    """An argument that was written as text; a schema that says nothing of it leaves it to JSON."""
+    """The value of an argument written as text: the text if the schema asks for a string, else its
+    JSON value if it is JSON."""
     properties = schema.get("properties")
     one = properties.get(name) if isinstance(properties, Mapping) else None
     kind = one.get("type") if isinstance(one, Mapping) else None
@@ -153,13 +158,13 @@ _MISTRAL_CALL = re.compile(
     r"\s*+([^\s\[\]{}]++)\s*+(?:\[CALL_ID\]\s*+(\w++)\s*+)?(?:\[ARGS\])?\s*+(\{.*\})\s*+",
     re.DOTALL,
 )
-"""A name, perhaps an id, and arguments. What is repeated gives nothing back (`*+`): two runs of
-blanks side by side would otherwise share out what a model writes in quadratic time, in which `re`
-lets no other thread run."""
+"""Matches a name, perhaps an id, and arguments. Possessive repetition (`*+`) prevents backtracking:
+two runs of blanks side by side could otherwise take quadratic time, in which `re` lets no other
+thread run."""
 
 
 def mistral(text: str, tools: Tools) -> Found:
-    """Reads calls behind `[TOOL_CALLS]`: a JSON list, or `name[ARGS]{...}` with the marker before
+    """Read calls behind `[TOOL_CALLS]`: a JSON list, or `name[ARGS]{...}` with the marker before
     each call."""
     words, *parts = text.split("[TOOL_CALLS]")
     calls: list[Call] = []
@@ -180,8 +185,8 @@ def mistral(text: str, tools: Tools) -> Found:
 
 
 def deepseek(text: str, tools: Tools) -> Found:
-    """Reads calls that are `function`, a separator, the name and a block of JSON; or the name, a
-    separator, JSON."""
+    """Read calls of the form `function`, separator, name and a block of JSON, or name, separator
+    and JSON."""
     left, bar, right = "<\uff5c", "\u2581", "\uff5c>"
 
     def body(inside: str, tools: Tools) -> Call | None:
@@ -199,8 +204,8 @@ def deepseek(text: str, tools: Tools) -> Found:
 
 
 def bare_json(text: str, tools: Tools) -> Found:
-    """Llama 3: a whole message that is a call, or several with `;` between them. Any other JSON is
-    an answer."""
+    """Read Llama 3's calls: a message that is a call as a whole, or several with `;` between them.
+    Any other JSON is an answer."""
     told = text.strip()
     body = told.removeprefix("<|python_tag|>").lstrip()
     is_meant = body != told or re.match(r'\{\s*"name"\s*:', body) is not None
@@ -233,7 +238,7 @@ _DECODER = json.JSONDecoder(parse_constant=_no_number)
 
 
 def _json(text: str) -> Any:
-    """The value of a JSON text; `_NOTHING` for what is no JSON."""
+    """The value of a JSON text. `_NOTHING` if the text is no JSON."""
     try:
         return _DECODER.decode(text)
     except (ValueError, RecursionError):
@@ -241,7 +246,7 @@ def _json(text: str) -> Any:
 
 
 def call_of(value: Any) -> Call | None:
-    """The call that `{"name", "arguments" or "parameters"}` says. None: it says none."""
+    """The call in a dict with `name` and `arguments` or `parameters`. None: it is no call."""
     if not isinstance(value, dict):
         return None
     name, identity = value.get("name"), value.get("id")
@@ -254,7 +259,7 @@ def call_of(value: Any) -> Call | None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether the value has no half characters, which neither a tool nor a tokenizer can take, and
+    """Whether the value has no lone surrogates, which neither a tool nor a tokenizer accepts, and
     no infinities (1e999)."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()

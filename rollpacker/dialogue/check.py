@@ -1,4 +1,4 @@
-"""Shows a dialogue as the model gets it, with its mask, at the start of a run with turns."""
+"""Displays a dialogue as the model gets it, with its mask, at the start of a run with turns."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _QUESTION: Message = {"role": "user", "content": "A question."}
 def dialogue_lines(
     template: DialogueTemplate, rewrites: Rewrites | None, prompt: Sequence[Message] | None = None
 ) -> list[str]:
-    """Lines for the terminal: three scripted turns behind the prompt (a run's first; else a
-    question), the first with a tool call if there are tools, as tokens, with `>` before those that
-    would be trained on; and what the user should know of the template. `rewrites`: what
-    `find_rewrites` found; each turn that stands behind another prompt is then shown with that."""
+    """Lines for the terminal: three scripted turns behind the prompt (None: a question), the first
+    with a tool call if there are tools, as tokens, with `>` before those that would be trained on;
+    then remarks on the template. `rewrites`: the result of `find_rewrites`; if it is not None,
+    turns that stand behind another prompt are shown with that prompt."""
     trajectory = scripted(template, prompt or [_QUESTION], rewrites=rewrites is not None)
     rows = trajectory.rows if rewrites is not None else [trajectory]
     lines = [
@@ -36,7 +36,7 @@ def dialogue_lines(
 
 
 def remarks(template: DialogueTemplate, rewrites: Rewrites | None) -> list[str]:
-    """Sentences about the template that a user should know; none for most templates."""
+    """Sentences about the template that a user should know. Most templates have none."""
     told = []
     if rewrites is not None:
         told.append(
@@ -62,8 +62,8 @@ def remarks(template: DialogueTemplate, rewrites: Rewrites | None) -> list[str]:
 def scripted(
     template: DialogueTemplate, prompt: Sequence[Message], *, rewrites: bool = False
 ) -> Trajectory:
-    """Three turns as the template itself would write them, each ended by its own token. `rewrites`:
-    it writes what came before anew."""
+    """A dialogue of three turns as the template writes them, each ended by its own token.
+    `rewrites`: whether the template rewrites earlier turns."""
     messages = list(prompt)
     trajectory = Trajectory(template.prompt(messages))
     for turn, answers in _script(template.tools):

@@ -1,7 +1,7 @@
-"""Rendered text to tokens, where the given words cannot steer the model.
+"""Encodes rendered text to tokens in such a way that given words cannot steer the model.
 
-A tool's result may spell `<|im_end|>`. Rendered and encoded as one text it would end the turn, so
-that such texts are encoded as the letters that they are. All other text is encoded as ever.
+A tool's result may contain `<|im_end|>`. Encoded together with the rest it would end the turn, so
+such texts are encoded as ordinary characters. All other text is encoded as usual.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from rollpacker.dialogue.token_length import TokenLength, token_length
 from rollpacker.dialogue.trajectory import TooLong
 
 Held = Mapping[str, str]
-"""The words that each stand-in in a rendered text stands for: markers that somebody's words
-spell."""
+"""The texts that placeholders in a rendered text stand for, by placeholder: markers that occurred
+in given words."""
 
 _SPACE = "\u2581"
 
 OWN_WORDS = ("system", "developer", "assistant")
-"""Roles whose words may hold markers: they are the user's setup, or the model's."""
+"""Roles whose words may contain markers, since they come from the user's set-up or the model."""
 
 
 class Encoder:
-    """The tokens of rendered text."""
+    """Encodes rendered text to tokens."""
 
     def __init__(self, tokenizer: Any, template_texts: Iterable[str]) -> None:
-        """`template_texts`: what the template writes by itself. The tokens of the added vocabulary
-        that stand there are markers, besides the special ones."""
+        """`template_texts`: texts that the template writes. Markers are the special tokens, and
+        those tokens of the added vocabulary that occur in these texts."""
         self._tokenizer = tokenizer
         self._text = Detokenizer(tokenizer, is_raw=True)
         self._texts: dict[int, str] = {}
-        """Texts of the tokens that were asked for, which are few: those that end turns."""
+        """Cached texts of single tokens. These are few: the tokens that end turns."""
         written = "\n".join(template_texts)
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self._ids = {
@@ -43,7 +43,7 @@ class Encoder:
             if (token.special or token.content in written) and token.content.strip()
         }
         self.markers = _any_of(self._ids)
-        """Matches the markers in a text."""
+        """Matches the markers (tokens that steer the model) in a text."""
         self._spaced = _any_of(
             self._ids,
             before={token.content for token in added.values() if token.lstrip},
@@ -61,8 +61,8 @@ class Encoder:
         return frozenset(self._ids.values())
 
     def check_room(self, text: str, held: Held, most: int | None) -> None:
-        """Raises `TooLong` for a text that surely has more than `most` tokens. A text whose number
-        of tokens cannot be bounded passes."""
+        """Raise `TooLong` for a text that surely has more than `most` tokens. None: no limit. If
+        its number of tokens cannot be bounded, the text passes."""
         if most is None or len(text) <= most or self._token_length is None:
             return
         if held:  # a stand-in may be longer than what it stands for
@@ -76,8 +76,9 @@ class Encoder:
         return token_length(self._tokenizer)
 
     def encode(self, text: str, held: Held | None = None, behind: int | None = None) -> list[int]:
-        """The tokens of `text`, with what is held in it encoded as letters; `behind` is a token
-        that stands before it, for tokenizers that see where a text begins."""
+        """The tokens of `text`, in which the texts in `held` are encoded as ordinary characters.
+        `behind`: the token before the text, for tokenizers that treat the beginning of a text
+        differently; None: there is none."""
         anchor = "" if behind is None else self.text_of(behind)
         if not held:
             ids = self._whole_ids(anchor + text)
@@ -102,7 +103,7 @@ class Encoder:
         return text
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of these tokens as it is, markers included."""
+        """The text of these tokens, with markers."""
         return self._text(tokens, skip_special_tokens=False)
 
     def _whole_ids(self, text: str) -> list[int]:
@@ -118,8 +119,8 @@ class Encoder:
         )
 
     def _parts(self, text: str, stand_ins: re.Pattern[str]) -> Iterable[str]:
-        """Parts of the text, cut at the template's markers around each stretch of words in which
-        something is held."""
+        """Yield parts of the text. Words that contain a placeholder are a part of their own, cut
+        off at the template's markers around them."""
         begun = at = 0
         for found in [*self._spaced.finditer(text), None]:
             end = len(text) if found is None else found.start()
@@ -131,8 +132,8 @@ class Encoder:
         yield text[begun:]
 
     def _letters(self, part: str, held: Held, stand_ins: re.Pattern[str]) -> list[int]:
-        """The tokens of a part in which something is held, without the added vocabulary. A
-        tokenizer whose words themselves hold a marker gets the marker with a space in it."""
+        """The tokens of a part with placeholders, encoded without the added vocabulary. If the
+        ordinary vocabulary has a marker, too, the marker gets a space in it."""
         ids = self._bare_ids(stand_ins.sub(lambda found: held[found.group()], part))
         if self.marker_ids.isdisjoint(ids):
             return ids
@@ -160,9 +161,8 @@ class Encoder:
 def held(
     messages: Iterable[Mapping[str, Any]], markers: re.Pattern[str]
 ) -> tuple[list[dict[str, Any]], Held]:
-    """The messages with stand-ins for all markers that tools and users spell, and the words that
-    each stand-in stands for. Half characters (lone surrogates), which have no tokens, become
-    U+FFFD."""
+    """The messages, with placeholders for all markers in the words of tools and users, and the
+    texts that the placeholders stand for. Lone surrogates, which have no tokens, become U+FFFD."""
     plain = [_whole(dict(message)) for message in messages]
     name = ""
     words: dict[str, str] = {}
@@ -185,7 +185,7 @@ def held(
 
 
 def whole_marker(text: str, length: int, markers: re.Pattern[str]) -> int:
-    """The largest length up to `length` that cuts no marker of the text in two."""
+    """The largest length, up to `length`, at which the text can be cut without cutting a marker."""
     for found in markers.finditer(text):
         if found.start() < length < found.end():
             return found.start()
@@ -193,7 +193,7 @@ def whole_marker(text: str, length: int, markers: re.Pattern[str]) -> int:
 
 
 def num_alike(one: str, other: str) -> int:
-    """Number of characters that two texts have in common at their beginnings."""
+    """Number of equal characters at the beginnings of two texts."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
@@ -201,7 +201,8 @@ def num_alike(one: str, other: str) -> int:
 def _any_of(
     texts: Iterable[str], before: Iterable[str] = (), behind: Iterable[str] = ()
 ) -> re.Pattern[str]:
-    """The longest first; with the white space that some swallow."""
+    """A pattern for any of these texts, the longest first, with white space before or behind some
+    of them."""
     patterns = [
         (r"\s*" if text in before else "") + re.escape(text) + (r"\s*" if text in behind else "")
         for text in sorted(texts, key=len, reverse=True)
@@ -220,7 +221,7 @@ def _mapped(value: Any, pattern: re.Pattern[str], to: Any) -> Any:
 
 
 def _in_none_of(messages: Sequence[Mapping[str, Any]]) -> str:
-    """A word that stands in none of them."""
+    """A word that occurs in none of the messages."""
     name = "heldtext"
     while any(name in str(message) for message in messages):
         name += "x"

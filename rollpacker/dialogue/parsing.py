@@ -1,7 +1,8 @@
-"""Makes an assistant's message for the environment of the tokens that the model sampled in a turn.
+"""Makes an assistant's message for the environment from the tokens that the model generated in a
+turn.
 
-The message is for those who answer it. The tokens that are trained on stay the sampled ones: a
-message is never encoded again.
+The message is only for the environment, which answers it. Training uses the generated tokens
+themselves: a message is never encoded again.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from rollpacker.dialogue.template import DialogueTemplate, TemplateError, stand_
 from rollpacker.dialogue.trajectory import Message
 
 MAX_TOOL_SETS = 256
-"""Most sets of tools of episodes for which a dialogue is kept ready."""
+"""Most different sets of tools for which dialogues are cached."""
 _THOUGHT, _WORDS = "stand-in-of-a-thought", "stand-in-of-words"
 
 
 class TemplateDialogue:
-    """Meets `Dialogue` with a chat template. It reads turns in the template's own format, which it
-    learns by rendering."""
+    """Makes tokens and messages with a chat template. It learns the template's format of calls by
+    rendering some. Meets the protocol `Dialogue`."""
 
     def __init__(self, template: DialogueTemplate) -> None:
-        """Raises `TemplateError` if there are tools and nobody knows how the template's calls are
-        read."""
+        """Raises `TemplateError` if there are tools and the template's format of calls is
+        unknown."""
         self.template = template
         self._with_tools: dict[str, TemplateDialogue] = {}
         self._tools = {
@@ -53,17 +54,17 @@ class TemplateDialogue:
             self._thinks_at_once = bool(begins) and self._closing not in behind
 
     def prompt(self, messages: Sequence[Message], *, most: int | None = None) -> tuple[int, ...]:
-        """See `Dialogue`."""
+        """The tokens of a prompt; see `Dialogue.prompt`."""
         return self.template.prompt(messages, most=most)
 
     def appended(
         self, messages: Sequence[Message], sampled: Sequence[int], *, most: int | None = None
     ) -> tuple[int, ...]:
-        """See `Dialogue`."""
+        """The tokens given behind a turn; see `Dialogue.appended`."""
         return self.template.appended(messages, sampled, most=most)
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> TemplateDialogue:
-        """See `Dialogue`."""
+        """A dialogue that shows the model these tools; see `Dialogue.with_tools`."""
         key = json.dumps(tools, sort_keys=True)
         found = self._with_tools.get(key)
         if found is None:
@@ -79,7 +80,7 @@ class TemplateDialogue:
         return found
 
     def rewritten(self) -> str | None:
-        """See `Dialogue`."""
+        """How the template rewrites earlier turns, or None; see `Dialogue.rewritten`."""
         return self._rewritten
 
     @cached_property
@@ -88,10 +89,10 @@ class TemplateDialogue:
         return None if found is None else found.sentence
 
     def message(self, sampled: Sequence[int], turn: int = 1) -> dict[str, Any]:
-        """The assistant's message of these tokens, which may end anywhere: `role`, `content`;
-        `reasoning_content` if it thought; `tool_calls` (each with an `id` of nine letters and
-        digits, made of `turn` and its place if the model gave none) if it called tools; and
-        `malformed_tool_calls`, a list of texts, if it tried to. Never raises."""
+        """The assistant's message in these tokens, which may end anywhere: `role`, `content`;
+        `reasoning_content` if there is thinking; `tool_calls` if there are calls (each with an
+        `id`: the model's, or nine characters made of `turn` and the call's place); and
+        `malformed_tool_calls`, a list of texts, if calls could not be read. Never raises."""
         text = self.template.text_of(sampled)
         if self._has_schema and self._format is None and self._tools:
             return self._by_schema(text, sampled, turn)
@@ -100,8 +101,8 @@ class TemplateDialogue:
         return _message(found, thought, turn)
 
     def _call_text(self, name: str) -> str:
-        """A turn that is a call, as the template writes it; what stands before it may be the
-        generation prompt's thinking."""
+        """The text of a turn that is a call, as the template writes it, without thinking before
+        it."""
         question = {"role": "user", "content": "question"}
         calls = stand_in_calls([{"role": "tool", "name": name}])
         before = self.template.render([question])
@@ -110,8 +111,8 @@ class TemplateDialogue:
         return text.rpartition("</think>")[2]
 
     def _marks_of_thought(self) -> tuple[str, str]:
-        """The marks that the template writes around an assistant's thinking. Two empty texts: it
-        writes none."""
+        """The markers that the template writes around an assistant's thinking. Two empty texts:
+        there are none."""
         question = {"role": "user", "content": "question"}
         answer = {"role": "assistant", "content": _WORDS, "reasoning_content": _THOUGHT}
         shown = self.template.render([question, answer])
@@ -125,8 +126,8 @@ class TemplateDialogue:
         return "", ""
 
     def _thought_of(self, text: str) -> tuple[str | None, str]:
-        """The thinking in a turn's text, None if there is none, and the rest of the text. Thinking
-        that was cut off is all of the turn."""
+        """The thinking in a turn's text (None: there is none), and the rest of the text. If the
+        thinking was cut off, it is the whole turn."""
         if not self._closing:
             return None, text
         before, is_closed, behind = text.partition(self._closing)
@@ -137,8 +138,8 @@ class TemplateDialogue:
         return thought, behind.lstrip("\n")
 
     def _by_schema(self, text: str, sampled: Sequence[int], turn: int) -> dict[str, Any]:
-        """The message by transformers' own parser, where the tokenizer says how. The parser closes
-        what is open, so a turn without its end makes no call."""
+        """The message as transformers' own parser reads it, for tokenizers that have a schema. The
+        parser closes what is open, so calls of a turn without its end do not count."""
         tokenizer = self.template.tokenizer
         is_over = bool(sampled) and sampled[-1] in self.template.end_tokens
         try:

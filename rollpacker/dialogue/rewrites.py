@@ -1,9 +1,9 @@
-"""Finds chat templates that write earlier messages otherwise once later ones follow.
+"""Finds chat templates that write earlier messages differently once later ones follow.
 
-With such a template a dialogue that only grows is not what the template makes of it: the model sees
-its own thinking, say, where it was trained not to. Dialogues that ask for the usual rules (thinking
-dropped from history, rules for the last user's message, tools told in the newest one) are rendered
-prefix by prefix and compared with what grew.
+With such a template a dialogue that only grows differs from what the template makes of it: the
+model might see its own thinking, for example, where it was trained without. Dialogues that show the
+usual cases (thinking dropped from history, rules for the last user's message, tools described in
+the newest message) are rendered prefix by prefix and compared with the grown text.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ _EXCERPT = 40
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The first place where a template departs from what grew."""
+    """The first place where a template's text differs from that of the grown dialogue."""
 
     what: str
-    """"prompt", "turn" (of the model) or "answer" (what was given behind a turn)."""
+    """What was changed: "prompt", "turn" (of the model) or "answer" (given behind a turn)."""
     index: int
     """Number of the turn or answer, from 1."""
     num_turns: int
-    """Number of turns in the dialogue when it changed."""
+    """Number of the model's turns in the dialogue when the change occurred."""
     follows: str
-    """The role of the message that made it change: "user", "tool" or "assistant" (the turn itself
-    is not written as its generation prompt began it)."""
+    """The role of the message that caused the change: "user", "tool" or "assistant" (the turn
+    itself, which does not begin as its generation prompt did)."""
     grown: str
     rendered: str
-    """The beginnings of both texts from there."""
+    """How the template's text goes on from there; `grown` is the same for the grown dialogue."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rewrites:
-    """The chat template rewrites what came before. Either each turn is trained on as a sample of
-    its own, whose prompt is `DialogueTemplate.prompt` of all messages before it; or the run
-    refuses."""
+    """The ways in which a chat template rewrites earlier messages. Either each turn is trained on
+    as a sample of its own, whose prompt is `DialogueTemplate.prompt` of all messages before it; or
+    the run refuses to start."""
 
     changes: tuple[tuple[str, Change], ...]
-    """The first change of every kind, each behind the dialogue that showed it."""
+    """The first change of each kind, with the name of the dialogue that showed it."""
 
     @property
     def sentence(self) -> str:
-        """The changes and the messages that cause them, on one line."""
+        """The changes and the messages that cause them, in one line."""
         parts = []
         for dialogue, change in self.changes:
             what = "the prompt" if change.what == "prompt" else f"{change.what} {change.index}"
@@ -66,7 +66,7 @@ class Rewrites:
 
 
 def find_rewrites(template: DialogueTemplate) -> Rewrites | None:
-    """The changes that the template makes in dialogues of a few turns; dialogues that it refuses
+    """Find the changes that the template makes in some short dialogues. Dialogues that it refuses
     (such as several calls at once) are left out. None: it makes no change."""
     found: dict[tuple[str, str], tuple[str, Change]] = {}
     for name, messages in probes(template):
@@ -80,8 +80,8 @@ def find_rewrites(template: DialogueTemplate) -> Rewrites | None:
 
 
 def first_change(template: DialogueTemplate, messages: Sequence[Message]) -> Change | None:
-    """The first place where this dialogue, rendered whole before each of the model's turns, is not
-    what grew. Raises `TemplateError` if the template refuses it."""
+    """The first place where this dialogue, rendered whole before each of the model's turns, differs
+    from the grown text. None: there is none. Raises `TemplateError` if the template refuses it."""
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
         return None
@@ -121,8 +121,8 @@ def _change(
 
 
 def writes_today(template: DialogueTemplate) -> bool:
-    """Whether the prompt holds the date of the day on which it is rendered, so that a run that goes
-    on tomorrow begins its dialogues otherwise. Found by taking the clock away."""
+    """Whether the prompt contains the present date, so that a run resumed on another day has other
+    prompts. Found by rendering with a clock that fails when it is called."""
     question = [{"role": "user", "content": "question"}]
     arguments: dict[str, Any] = {"tools": list(template.tools)} if template.tools else {}
     try:
@@ -135,8 +135,8 @@ def writes_today(template: DialogueTemplate) -> bool:
 
 
 def probes(template: DialogueTemplate) -> Iterator[tuple[str, list[Message]]]:
-    """Dialogues, each with its name for a message. Thinking is a key of messages where the template
-    knows that, else it stands in the text."""
+    """Yield short dialogues, each with a name for messages. Thinking is a key of messages if the
+    template knows that key, else it is part of the text."""
 
     def user(text: str) -> Message:
         return {"role": "user", "content": text}

@@ -1,7 +1,7 @@
-"""How many characters of a text one token can cover at most, where a tokenizer's parts say that.
+"""Bounds the number of characters that one token can cover, if a tokenizer's parts allow that.
 
-A text of more characters than that times the tokens that fit does not fit, which is so known
-without encoding it: megabytes take seconds, in which an event loop stands still.
+A text of more characters than that times the number of tokens that fit is too long. This is known
+without encoding the text, which takes seconds for megabytes, while the event loop stands still.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from rollpacker.chat_template import byte_letters
 
 _COMPOSED = 4
-"""Most characters that become one under NFC and NFKC: a letter and three marks."""
+"""Most characters that NFC or NFKC composes to a single one: a letter and three marks."""
 _COMPOSES = {"NFC": _COMPOSED, "NFKC": _COMPOSED, "NFD": 1, "NFKD": 1, "Lowercase": 1}
 _COMPOSES |= {"Prepend": 1, "ByteLevel": 1}
 _KEEPS_ALL = {"ByteLevel", "Digits", "Metaspace"}
@@ -23,23 +23,23 @@ _BYTES = {f"<0x{byte:02X}>" for byte in range(256)}
 
 @dataclass(frozen=True, slots=True)
 class TokenLength:
-    """Most characters that a token covers."""
+    """Bound on the characters that a token covers."""
 
     longest: int
-    """Characters of a token."""
+    """Most characters in the text of one token."""
     composes: int
-    """The normalizer composes one character of at most so many, but none of ASCII."""
+    """Most characters that the normalizer composes to a single one; it does not compose ASCII."""
 
     def fewest(self, text: str) -> int:
-        """A text has so many tokens at least."""
+        """Least number of tokens that the text can have."""
         return -(-len(text) // (self.longest * (1 if text.isascii() else self.composes)))
 
 
 def token_length(tokenizer: Any) -> TokenLength | None:
-    """Most characters that a token of this tokenizer covers. None: nobody can say, as where a
-    normalizer or a token may swallow white space, or one unknown token stands for a whole word.
-    Known are vocabularies of bytes or with one token for each byte (BPE, which is what nearly all
-    chat models have), and those of single characters."""
+    """The bound for this tokenizer. None: it is unknown, for example if a normalizer or a token may
+    swallow white space, or one unknown token stands for a whole word. It is known for vocabularies
+    of bytes or with a token for each byte (BPE, as in nearly all chat models), and of single
+    characters."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
@@ -59,7 +59,8 @@ def token_length(tokenizer: Any) -> TokenLength | None:
 
 
 def _parts_of(whole: Any) -> list[dict[str, Any]] | None:
-    """The parts of a normalizer or pre-tokenizer. None for one that is written in Python."""
+    """The parts of a normalizer or pre-tokenizer. None: they are unknown, since it is written in
+    Python."""
     if whole is None:
         return []
     try:
@@ -72,14 +73,15 @@ def _parts_of(whole: Any) -> list[dict[str, Any]] | None:
 
 
 def _is_by_characters(backend: Any, cut: list[dict[str, Any]]) -> bool:
-    """Whether each character is a word of its own, and each word a token."""
+    """Whether each character is a word, and each word a token."""
     kinds = [(one["type"], one.get("pattern"), one.get("behavior")) for one in cut]
     alone = [("Split", {"Regex": r"[\s\S]"}, "Isolated")]
     return type(backend.model).__name__ == "WordLevel" and kinds == alone
 
 
 def _composes(part: dict[str, Any]) -> int | None:
-    """A normalizer composes one character of so many at most. None: more than composing may go."""
+    """Most characters that this part of a normalizer composes to one. None: it may also drop
+    some."""
     if part["type"] == "Replace":
         return 1 if len(part["pattern"].get("String", "")) == 1 and part["content"] else None
     return _COMPOSES.get(part["type"])
@@ -93,8 +95,8 @@ def _keeps_all(cut: dict[str, Any]) -> bool:
 
 
 def _has_all_bytes(backend: Any, parts: list[dict[str, Any]]) -> bool:
-    """Whether each character is in a token, so that none is dropped and no unknown token stands for
-    many of them."""
+    """Whether each character is part of a token, so that none is dropped and no unknown token
+    stands for several characters."""
     model = backend.model
     if type(model).__name__ != "BPE" or model.continuing_subword_prefix or model.end_of_word_suffix:
         return False

@@ -17,9 +17,9 @@ from rollpacker.engines.engine import (
 
 
 async def collect(engine: Engine, requests: Sequence[GenerationRequest]) -> list[Response]:
-    """One response per request, in the order of the requests.
+    """Return one response per request, in the order of the requests.
 
-    Becomes the engine's listener, so whoever listened before must call `start` again.
+    This replaces the engine's listener: an earlier listener must be set again with `start`.
 
     Raises:
         EngineError: a request failed or was aborted, or the engine died.

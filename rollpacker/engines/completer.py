@@ -66,12 +66,13 @@ class EngineCompleter:
         self._engine.start(self._listen, self._died)
 
     async def complete(self, messages: Sequence[Mapping[str, str]], *, timeout_s: float) -> str:
-        """The reply's text, without special tokens. `timeout_s` does not count waiting for one of
-        the engine's places.
+        """Return the reply's text, without special tokens. `timeout_s` limits the generation,
+        without the wait for one of the engine's `concurrency` places.
 
         Raises:
-            TimeoutError: it took longer; the request leaves the engine.
-            ValueError: the engine can never run it, such as a prompt longer than the context.
+            TimeoutError: the generation took longer; the request leaves the engine.
+            ValueError: the engine can never run the request, such as a prompt longer than the
+                context.
             EngineError: the engine died or is closed.
         """
         tokens = self._tokens(messages)

@@ -1,12 +1,13 @@
-"""A process with an engine in it, which does what the run's process says over an inherited line.
+"""The program of a process with an engine in it, which obeys the run's process over an inherited
+line.
 
     the run -- Work, Call ------> main thread: submits, aborts
                                   calling thread: one call after the other
-            <-- Report, Answer -- reporting thread: waits until there is something to say
+            <-- Report, Answer -- reporting thread: waits until there is something to report
                                   the engine's own thread, or whatever it has
 
-It ends when its line does, or its engine: one that is dead must not stay and be asked again.
-Light until it is told what to make.
+The process ends when its line does or its engine dies, so that no dead engine is called again.
+Imports nothing heavy until it has been told which engine to make.
 """
 
 from __future__ import annotations
@@ -39,24 +40,25 @@ from rollpacker.workers.program import Program, text_of
 
 
 class EngineHost:
-    """An engine that does what messages say, and tells in messages what comes of it."""
+    """Holds an engine, passes on to it what messages ask for, and makes messages of its outputs."""
 
     def __init__(self, engine: Engine, beat_s: float) -> None:
-        """Starts the engine. `beat_s`: the longest time between two reports, in seconds."""
+        """Starts the engine. `beat_s`: longest time between two reports, in seconds."""
         self._engine = engine
         self._beat_s = beat_s
         self._calls: queue.SimpleQueue[tuple[int, Call]] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._outputs: list[EngineOutput] = []
-        """Outputs that were in no report yet."""
+        """Outputs that have not been reported yet."""
         self._answers: list[tuple[int, Answer]] = []
-        """Answers to calls, each with the call's number, that were not sent yet."""
+        """Answers that have not been sent yet, each with the number of its call."""
         self._error: BaseException | None = None
         engine.start(self._heard, self._died)
         threading.Thread(target=self._make_calls, name="calls", daemon=True).start()
 
     def obey(self, number: int, told: Work | Call) -> None:
-        """Do the work at once, or make the call of this number after those before it."""
+        """Submit and abort at once what a `Work` message asks for; queue a `Call`, whose answer
+        will have this number. Calls are made one after the other."""
         if isinstance(told, Call):
             self._calls.put((number, told))
             return
@@ -72,7 +74,7 @@ class EngineHost:
 
     def report(self) -> tuple[Report, list[tuple[int, Answer]]]:
         """Wait for outputs or answers, or until a report is due. Returns the report, and the
-        answers to calls that are to be sent behind it. Raises `EngineError` once the engine is
+        answers to calls that are to be sent after it. Raises `EngineError` once the engine is
         dead."""
         with self._changed:
             # Idle engines of a host report at the same moments, which makes one packet of them.
@@ -123,7 +125,7 @@ class EngineHost:
 
 
 def serve(program: Program, engine: Engine, beat_s: float) -> NoReturn:
-    """Obey until the line ends, or the engine is dead; then the process ends."""
+    """Obey messages until the line ends or the engine is dead, then end the process."""
     host = EngineHost(engine, beat_s)
 
     def speak() -> None:

@@ -12,8 +12,8 @@ from rollpacker.engines.engine import EngineError, GenerationRequest, Listener
 
 
 class Inbox:
-    """The requests and aborts for an engine, and its listener. Every method may be called from any
-    thread."""
+    """The requests and aborts on their way to an engine, and the engine's listener. Every method
+    may be called from any thread."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -45,7 +45,7 @@ class Inbox:
             raise EngineError("the engine has let go of its device's memory: reload it first")
 
     def tell(self, listener: Listener, on_error: Callable[[BaseException], None]) -> None:
-        """Set the functions that are called with outputs and errors from now on. Raises
+        """Set the functions that are called with outputs and with the engine's error. Raises
         `EngineError` while samples run."""
         with self._condition:
             self.check_open()
@@ -54,7 +54,7 @@ class Inbox:
             self._listener, self._on_error = listener, on_error
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Add these requests. Raises `EngineError` for a sample that is in flight already, and
+        """Queue these requests. Raises `EngineError` for a sample that is in flight already, and
         while weights change."""
         with self._condition:
             self.check_here()
@@ -82,25 +82,27 @@ class Inbox:
             self._condition.notify()
 
     def let_go(self, samples: Sequence[SampleId]) -> None:
-        """Note that what the engine keeps of these samples is not needed. They may have ended
-        already."""
+        """Note that the keys and values kept of these samples are not needed any more. Samples that
+        have ended are allowed."""
         with self._condition:
             self.check_open()
             self._unkept.extend(samples)
 
     def begin_weights(self, version: int) -> None:
-        """Refuse samples until `end_weights`. Raises `EngineError` while samples run."""
+        """Refuse new samples until `end_weights`, for a change to this version. Raises
+        `EngineError` while samples run."""
         with self._condition:
             self.check_here()
             self._check_idle(f"the weights cannot change to version {version}")
             self._weights_change = True
 
     def end_weights(self) -> None:
-        """Accept samples again."""
+        """Accept samples again, as before `begin_weights`."""
         self._weights_change = False
 
     def leave(self) -> None:
-        """Refuse everything until `come_back`. Raises `EngineError` while samples run."""
+        """Refuse calls that need the device's memory until `come_back`. Raises `EngineError` while
+        samples run."""
         with self._condition:
             self.check_open()
             self._check_idle("the device's memory cannot be let go of")
@@ -115,7 +117,7 @@ class Inbox:
             raise EngineError(f"{what} while {len(self._in_flight)} samples run")
 
     def close(self) -> None:
-        """The worker ends after the decode step at hand."""
+        """End the worker after the current decode step. Later calls raise `EngineError`."""
         with self._condition:
             self._closed = True
             self._condition.notify()
@@ -123,29 +125,29 @@ class Inbox:
     # -- the worker's side -----------------------------------------------------------------
 
     def wait_for_work(self) -> bool:
-        """Wait until samples are in flight. False once the engine is closed."""
+        """Wait until samples are in flight. Returns False if the engine is closed, else True."""
         with self._condition:
             while not (self._closed or self._in_flight):
                 self._condition.wait()
             return not self._closed
 
     def take_let_go(self) -> list[SampleId]:
-        """The samples whose kept rows are not needed, since the last call. Call it before `take`: a
-        sample that is submitted again after that needs its row again."""
+        """Return the samples, noted since the last call, whose kept keys and values are not needed.
+        Call this before `take`: a sample that is submitted again later may need them."""
         with self._condition:
             unkept, self._unkept = self._unkept, []
         return unkept
 
     def take(self) -> tuple[list[Pending], set[SampleId]]:
-        """The requests and the aborts since the last call."""
+        """Return the requests and the aborted samples that came since the last call."""
         with self._condition:
             submitted, self._submitted = self._submitted, []
             aborted, self._aborted = set(self._aborted), []
         return submitted, aborted
 
     def end(self, samples: Iterable[SampleId]) -> tuple[bool, Listener]:
-        """Remove these samples. Returns whether they were the last ones in flight, and the
-        listener."""
+        """Remove these samples, which have ended. Returns whether no other samples are in flight,
+        and the listener."""
         with self._condition:
             self._in_flight.difference_update(samples)
             assert self._listener is not None
@@ -167,4 +169,4 @@ class Inbox:
 
 
 def _tell_nobody(error: BaseException) -> None:
-    """Stands for the listener to errors where there is none yet, or none any more."""
+    """Ignore the error. Used where no listener to errors is set, or it was called already."""

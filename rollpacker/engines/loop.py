@@ -1,7 +1,7 @@
-"""The worker thread that engines of this process share, and the outputs that all of them make.
+"""The worker thread that all engines of this process share, and the outputs that all of them make.
 
-One turn takes what was submitted and aborted, or brings the live samples on by one step; then it
-reports, and waits for the listener before the next one. So an abort or a request given inside that
+One turn accepts what was submitted and aborted, or advances the live samples by one step; then it
+reports, and waits for the listener before the next turn. So an abort or a request given inside that
 call takes effect at the same decode step in every run.
 """
 
@@ -36,19 +36,19 @@ from rollpacker.weights.probe import weight_probe
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
-"""Seconds that `close` waits for the decode step that runs."""
+"""Seconds that `close` waits for the current decode step to end."""
 
 Numbered = tuple[int, EngineOutput]
-"""An output and when its request was launched, which orders what ends in one step."""
+"""An output and its request's launch number, by which outputs of one step are ordered."""
 
 
 class LoopEngine(ABC):
-    """The part of `Engine` (engines/engine.py) that is about threads and about the weights of its
-    module. A subclass decodes."""
+    """The part of an engine (`Engine`, engines/engine.py) that handles its thread and its module's
+    weights. Subclasses do the decoding."""
 
     _has_a_copy = False
-    """Whether the engine decodes with a copy of its module's tensors. An update has to renew the
-    copy also where the module has been trained in place."""
+    """Whether the engine decodes with a copy of its module's tensors. If so, an update must renew
+    the copy even where the module was trained in place."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -61,7 +61,8 @@ class LoopEngine(ABC):
     # -- the protocol ------------------------------------------------------------------------------
 
     def start(self, listener: Listener, on_error: Callable[[BaseException], None]) -> None:
-        """Begin to work. Called again while nothing runs, it replaces the listener."""
+        """Begin to work, and report to these functions. Called again while no samples run, it
+        replaces them."""
         self._inbox.tell(listener, on_error)
         if self._thread is None:
             self._thread = threading.Thread(
@@ -70,22 +71,22 @@ class LoopEngine(ABC):
             self._thread.start()
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """See `Engine`."""
+        """Queue requests; see `Engine.submit`."""
         self._inbox.submit(requests)
 
     def abort(self, samples: Sequence[SampleId]) -> None:
-        """See `Engine`."""
+        """Stop samples; see `Engine.abort`."""
         self._inbox.abort(samples)
 
     def let_go(self, samples: Sequence[SampleId]) -> None:
-        """See `Engine`."""
+        """Allow the engine to drop what it keeps of these samples; see `Engine.let_go`."""
         self._inbox.let_go(samples)
 
     async def update_weights(
         self, version: int, weights: Mapping[str, Tensor] | WeightSource | None = None
     ) -> None:
-        """See `Engine`. What takes time is done in a thread, so that the caller's deadline can end
-        the wait."""
+        """Generate with new weights; see `Engine.update_weights`. Copying is done in a thread, so
+        that the caller's deadline can end the wait."""
         self._inbox.begin_weights(version)
         self._forget_kept()
         if weights is not None or self._has_a_copy:
@@ -94,23 +95,24 @@ class LoopEngine(ABC):
         self._version = version
 
     async def offload(self) -> None:
-        """See `Engine`. If it fails, the engine is of no use any more."""
+        """Free the device's memory; see `Engine.offload`. A failure makes the engine useless."""
         self._inbox.leave()
         self._forget_kept()
         await asyncio.to_thread(self._let_go)
 
     async def reload(self) -> None:
-        """See `Engine`. If it fails, the engine is of no use any more."""
+        """Take the device's memory again; see `Engine.reload`. A failure makes the engine
+        useless."""
         await asyncio.to_thread(self._take_back)
         self._inbox.come_back()
 
     def weight_probe(self) -> str:
-        """See `Engine`."""
+        """Return a hash of the weights; see `Engine.weight_probe`."""
         self._inbox.check_here()
         return weight_probe(self._trained().items())
 
     async def close(self) -> None:
-        """See `Engine`."""
+        """End the worker thread; see `Engine.close`."""
         self._inbox.close()
         if self._thread is not None:
             # The worker may be inside the listener, which may need this event loop to go on.
@@ -119,8 +121,8 @@ class LoopEngine(ABC):
                 logger.error("the engine's worker hangs; it is left behind")
 
     def _renew(self, version: int, weights: Mapping[str, Tensor] | WeightSource | None) -> None:
-        """Copy new weights into the module, while nothing runs; None if it has them already. Raises
-        `EngineError` if they are another model's, or of another version."""
+        """Copy new weights into the module, while no samples run. None: the module has them
+        already. Raises `EngineError` if they are another model's, or of another version."""
         if isinstance(weights, WeightSource):
             if weights.version != version:
                 raise EngineError(f"weights of version {weights.version} were given for {version}")
@@ -133,7 +135,7 @@ class LoopEngine(ABC):
             self._overwrite(weights)
 
     def _trained(self) -> dict[str, torch.nn.Parameter]:
-        """The weights that training changes: of a model with adapters those of the adapters."""
+        """The parameters that training changes, by name: only the adapters' if there are any."""
         return {n: p for n, p in self._model.named_parameters() if p.requires_grad}
 
     @torch.no_grad()
@@ -150,7 +152,7 @@ class LoopEngine(ABC):
             own[name].copy_(value)
 
     def _forget_kept(self) -> None:
-        """Drop what was computed with the weights so far. Called while nothing runs."""
+        """Drop what was computed with the present weights. Called while no samples run."""
         return
 
     @property
@@ -159,27 +161,27 @@ class LoopEngine(ABC):
         return self._model.device.type == self._host.source
 
     def _let_go(self) -> None:
-        """Free what is on the device. Called while nothing runs."""
+        """Free the device's memory. Called while no samples run."""
         self._host.offload([*self._model.parameters(), *self._model.buffers()])
 
     def _take_back(self) -> None:
-        """Put back on the device what `_let_go` has freed. Raises `EngineError`."""
+        """Put back on the device what `_let_go` moved away, or raise `EngineError`."""
         self._host.reload()
 
     # -- what a subclass does, in the worker's thread ----------------------------------------------
 
     @abstractmethod
     def _turn(self) -> list[Numbered]:
-        """Take what is in the inbox, or bring the live samples on by one step. Returns the outputs
-        of samples that this has ended."""
+        """Accept what is in the inbox, or advance the live samples by one step. Returns the outputs
+        of samples that ended with it."""
 
     @abstractmethod
     def _begin(self) -> None:
-        """Called once, before the first turn."""
+        """Prepare the worker thread. Called once, before the first turn."""
 
     @abstractmethod
     def _rest(self) -> None:
-        """Called when nothing runs any more, and when the worker dies."""
+        """Put the engine at rest. Called when no samples run any more, and when the worker dies."""
 
     # -- the worker --------------------------------------------------------------------------------
 
@@ -211,8 +213,8 @@ def failure(entry: Pending, reason: str) -> Numbered:
 
 
 def abortion(entry: Pending, response: Response, **facts: Any) -> Numbered:
-    """The tokens of an aborted sample go up with it, if it has any. `facts`: what else its event
-    says."""
+    """The output for an aborted sample, with its response if there are any tokens. `facts`: further
+    fields of its event."""
     event = SampleAborted(
         time_s=0.0, sample=response.sample, num_tokens=len(response.tokens), **facts
     )
@@ -220,8 +222,8 @@ def abortion(entry: Pending, response: Response, **facts: Any) -> Numbered:
 
 
 def untouched(entry: Pending, version: int) -> Response:
-    """The response of a sample that nothing was generated for: the tokens carried into the
-    launch."""
+    """The response of a sample for which this launch generated nothing: the tokens carried over
+    from an earlier launch, if there are any."""
     request = entry.request
     return Response(
         sample=request.sample,
@@ -236,8 +238,9 @@ def untouched(entry: Pending, version: int) -> Response:
 def why_impossible(
     entry: Pending, *, vocabulary_size: int, max_positions: int | None, can_read: bool
 ) -> str | None:
-    """The reason why no engine of this model could ever run the request. None: one may.
-    `max_positions`: the model's context. `can_read`: there is a tokenizer."""
+    """The reason why no engine of this model could ever run the request. None: an engine may run
+    it. `max_positions`: the model's context in tokens; None: unlimited. `can_read`: whether there
+    is a tokenizer."""
     prompt, limit = entry.request.prompt_tokens, entry.limit
     if not prompt:
         return "the prompt has no tokens"

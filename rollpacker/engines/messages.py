@@ -1,4 +1,4 @@
-"""The messages between a run and an engine's process. Light: no torch.
+"""The messages between a run and an engine's process. Does not import torch.
 
     down   SETUP EngineSetup     what to make
            CALL 0 Work           requests, aborts and samples to forget; it is not answered
@@ -36,37 +36,37 @@ from rollpacker.weights.buffer import WeightSource
 
 UPDATE_WEIGHTS, WEIGHT_PROBE = "update_weights", "weight_probe"
 OFFLOAD, RELOAD = "offload", "reload"
-"""Names of calls."""
+"""Names of the calls, for `Call.name`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSetup:
-    """The engine that a process is to make."""
+    """Describes the engine that a process is to make."""
 
     make: str
-    """`module:function`. The process calls it with `config` and the arguments by keyword, and gets
-    an `Engine`."""
+    """The function that makes the engine, as `module:function`. The process calls it with `config`
+    and the arguments by keyword, and gets an `Engine`."""
     config: EngineConfig
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments of `make`: plain values, lists, tuples and mappings."""
+    """Further keyword arguments of `make`: plain values, lists, tuples and mappings."""
     beat_s: float = 1.0
     """Longest time between two reports, in seconds. `ProcessEngine` sets it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of one of the engine's methods that take their time and have one answer."""
+    """A call of one of those methods of the engine that take time and have one answer."""
 
     name: str
     version: int = 0
-    """The weights' new version, of `UPDATE_WEIGHTS` alone."""
+    """The new version of the weights, for `UPDATE_WEIGHTS`; unused in other calls."""
     source: WeightSource | None = None
-    """Where the new weights are. None: the engine has them already."""
+    """Where the new weights are, for `UPDATE_WEIGHTS`. None: the engine has them already."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The result of a call, or the words of its error. Both are None for a call that returns
+    """The result of a call, or the message of its error. Both are None for a call that returns
     nothing."""
 
     result: str | None = None
@@ -75,7 +75,8 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Requests, aborts and samples to forget that came since the last message of this kind."""
+    """Requests, aborted samples, and samples of which nothing need be kept, since the last message
+    of this kind."""
 
     requests: tuple[GenerationRequest, ...] = ()
     aborts: tuple[SampleId, ...] = ()
@@ -83,12 +84,12 @@ class Work:
 
 
 PackedOutput = tuple[SampleGenerated | SampleAborted | SampleFailed, "PackedResponse | None"]
-"""An `EngineOutput` as it is sent."""
+"""An `EngineOutput` as it is sent: the event, and its response without sample and prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A sign of life: the outputs since the last report, and how the engine is."""
+    """A sign of life: the outputs since the last report, and the engine's present status."""
 
     outputs: tuple[PackedOutput, ...]
     status: EngineStatus
@@ -96,7 +97,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedResponse:
-    """A response without its sample and prompt, which the run's process knows."""
+    """A response as it is sent, without its sample and prompt, which the run's process knows."""
 
     tokens: NDArray[np.integer]
     log_probs: NDArray[np.floating]
@@ -132,7 +133,7 @@ def packed(output: EngineOutput) -> PackedOutput:
 
 
 def integers(values: tuple[int, ...]) -> NDArray[np.integer]:
-    """The numbers as int32, or as int64 if they do not fit."""
+    """The numbers as an int32 array, or as int64 if one does not fit."""
     try:
         return np.array(values, np.int32)
     except OverflowError:
@@ -140,7 +141,7 @@ def integers(values: tuple[int, ...]) -> NDArray[np.integer]:
 
 
 def floats(values: tuple[float, ...]) -> NDArray[np.floating]:
-    """The numbers as float32 if that holds every one exactly, else as float64."""
+    """The numbers as a float32 array if that holds them all exactly, else as float64."""
     exact = np.array(values, np.float64)
     short = exact.astype(np.float32)
     return short if np.array_equal(short, exact, equal_nan=True) else exact
@@ -148,7 +149,7 @@ def floats(values: tuple[float, ...]) -> NDArray[np.floating]:
 
 @functools.cache
 def codec() -> Codec:
-    """The codec of these messages, for both sides."""
+    """The codec of these messages, used by both processes."""
     written_by_hand = [by_field(EngineSetup), Kind(Work, _work_to_plain, _work_from_plain)]
     messages = [Call, Answer, Report]
     inside = [EngineConfig, SamplingParams, Carried, SampleId, PackedResponse]
@@ -157,8 +158,8 @@ def codec() -> Codec:
 
 
 def _work_to_plain(work: Work) -> list[Any]:
-    """Write the work down. Samples share prompts and sampling parameters, so each of these is
-    written once."""
+    """Turn the work into plain values. Prompts and sampling parameters are shared by many samples,
+    and every different one is written only once."""
     prompts: dict[tuple[int, ...], int] = {}
     samplings: dict[SamplingParams, int] = {}
     requests = [

@@ -3,9 +3,9 @@
     ProcessEngine --Work, Call--> engine_worker.py: EngineHost --> any engine
                   <-Report, Answer-
 
-The loop of all lines (`workers/loop.py`) carries what is submitted, aborted and called to the
-process, and what that reports to the listener. The process reports every `beat_s` at the latest, so
-that silence means that it is stopped or gone.
+The event loop of all lines (`workers/loop.py`) carries requests, aborts and calls to the process,
+and the process's reports to the listener. A report comes every `beat_s` seconds at the latest, so
+that silence means that the process is stopped or gone.
 """
 
 from __future__ import annotations
@@ -52,27 +52,28 @@ logger = logging.getLogger(__name__)
 
 PROGRAM = "rollpacker.engines.engine_worker"
 MAX_BEAT_S = 1.0
-"""Longest time between two reports of an engine, in seconds: the shorter, the more all engines cost
-this process."""
+"""Longest time between two reports of an engine, in seconds. Each report costs this process
+time."""
 CLOSE_S = 5.0
-"""Seconds that closing waits for the loop of all lines, which may be busy."""
+"""Seconds that `close` waits for the event loop of all lines, which may be busy."""
 HERE = ThisHost()
 
 
 class EngineRefusedError(EngineError, ValueError):
-    """The engine cannot be made; the message says why and what to do."""
+    """The engine cannot be made; the message says why and what the user can do."""
 
 
 class ProcessEngine:
     """An `Engine` whose work is done by another process.
 
-    It is loaded meanwhile: `ready` waits for it, and what is submitted before waits there. If the
-    process ends, is stopped, or does not answer for `heartbeat_s`, `on_error` is called once with
-    an `EngineError` that says how it ended; the process is killed, and nothing more is heard of it.
+    The process loads the engine after this object is made: `ready` waits for that, and what is
+    submitted before waits in this process. If the process ends, is stopped, or does not answer for
+    `heartbeat_s`, `on_error` is called once with an `EngineError` that says how it ended; the
+    process is killed and no more outputs are reported.
 
-    An abort takes effect at the process's next decode step, whenever it gets there: two runs of
-    the same seed may differ in which samples were aborted at which length, and so in the order in
-    which samples end. The tokens of a sample do not.
+    An abort takes effect at the process's next decode step after it arrives: two runs of the same
+    seed may differ in which samples were aborted at which length, and so in the order in which
+    samples end. The tokens of a sample do not differ.
     """
 
     def __init__(
@@ -85,8 +86,9 @@ class ProcessEngine:
         environment: Mapping[str, str] | None = None,
         host: Host = HERE,
     ) -> None:
-        """Starts the process, on `host`. `environment` is added to what processes there have.
-        Raises `OSError`, and `TypeError` for a setup that cannot be sent."""
+        """Starts the process on `host`. `environment` is added to the environment that processes
+        have there. Raises `OSError` if the process cannot be started, and `TypeError` for a setup
+        that cannot be sent."""
         self.name = name
         self._inbox = Inbox()
         self._prompts: dict[SampleId, tuple[int, ...]] = {}
@@ -95,7 +97,7 @@ class ProcessEngine:
         )
         self._ready: Future[None] = Future()
         self._gone: Future[None] = Future()
-        """Done when the process has ended and all that belongs to it here is closed."""
+        """Done when the process has ended and everything that belongs to it here is closed."""
         self._burying: asyncio.Task[None] | None = None
         self._is_heard = self._is_over = False
         setup = replace(setup, beat_s=min(MAX_BEAT_S, heartbeat_s / 5))
@@ -125,41 +127,43 @@ class ProcessEngine:
 
     @property
     def last_answer_s(self) -> float:
-        """Time of the process's latest message, on the monotonic clock."""
+        """Time of the latest message from the process, on the monotonic clock, in seconds."""
         return self._served.heard_s
 
     # -- the protocol ----------------------------------------------------------------------
 
     async def ready(self) -> None:
-        """Wait until the engine is made. Raises `EngineError` if that fails, `EngineRefusedError`
-        if it is for the user to mend."""
+        """Wait until the engine is made. Raises `EngineError` if that fails: `EngineRefusedError`
+        if the user can do something about it."""
         await asyncio.shield(asyncio.wrap_future(self._ready))
 
     def start(self, listener: Listener, on_error: Callable[[BaseException], None]) -> None:
-        """See `Engine`. Called again while nothing runs, it replaces the listener."""
+        """Report to these functions from now on; see `Engine.start`. Called again while no samples
+        run, it replaces them."""
         self._inbox.tell(listener, on_error)
         self._is_heard = True
         self._wake()
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """See `Engine`."""
+        """Queue requests; see `Engine.submit`."""
         self._inbox.submit(requests)
         self._wake()
 
     def abort(self, samples: Sequence[SampleId]) -> None:
-        """See `Engine`."""
+        """Stop samples; see `Engine.abort`."""
         self._inbox.abort(samples)
         self._wake()
 
     def let_go(self, samples: Sequence[SampleId]) -> None:
-        """See `Engine`."""
+        """Allow the engine to drop what it keeps of these samples; see `Engine.let_go`."""
         self._inbox.let_go(samples)
         self._wake()
 
     async def update_weights(
         self, version: int, weights: Mapping[str, Tensor] | WeightSource | None = None
     ) -> None:
-        """See `Engine`. Tensors do not travel: it takes a source, or nothing."""
+        """Generate with new weights; see `Engine.update_weights`. Tensors are not sent: `weights`
+        must be a `WeightSource` or None."""
         if weights is not None and not isinstance(weights, WeightSource):
             raise EngineError("an engine in a process reads its weights from a source")
         self._inbox.begin_weights(version)
@@ -172,24 +176,25 @@ class ProcessEngine:
         self._inbox.end_weights()
 
     async def offload(self) -> None:
-        """See `Engine`."""
+        """Free the device's memory; see `Engine.offload`."""
         self._inbox.leave()
         await asyncio.wrap_future(self._ask(Call(OFFLOAD)))
 
     async def reload(self) -> None:
-        """See `Engine`."""
+        """Take the device's memory again; see `Engine.reload`."""
         await asyncio.wrap_future(self._ask(Call(RELOAD)))
         self._inbox.come_back()
 
     def weight_probe(self) -> str:
-        """See `Engine`."""
+        """Return a hash of the weights; see `Engine.weight_probe`."""
         self._inbox.check_here()
         probe = self._ask(Call(WEIGHT_PROBE)).result()
         assert probe is not None
         return probe
 
     def status(self) -> EngineStatus:
-        """See `Engine`. As the process last said, but for the number of samples."""
+        """Return counts of samples, tokens and steps; see `Engine.status`. They are those of the
+        process's last report, except for the numbers of samples, which are counted here."""
         self._inbox.check_open()
         num_in_flight = self._inbox.num_in_flight
         num_running = min(self._status.num_running, num_in_flight)
@@ -198,7 +203,7 @@ class ProcessEngine:
         )
 
     async def close(self) -> None:
-        """See `Engine`. Ends the process, whatever it is doing."""
+        """End the process, whatever it is doing; see `Engine.close`."""
         self._inbox.close()
         self._use.soon(self._end, EngineError("the engine is closed"))
         with contextlib.suppress(TimeoutError):
@@ -226,7 +231,8 @@ class ProcessEngine:
         return answer.result
 
     def _send(self) -> None:
-        """Give the process what is new, once it is ready and somebody listens."""
+        """Send the process what was submitted and aborted since the last time, once the process is
+        ready and there is a listener."""
         if self._is_over or not self._ready.done() or not self._is_heard:
             return
         try:
@@ -241,17 +247,17 @@ class ProcessEngine:
             self._served.lose(error=error)
 
     def on_ready(self, said: Any) -> None:
-        """See `Owner`."""
+        """Note that the process has made its engine; see `Owner.on_ready`."""
         self._ready.set_result(None)
         self._send()
 
     def on_message(self, kind: int, number: int, said: Any) -> None:
-        """See `Owner`."""
+        """Pass on what a report of the process says; see `Owner.on_message`."""
         if kind == BEAT:
             self._report(said)
 
     def on_hang_up(self) -> None:
-        """See `Owner`."""
+        """Do nothing; see `Owner.on_hang_up`."""
 
     def _report(self, report: Report) -> None:
         self._status = report.status
@@ -261,7 +267,8 @@ class ProcessEngine:
             listener(outputs)
 
     def _outputs(self, report: Report) -> list[EngineOutput]:
-        """The outputs of a report as a listener gets them, for samples that are in flight."""
+        """The outputs of a report as a listener gets them. Those of samples that are not in flight
+        are logged and left out."""
         found = []
         for event, response in report.outputs:
             prompt = self._prompts.pop(event.sample, None)
@@ -275,7 +282,7 @@ class ProcessEngine:
     # -- how it ends -----------------------------------------------------------------------
 
     def on_lost(self, loss: Loss) -> None:
-        """See `Owner`."""
+        """Report the loss of the process to `on_error`, and clean up; see `Owner.on_lost`."""
         error = loss.error or EngineError(str(loss))
         if loss.is_refused:
             error = EngineRefusedError(loss.said)
@@ -284,7 +291,7 @@ class ProcessEngine:
         on_error(error)
 
     def _end(self, error: Exception) -> None:
-        """Have the process ended, once. Whoever waits for it to be ready gets `error`."""
+        """End the process, once. A caller that waits in `ready` gets `error`."""
         if self._is_over:
             return
         self._is_over = True

@@ -1,4 +1,4 @@
-"""The table of all engines, one row each. Light: no torch."""
+"""The table of all engines and of what they can do. Does not import torch."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ It is called with `model`, `tokenizer` and `config` (`EngineConfig`) by keyword 
 `Engine`."""
 
 TAKE_UP_CARRIED = ("torch", "vllm")
-"""Engines that go on from tokens which an earlier launch left (`GenerationRequest.carried`), and
-check whether each is still drawn."""
+"""Engines that can go on from tokens which an earlier launch generated
+(`GenerationRequest.carried`), and check whether each token would still be drawn."""
 
 TENSOR_PARALLEL = ("vllm",)
-"""Engines that several devices can share. They are also called with `tensor_parallel` then."""
+"""Engines that several devices can share. If several do, the engine's function gets the keyword
+argument `tensor_parallel`, too."""
 
 TOLD_TO_SLEEP = ("vllm",)
-"""Engines that must know from the beginning that they will have to free their device. They are also
-called with `sleeps` then."""
+"""Engines that must know from the beginning that they will have to free their device. If so, the
+engine's function gets the keyword argument `sleeps`, too."""
 
 WITHOUT_QUANTIZATION = ("vllm",)
-"""Engines that cannot generate with a base of 4 bits (`model.quantization`)."""
+"""Engines that cannot generate with a base model of 4 bits (`model.quantization`)."""
 
 BRING_THEIR_OWN_MODEL = ("vllm",)
-"""Engines that generate with code of their own for the model's architecture. The module that is
+"""Engines that generate with their own code for the model's architecture. The module that is
 trained then needs no attention that can decode (`engines/embedded/attention.py`)."""

@@ -1,9 +1,9 @@
-"""How one episode's functions are called: async ones in the event loop, blocking ones in a thread
-of the episode's own.
+"""Calls the functions of one episode: async functions in the event loop, blocking ones in a thread
+that the episode has for itself.
 
-A thread, since then one that waits or hangs holds up nobody else in its process; always the same,
-since what a library has opened in one thread it may refuse to use in another (sqlite3). Runs in a
-worker process.
+A thread, since a call that waits or hangs must not hold up other episodes of the process; always
+the same thread, since some libraries refuse to use in one thread what was opened in another
+(sqlite3). Runs in a worker process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Exited(Exception):
 
 
 class GivenUp(BaseException):
-    """Raised in a thread whose call nobody waits for any more."""
+    """Raised in a thread to end a call whose result is not wanted any more."""
 
 
 class Calls:
@@ -37,12 +37,13 @@ class Calls:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        """Seconds that its functions took, without any waiting for a thread."""
+        """Seconds that the episode's functions took, without any waiting for the thread."""
         self._thread: EpisodeThread | None = None
 
     async def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Await what the function returns; raises what it raises, or `Exited`. Cancelling the call
-        of a blocking function interrupts it, and then waits for its end, which may never come."""
+        """Call the function and return its result, awaited if need be. Raises what the function
+        raises, or `Exited`. Cancelling the call of a blocking function interrupts the function, and
+        then waits for its end, which may never come."""
         try:
             if is_async(function):
                 return await self._timed(function(*args, **kwargs))
@@ -85,7 +86,7 @@ class Calls:
 
 
 class EpisodeThread(threading.Thread):
-    """Calls functions one after another. It ends with its process at the latest."""
+    """A thread that calls functions one after another. It ends with its process at the latest."""
 
     def __init__(self) -> None:
         """Starts the thread."""
@@ -97,14 +98,15 @@ class EpisodeThread(threading.Thread):
         self.start()
 
     def call(self, function: Callable[[], Any]) -> asyncio.Future[tuple[Any, float]]:
-        """The future gets what it returns and how many seconds it took, or what it raises."""
+        """Queue a call. The future gets the function's result and its duration in seconds, or its
+        error."""
         future: asyncio.Future[tuple[Any, float]] = self._loop.create_future()
         self._latest = future
         self._jobs.put((function, future))
         return future
 
     def run(self) -> None:
-        """See `threading.Thread`."""
+        """Execute the queued calls until `end`; see `threading.Thread.run`."""
         while True:
             try:
                 return self._work()
@@ -133,13 +135,13 @@ class EpisodeThread(threading.Thread):
                 del job, function, future, done
 
     def interrupt(self) -> None:
-        """Raise `GivenUp` in what it runs, as soon as that is Python code again."""
+        """Raise `GivenUp` in the function that runs, once it executes Python code again."""
         assert self.ident is not None
         ident = ctypes.c_ulong(self.ident)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(GivenUp))
 
     def end(self) -> None:
-        """End the thread once it has done what it has to do."""
+        """End the thread after the calls that are queued."""
         self._jobs.put(None)
 
 
@@ -156,17 +158,17 @@ def _fail(future: asyncio.Future[Any], error: Exception) -> None:
 
 
 class _Memory:
-    """The limit of this process on memory that it can write to."""
+    """The limit on the memory that this process can write to."""
 
     def __init__(self) -> None:
         self._limit: int | None = None
         stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
         self._stack = stack if 0 < stack < 1 << 30 else 8 << 20
-        """Bytes that a thread takes, which are nobody's fault."""
+        """Bytes of a thread's stack, by which the limit is raised for each thread."""
 
     def limit(self, num_bytes: int) -> None:
-        """Limit the memory to what it is now and `num_bytes` more. Where the system does not tell,
-        there is no limit."""
+        """Limit the memory to its present size plus `num_bytes`. Where the system does not report
+        the present size, there is no limit."""
         with contextlib.suppress(OSError, StopIteration), open("/proc/self/status") as file:
             line = next(line for line in file if line.startswith("VmData:"))
             self._limit = (int(line.split()[1]) << 10) + num_bytes

@@ -1,4 +1,4 @@
-"""The environment protocols and the records that cross them. Light.
+"""The environment protocols and the records passed through them. Imports nothing heavy.
 
 controller -> Environments (all of a run) -> a process of environments -> a user's Environment
                                                                        -> functions that are tools
@@ -15,21 +15,20 @@ from rollpacker.core.events import ToolCall
 from rollpacker.core.ids import SampleId
 
 Message = Mapping[str, Any]
-"""A message as chat templates have it: `role`, `content`, and of an assistant `tool_calls`, of a
-tool `tool_call_id` and `name`. Plain values only. Texts that looked like calls and could not be
-read are in `malformed_tool_calls` of the assistant's message."""
+"""A message as chat templates have it: `role` and `content`; an assistant's may have `tool_calls`,
+a tool's has `tool_call_id` and `name`. All values are plain. Texts that looked like calls and could
+not be read are in `malformed_tool_calls` of the assistant's message."""
 ToolSchema = Mapping[str, Any]
-"""A tool as chat templates take it: `{"type": "function", "function": {name, description,
+"""A tool as chat templates expect it: `{"type": "function", "function": {name, description,
 parameters}}`."""
 
 
 class EnvironmentSetupError(RuntimeError):
-    """Environments are set up wrongly. An environment that failed in an episode is a `Lost`
-    instead."""
+    """Environments are set up wrongly. (An environment that fails in an episode is a `Lost`.)"""
 
 
 SANDBOX_TOOLS = ("python", "shell")
-"""Our own tools, which run what a model wrote in the sandbox."""
+"""Names of our own tools, which run the model's code in the sandbox."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,43 +36,46 @@ class EnvironmentConfig:
     """The environment that answers the model between its turns (`environment.*`)."""
 
     tools: tuple[str, ...] = ()
-    """Functions with type hints and a docstring, as `module:function` or `file.py:function`; and
-    `python` and `shell`, which run what the model wrote in the sandbox, in a folder that each
-    episode has for itself."""
+    """Tools of the model: functions with type hints and a docstring, as `module:function` or
+    `file.py:function`; and `python` and `shell`, which run the model's code in the sandbox, in a
+    folder that each episode has for itself."""
     function: str | None = None
-    """An environment: a class with `reset` and `step`, or a function that makes one, as
+    """The environment: a class with `reset` and `step`, or a function that makes one, as
     `module:Class` or `file.py:Class`; or `gem:NAME`, `verifiers:NAME` and so on; or
-    `program:COMMAND`, a program that talks to the policy as to OpenAI's API. Instead of `tools`."""
+    `program:COMMAND`, a program that uses the policy through OpenAI's API. Cannot be set together
+    with `tools`."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments that `function` is called with, for each episode."""
+    """Keyword arguments with which `function` is called for each episode."""
     rewrites: Literal["refuse", "prefixes"] = "refuse"
-    """A chat template that rewrites earlier turns (drops thinking once a user speaks, say). refuse:
-    the run does not start. prefixes: each turn is drawn behind what the template makes of all
-    messages before it, and trained on so, in a row of its own where that is not what came before
-    with more behind it. Other templates know no difference."""
+    """What to do with a chat template that rewrites earlier turns (for example drops thinking once
+    a user speaks). refuse: the run does not start. prefixes: each turn is generated behind what the
+    template makes of all messages before it, and trained on in the same way, as a row of its own
+    where that does not continue what came before. For other templates both are the same."""
     max_turns: int = 10
-    """Turns of the model in one episode."""
+    """Most turns of the model in one episode."""
     max_trajectory_tokens: int | None = None
-    """Tokens of all turns and answers together, without the prompt. None: as many as the model's
-    context allows."""
+    """Most tokens of all turns and answers together, without the prompt. None: as many as the
+    model's context allows."""
     max_environment_s: float | None = None
-    """Seconds that one episode may spend in its environment. None: no limit."""
+    """Most seconds that one episode may spend in its environment. None: no limit."""
     timeout_s: float = 60.0
-    """An answer that takes longer ends the episode; it is never worth a zero."""
+    """Seconds for one answer of an environment. If it takes longer, the episode is lost, which
+    never counts as a reward of zero."""
     workers: int | Literal["auto"] = "auto"
-    """Processes of environments, each with many episodes. auto: one per processor, at most 8."""
+    """Number of environment processes, each with many episodes. auto: one per processor, at most
+    8."""
     per_host: int | None = None
-    """Processes of environments beside the engines of each host, with `runtime=ray`, instead of
-    `workers` beside the run's own process. None: all of them are beside the run's own."""
+    """Number of environment processes beside the engines of each host, with `runtime=ray`, instead
+    of `workers` processes beside the run's own. None: all are beside the run's own process."""
     memory_mb: int | None = None
-    """Memory in MiB that one process may have beyond what it took to load. More raises
+    """Memory in MiB that one environment process may use beyond what it took to load. More raises
     `MemoryError` in the environment. None: no limit."""
     max_result_chars: int = 16384
-    """Characters of a tool's result. Longer results are cut, with a note for the model."""
+    """Most characters of a tool's result. A longer result is cut, with a note for the model."""
     deterministic: bool | None = None
-    """Whether the same actions bring the same answers, so that a lost episode can be played again.
-    None: as the environment, or each of the tools, says itself by an attribute `deterministic`;
-    false if it says nothing."""
+    """Whether the same actions lead to the same answers, so that a lost episode can be played
+    again. None: as the environment, or every tool, declares in an attribute `deterministic`; false
+    without one."""
 
     def __post_init__(self) -> None:
         if self.tools and self.function is not None:
@@ -103,38 +105,38 @@ class EnvironmentConfig:
 
 
 class Environment(Protocol):
-    """An environment as a user writes it: a class, made anew for each episode, whose methods may be
-    async.
+    """An environment as a user writes it: a class whose methods may be async. There is a new
+    instance for each episode.
 
-    It may have, besides: `tools` (schemas), which the model is told of, in an episode those that
-    `reset` sets if it sets any; `deterministic = True`; `rows()`, the rows of a data set of kind
-    environment; and `close()`. Blocking methods of an episode run in a thread of its own, always
-    the same, beside those of other episodes; async ones in one event loop. What else is taken
-    (Gymnasium's methods, TRL's environments): `shapes.py`.
+    It may also have `tools` (schemas to show to the model; those that `reset` sets are for that
+    episode), `deterministic = True`, `rows()` (the rows of a data set of kind environment) and
+    `close()`. Blocking methods of an episode run in one thread of its own, async methods in one
+    event loop. Other forms that are accepted (Gymnasium's methods, TRL's environments):
+    `shapes.py`.
     """
 
     def reset(self, row: Mapping[str, Any]) -> Sequence[Message] | None:
-        """Begin. `row`: the dataset row's columns, its prompt too, and `seed` (unless the row has
-        one), which is the prompt's: all episodes of a prompt begin alike. What it returns is the
-        prompt; None: the row's own prompt is."""
+        """Begin an episode and return its prompt. None: the row's own prompt is used. `row`: the
+        dataset row's columns, with its prompt and with `seed` (unless the row has one), which is
+        the same for all episodes of a prompt."""
         ...
 
     def step(self, message: Message) -> tuple[Sequence[Message], float | None, bool]:
-        """Answer the model's message: what is said to the model, a reward for this turn or None,
-        and whether the episode is over. Gymnasium's five values are taken, too. A text instead of
-        messages is the user's."""
+        """Answer the model's message. Returns messages for the model, a reward for this turn or
+        None, and whether the episode is over. Gymnasium's five values are accepted, too, and a text
+        for a user's message."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begun:
-    """An episode is open."""
+    """An episode has begun."""
 
     messages: tuple[Message, ...] | None
-    """The prompt. None: the row's own."""
+    """The episode's prompt. None: the row's own prompt."""
     tools: tuple[ToolSchema, ...] | None = None
-    """Schemas of the tools that the model is told of in this episode. None: those of every
-    episode."""
+    """Schemas of the tools that the model is shown in this episode. None: the same tools as in
+    every episode."""
     seconds: float = 0.0
 
 
@@ -143,75 +145,75 @@ class Answered:
     """The answer of an environment to one message of the model."""
 
     messages: tuple[Message, ...]
-    """Messages for the model. May be empty where the episode is over."""
+    """Messages for the model. May be empty if the episode is over."""
     reward: float | None = None
-    """The reward of this turn. None: there is none."""
+    """The environment's reward for this turn. None: it gave none."""
     done: bool = False
     truncated: bool = False
-    """Whether the episode ended for a limit of its own, rather than by what happened."""
+    """Whether the episode was ended by a limit of the environment, not by what happened in it."""
     seconds: float = 0.0
-    """Seconds in the environment, without any waiting."""
+    """Seconds spent in the environment, without any waiting."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers such as tool calls and failed ones, by name."""
+    """Numbers for the logs, by name, such as those of tool calls and failed tool calls."""
     calls: tuple[ToolCall, ...] = ()
-    """The calls of tools, in order."""
+    """The tool calls of this turn, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """The whole dialogue of an episode and its rewards, for reward functions and for people."""
+    """The whole dialogue of an episode with its rewards, for reward functions and for display."""
 
     prompt: tuple[Message, ...] | None = None
-    """The prompt as the environment said it. None: it is the row's own prompt."""
+    """The prompt that the environment gave. None: the row's own prompt was used."""
     messages: tuple[Message, ...]
-    """All messages behind the prompt: the model's and the environment's, by turns."""
+    """All messages after the prompt: those of the model and of the environment, by turns."""
     rewards: tuple[float | None, ...] = ()
-    """The environment's, by turn; None where it gave none. A turn that was cut off has none."""
+    """Rewards of the environment, by turn; None where it gave none. There is no entry for a turn
+    that was cut off."""
     num_drawn: tuple[int, ...] = ()
-    """Tokens that the model drew, by turn."""
+    """Number of tokens that the model generated, by turn."""
     environment_s: float = 0.0
     answer_s: tuple[float, ...] = ()
-    """Seconds of the environment, by turn."""
+    """Seconds spent in the environment, by turn."""
     policy_s: tuple[float, ...] = ()
-    """Seconds from asking for a turn to its last token, by turn."""
+    """Seconds from the request for a turn to its last token, by turn."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Sums of the answers' metrics over turns."""
+    """Sums over all turns of the answers' metrics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """The episode cannot go on. Never a zero."""
+    """The episode cannot go on. This is never counted as a reward of zero."""
 
     reason: str
     cause: str
-    """"environment" (it raised, or broke the protocol: another try would do the same), "deadline"
-    (it was too slow), "infrastructure" (its process died or hung), "prompt" (the prompt that it
-    said is too long: so it is for each sample of the prompt) or "cancelled"."""
+    """Cause of the loss: "environment" (it raised or broke the protocol, as another try would),
+    "deadline" (it was too slow), "infrastructure" (its process died or hung), "prompt" (its prompt
+    is too long, as for every sample of the prompt) or "cancelled"."""
     seconds: float = 0.0
     calls: tuple[ToolCall, ...] = ()
-    """The calls of tools, in order, of an environment that was too slow: the last one had not
-    ended. Empty: none ran, or nobody knows which."""
+    """The tool calls of the turn, in order, if the environment was too slow; the last had not
+    ended. Empty: no tool ran, or it is not known."""
 
 
 class Environments(Protocol):
-    """All environments of a run, as the controller sees them. One event loop."""
+    """All environments of a run, as the controller uses them, in one event loop."""
 
     tools: tuple[ToolSchema, ...]
-    """Schemas of the tools that the model is told of, unless an episode has tools of its own
-    (`Begun`)."""
+    """Schemas of the tools that the model is shown, unless an episode has its own (`Begun`)."""
     begins: bool
-    """Episodes have to be begun before their first turn, since environments say the prompt. False:
-    `begin` may be left out; the row's prompt is the prompt."""
+    """Whether episodes must be begun before their first turn, since environments give the prompt.
+    False: `begin` may be left out, and the row's prompt is used."""
     is_deterministic: bool
-    """Whether the same actions bring the same answers, so that a lost episode can be played
+    """Whether the same actions lead to the same answers, so that a lost episode can be played
     again."""
     scores_at_end: bool
-    """Whether each episode has one reward, with the answer that ends it. An episode that a limit
-    ends is asked for its reward (`finish`)."""
+    """Whether each episode has a single reward, which comes with the answer that ends it. For an
+    episode that a limit ends it comes from `finish`."""
 
     async def open(self) -> None:
-        """Start processes in the running loop. Raises `EnvironmentSetupError` for what the user can
-        mend."""
+        """Start processes, in the running event loop. Raises `EnvironmentSetupError` for mistakes
+        that the user can correct."""
         ...
 
     async def begin(
@@ -222,31 +224,31 @@ class Environments(Protocol):
         seed: int,
         timeout_s: float | None = None,
     ) -> Begun | Lost:
-        """Open the episode. One that has played already begins anew: if the environments are
-        deterministic and one then answers otherwise than before, that is `Lost`
-        ("environment")."""
+        """Begin the episode, again if it was played before. If the environments are deterministic
+        and an answer then differs from before, the result is a `Lost` with the cause
+        "environment"."""
         ...
 
     async def act(
         self, episode: SampleId, turn: int, message: Message, *, timeout_s: float | None = None
     ) -> Answered | Lost:
-        """Give the model's message of this turn, counted from 1, to the episode. The same turn
-        again has the same answer. Never raises for what an environment did. Cancelling the call
-        gives the episode up, and so does a `Lost`: `begin` begins it anew."""
+        """Give the episode the model's message of this turn, and return the answer. Turns count
+        from 1; repeating a turn repeats the answer. Nothing that an environment does raises an
+        error. After a `Lost`, or when the call is cancelled, the episode must be begun again."""
         ...
 
     async def finish(
         self, episode: SampleId, *, timeout_s: float | None = None
     ) -> float | Lost | None:
-        """The reward, besides those that it has given, of an episode that a limit has ended. None:
-        nothing. As `act` in all else."""
+        """Return the reward, beyond those given before, of an episode that a limit ended. None:
+        there is none. In all else like `act`."""
         ...
 
     def end(self, episode: SampleId) -> None:
-        """Forget the episode, which nobody needs any more. Idempotent; returns at once. A call that
-        still waits for its answer gets `Lost` ("cancelled")."""
+        """Forget the episode. Idempotent; returns at once. A call that still waits for its answer
+        gets `Lost` with the cause "cancelled"."""
         ...
 
     async def close(self) -> None:
-        """End every process; nothing is left behind."""
+        """End all processes."""
         ...

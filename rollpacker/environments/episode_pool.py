@@ -1,14 +1,14 @@
-"""The processes of a run's environments, and which episodes live in which.
+"""The processes of a run's environments, and which episodes live in which process.
 
     begin -> waits for room -> the process with the fewest episodes -> its reply
     act   -> the episode's own process, or `WorkerLost` if that is gone
 
-There are as many processes as the run may have, from the start; one that is lost is replaced. What
-is the same for reward functions is `workers/pool.py`.
+All processes that the run may have are started at the beginning; one that is lost is replaced. What
+is the same for reward functions is in `workers/pool.py`.
 
-Which of the calls in a process brought it down, nobody knows. So all whose they were are suspected,
-and begin their next episodes in a process apart, one prompt's at a time: a prompt that always
-brings down its process takes no other along again.
+When a process dies, nobody knows which of its calls was to blame. So the prompts of all of them are
+suspected, and their next episodes begin in a separate process, those of one prompt at a time: a
+prompt that always brings down its process does not take others along again.
 """
 
 from __future__ import annotations
@@ -28,45 +28,48 @@ from rollpacker.workers.pool import (
 )
 
 MAX_EPISODES = 1000
-"""Most episodes in one process."""
+"""Most episodes that live in one process."""
 ANSWER_WITHIN_S = 2.0
-"""A process that does not react for so long hangs. All its episodes are lost with it, so it has
-longer than one of a reward function."""
+"""Seconds after which a process that does not react counts as hung. All its episodes are lost with
+it, so it has longer than a process of a reward function."""
 MAX_HUNG = 16
-"""A process in which so many calls were given up and went on all the same takes no more
-episodes, and ends with those that it has."""
+"""Number of calls that must hang in a process (go on after they were given up) for it to get no
+more episodes. It ends with those that it has."""
 APART_WITHIN_S = 30.0
-"""Seconds after which an episode that is suspected begins among the others, if the process apart
-has not become free."""
+"""Seconds after which an episode of a suspected prompt begins among the others, if the separate
+process for such episodes has not become free."""
 
 
 class GivenUp(Exception):
-    """The call was given up by somebody else than who waits for it."""
+    """The call was given up through `give_up`, not by the task that waits for it."""
 
 
 class EpisodePool(WorkerPool):
-    """See `WorkerPool`."""
+    """The pool of processes that episodes live in. A process has many episodes at once, and keeps
+    them between calls; in all else see `WorkerPool`."""
 
     kind = "environment"
     _closed = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """See `WorkerPool`."""
+        """Takes the arguments of `WorkerPool`."""
         super().__init__(*args, **kwargs)
         self._suspects: set[Hashable] = set()
         self._suspected: deque[PoolCall] = deque()
-        """Calls that wait for the process apart."""
+        """Calls that begin episodes of suspected prompts, whose earlier episodes may have ended
+        their process. They wait for the separate process."""
         self._apart: PoolWorker | None = None
         self._inmate: object = None
-        """The prompt whose episodes are in the process apart."""
+        """The prompt whose episodes are in the separate process now. None: it has none yet."""
 
     def start(self) -> None:
-        """Start as many processes as there may be."""
+        """Start all processes of the pool."""
         self._grow()
 
     def begin(self, payload: bytes, limit_s: float, whose: Hashable) -> PoolCall:
-        """Make a call that begins an episode. Once it was answered, `worker` is the episode's.
-        Episodes of the same `whose` are suspected together."""
+        """Make a call that begins an episode. Once it is answered, its `worker` is the episode's
+        process. `whose`: the episode's prompt, which is suspected if the process dies during a
+        call."""
         call = self._made(payload, limit_s)
         call.whose = whose
         if whose in self._suspects:
@@ -78,7 +81,8 @@ class EpisodePool(WorkerPool):
         return call
 
     def act(self, payload: bytes, limit_s: float, worker: PoolWorker, whose: Hashable) -> PoolCall:
-        """Make a call in the process of an episode. Raises `WorkerLost` if that is gone."""
+        """Make a call in the process `worker` of an episode. Raises `WorkerLost` if the process is
+        gone."""
         if worker.gone:
             raise WorkerLost(worker.gone, how="", stopped=False, left_s=limit_s)
         call = self._made(payload, limit_s)
@@ -87,29 +91,29 @@ class EpisodePool(WorkerPool):
         return call
 
     async def answer(self, call: PoolCall) -> dict[str, Any]:
-        """Return the reply. Raises as `WorkerPool.call` does, and `GivenUp`. Cancelling gives the
-        call up."""
+        """Wait for a call's reply and return it. Raises the errors of `WorkerPool.call`, and
+        `GivenUp`. Cancelling gives the call up."""
         return await self._answer(call)
 
     def give_up(self, call: PoolCall) -> None:
-        """Stop waiting for this call. Idempotent."""
+        """Give up waiting for this call, whose `answer` then raises `GivenUp`. Idempotent."""
         if not call.future.done():
             self._cancel(call)
             call.settle(GivenUp())
 
     def keep(self, worker: PoolWorker) -> None:
-        """An episode lives there from now on."""
+        """Note that one more episode lives in this process."""
         worker.num_kept += 1
 
     def release(self, worker: PoolWorker, episode: int, whose: Hashable) -> None:
-        """An episode that lived there is over."""
+        """Note that an episode that lived in this process is over, and have the process drop it."""
         worker.num_kept -= 1
         if worker in self._workers:
             self._suspects.discard(whose)
         self.forget(worker, episode)
 
     def forget(self, worker: PoolWorker, episode: int) -> None:
-        """Have a process drop what it has of an episode, which may have been about to begin."""
+        """Have a process drop an episode, also one that was just being begun."""
         if worker in self._workers:
             worker.process.send(END, episode)
             self._freed(worker)
@@ -170,12 +174,12 @@ class EpisodePool(WorkerPool):
         return [one for one in self._workers if one.ready and not one.draining]
 
     def _num_to_start(self) -> int:
-        """The process apart is one more than the run asked for."""
+        """Number of processes to start. The separate process is one more than the run asked for."""
         others = sum(not one.draining and one is not self._apart for one in self._workers)
         return self._max_workers - others + bool(self._suspected and self._lacks_apart())
 
     def _plan_growth(self) -> None:
-        """Start missing processes soon. A process that never gets ready is not tried for ever."""
+        """Start missing processes soon, unless starting them has failed too often."""
         hopeless = self._num_failed_starts >= MAX_FAILED_STARTS and not self._waiting
         if self._grow_timer is None and self._num_to_start() > 0 and not hopeless:
             self._grow_timer = self.loop.call_later(GROW_AFTER_S, self._grow)
@@ -218,8 +222,8 @@ class EpisodePool(WorkerPool):
         self._freed(worker)
 
     def _end_oldest_draining(self) -> None:
-        """End the oldest process that takes no more episodes, if there are more of these than the
-        run may have processes."""
+        """End the oldest process that gets no more episodes, if there are more such processes than
+        the run may have processes at all."""
         draining = [worker for worker in self._workers if worker.draining]
         if len(draining) > self._max_workers:
             oldest = draining[0]
@@ -228,13 +232,13 @@ class EpisodePool(WorkerPool):
                 call.lost(how, self.loop.time())
 
     def give_up_waiting(self, why: str) -> None:
-        """See `WorkerPool`."""
+        """Let all calls that wait for a process fail; see `WorkerPool.give_up_waiting`."""
         self._waiting.extend(self._suspected)
         self._suspected.clear()
         super().give_up_waiting(why)
 
     async def close(self) -> None:
-        """See `WorkerPool`."""
+        """End all processes; see `WorkerPool.close`."""
         self._closed = True
         self._waiting.extend(self._suspected)
         self._suspected.clear()

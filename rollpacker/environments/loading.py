@@ -1,4 +1,4 @@
-"""Finds and examines the tools or the environment that a config names. Runs in a worker process."""
+"""Loads and examines the tools or the environment that a config names. Runs in a worker process."""
 
 from __future__ import annotations
 
@@ -27,18 +27,17 @@ from rollpacker.sandbox.sandbox import Sandbox
 @dataclass(frozen=True, slots=True)
 class Loaded:
     hello: dict[str, Any]
-    """Facts that the controller needs: `name`, `tools`, `begins`, `is_deterministic`,
-    `gives_rewards` and `scores_at_end`."""
+    """What the controller must know: `name`, `tools`, `begins`, `is_deterministic`, `gives_rewards`
+    and `scores_at_end`, and `rows` if they were asked for."""
     make: Callable[[Calls], Played]
-    """Makes an episode."""
+    """Function that makes an episode."""
 
 
 async def load(request: Mapping[str, Any], stack: AsyncExitStack) -> Loaded:
-    """Load the tools or the environment of a request. Whatever is opened for it is closed with
-    `stack`. Raises what the user's modules raise, and `EnvironmentSetupError`, `ImportSpecError`,
-    `MissingPackageError`, `SandboxUnavailable`.
-
-    Only one process is asked to `describe` tools, and so to import what makes schemas."""
+    """Load the tools or the environment that a request names. What is opened for it is closed with
+    `stack`. With `describe` in the request, schemas of the tools are made, too, which needs slow
+    imports. Raises what the user's modules raise, and `EnvironmentSetupError`, `ImportSpecError`,
+    `MissingPackageError`, `SandboxUnavailable`."""
     if request["function"] is not None:
         return await _environment(request)
     specs: Mapping[str, Any] = request["tools"]
@@ -125,8 +124,8 @@ async def _environment(request: Mapping[str, Any]) -> Loaded:
 def _rows(
     environment: Any, spec: str, arguments: Mapping[str, Any], number: int | None
 ) -> list[dict[str, Any]]:
-    """The rows that the environment brings, or as many as there are to be, which are numbers.
-    Raises `EnvironmentSetupError`."""
+    """The rows that the environment provides, or numbered ones if it provides none, as many as
+    asked for. Raises `EnvironmentSetupError`."""
     found: Any = None
     if adapters.is_adapted(spec):
         found = adapters.rows(spec, {"num_rows": number, **arguments} if number else arguments)
@@ -148,7 +147,7 @@ def _rows(
 
 
 def _tried(make: Callable[[], Any], spec: str) -> Any:
-    """An environment that is looked at and thrown away. Raises `EnvironmentSetupError`."""
+    """Make an environment to examine it. Raises `EnvironmentSetupError` if that fails."""
     try:
         environment = make()
     except Exception as error:

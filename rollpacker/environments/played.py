@@ -1,4 +1,4 @@
-"""Episodes in a worker process: with a user's environment, or with tools alone."""
+"""Episodes as they run in a worker process: with a user's environment, or only with tools."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rollpacker.environments.environment import Message
 from rollpacker.environments.tools import Function, ToolBox
 
 Reply = dict[str, Any]
-"""`messages`, `tools`, `reward`, `done`, `truncated`, `metrics`, `calls`, as the records have them;
-left out where it is the records' own default."""
+"""A reply as plain values: the fields `messages`, `tools`, `reward`, `done`, `truncated`,
+`metrics`, `calls` of `Begun` or `Answered`. Fields may be missing if they have their defaults."""
 
 
 class Played(Protocol):
@@ -23,18 +23,18 @@ class Played(Protocol):
     async def act(self, message: Message) -> Reply: ...
 
     async def finish(self) -> Reply:
-        """The `reward`, besides those that it has given, of an episode that a limit ended."""
+        """Return the `reward`, beyond those given before, of an episode that a limit ended."""
         ...
 
     def under_way(self) -> tuple[ToolCall, ...]:
-        """See `ToolBox`."""
+        """Return the tool calls so far of the message being answered; see `ToolBox.under_way`."""
         ...
 
     async def close(self) -> None: ...
 
 
 class ToolEpisode:
-    """Tools without an environment: an answer for each call; a message without calls ends it."""
+    """An episode with tools only: each call is answered, and a message without calls ends it."""
 
     def __init__(self, tools: Mapping[str, Function], calls: Calls, max_chars: int) -> None:
         self._box = ToolBox(tools, calls, max_chars)
@@ -56,13 +56,13 @@ class ToolEpisode:
 
 
 class UserEpisode:
-    """An environment of the user's, of any shape in `shapes.py`."""
+    """An episode with a user's environment, of any form that `shapes.py` knows."""
 
     def __init__(
         self, make: Callable[[], Any], calls: Calls, max_chars: int, *, in_loop: bool
     ) -> None:
-        """`in_loop`: whether an environment is made in the event loop, since that does not
-        block."""
+        """`in_loop`: whether environments are made in the event loop, which is done if that does
+        not block."""
         self._make = make
         self._in_loop = in_loop
         self._calls = calls
@@ -115,8 +115,8 @@ class UserEpisode:
 
 
 def _tools_of(environment: Any) -> list[Any]:
-    """The schemas that it has now, in a list of our own: it may change its own one in place. Those
-    whose methods are tools have none. Raises `WrongReturn`."""
+    """The schemas that the environment has now, copied since it may change its list in place. Empty
+    for an environment whose methods are its tools. Raises `WrongReturn`."""
     tools = getattr(environment, "tools", None)
     if tools is None or callable(tools) or not shapes.has_step(environment):
         return []
@@ -130,5 +130,6 @@ def _tools_of(environment: Any) -> list[Any]:
 
 
 def made_in_loop(make: Callable[[], Any]) -> bool:
-    """A class whose methods are async does not block when it is made either."""
+    """Whether environments are made in the event loop. So are those of a class whose methods are
+    async: making them is assumed not to block either."""
     return all(inspect.iscoroutinefunction(getattr(make, name, None)) for name in ("reset", "step"))

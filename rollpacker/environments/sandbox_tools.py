@@ -1,10 +1,10 @@
-"""The tools `python` and `shell`: what a model wrote, run in the sandbox, with a folder that lives
-as long as the episode.
+"""The tools `python` and `shell`, which run the model's code in the sandbox, with a folder that
+lasts as long as the episode.
 
-Each run has an empty folder of its own in the sandbox. The files of the episode are put into it
-beforehand and taken out of it afterwards by a program of ours, which runs the model's as a child. A
-program may forge what comes out: then it has forged its own files. They are checked like those of a
-stranger. Runs in a worker process.
+Each run has an empty folder of its own in the sandbox. A program of ours copies the episode's files
+into it before and out of it afterwards, and runs the model's code as a child. That code may forge
+what comes out: then it has forged its own files. They are checked like those of a stranger. Runs in
+a worker process.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ from rollpacker.sandbox.sandbox import (
 )
 
 WALL_S = 20.0
-"""Seconds that one program may take."""
+"""Seconds that one program of the model may take."""
 MAX_FOLDER_BYTES = 8 << 20
-"""Most bytes of an episode's files, which are kept in memory between calls, those of many episodes
-at once."""
+"""Most bytes of an episode's files. They are kept in memory between calls, for many episodes at
+once."""
 MAX_OUTPUT_BYTES = 1 << 20
 _OWN_S = 2.0
-"""Seconds that our own program may take to come to its end."""
+"""Seconds that our own program may take beyond those of the model's."""
 _PROFILE = Profile(
     name="tools",
     folders=(("bin", "/usr/bin"),),
     warm=("base64", "json", "os", "shutil", "subprocess", "sys", "tempfile", "traceback"),
 )
-"""The standard library, and the commands of this machine's /usr/bin; not its packages."""
+"""The sandbox's profile: the standard library and the commands of this machine's /usr/bin, without
+installed packages."""
 
 _RUNNER = r'''
 import base64, json, os, shutil, subprocess, sys, tempfile
@@ -137,7 +138,7 @@ print(json.dumps(answer))
 
 
 async def open_box(config: SandboxConfig, stack: AsyncExitStack) -> Sandbox:
-    """A sandbox that lives as long as the stack. Raises `SandboxUnavailable`."""
+    """Open a sandbox that is closed with the stack. Raises `SandboxUnavailable`."""
     box = await stack.enter_async_context(
         open_sandbox(
             config.backend,
@@ -157,7 +158,7 @@ async def open_box(config: SandboxConfig, stack: AsyncExitStack) -> Sandbox:
 
 
 class Folder:
-    """The tools of one episode, and the files that they leave each other."""
+    """The tools of one episode, with the files that their calls leave for later calls."""
 
     def __init__(self, box: Sandbox) -> None:
         self._box = box
@@ -221,7 +222,8 @@ class Folder:
         return "\n".join(told)
 
     def _keep(self, answer: Mapping[str, Any]) -> bool:
-        """Keep the files that are in the folder now. Returns whether they can be kept."""
+        """Keep the files that are in the folder after a run. Returns False if they cannot be
+        kept."""
         try:
             files = {
                 n: base64.b64decode(text, validate=True)
@@ -236,8 +238,8 @@ class Folder:
 
 
 def _answer_of(done: RunResult) -> dict[str, Any]:
-    """The answer that our program printed at its end. Raises `ToolFailed`, and `ToolUnavailable` if
-    the sandbox failed."""
+    """The answer that our program printed at its end. Raises `ToolFailed` if there is none, and
+    `ToolUnavailable` if the sandbox failed."""
     if done.status is Status.SANDBOX_ERROR:
         raise ToolUnavailable(f"the sandbox failed: {done.detail}")
     try:

@@ -1,4 +1,4 @@
-"""How environments want to be called, and what they return, told apart by signature and value.
+"""The forms of environments: how they are called, known by their signatures, and what they return.
 
     ours        reset(row) -> messages | None        step(message) -> (messages, reward, done)
     Gymnasium   reset(*, seed, options) -> (text, info)
@@ -6,8 +6,8 @@
     TRL         reset(**columns) -> text | None, and no step: its other public methods are tools;
                 get_reward() -> number, if it has one
 
-`reset` may name columns of the row instead. A `step` whose parameter is called `action` is given
-the message's text. Runs in a worker process.
+The parameters of `reset` may be columns of the row instead. A `step` whose parameter is called
+`action` gets the message's text. Runs in a worker process.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _ORDER = "it returns (messages, reward, done), or Gymnasium's five values"
 
 
 class WrongReturn(Exception):
-    """An environment returned something else than it should. The message says what it was."""
+    """An environment returned something wrong. The message says what."""
 
 
 class Stepped(NamedTuple):
-    """The values that `step` returned."""
+    """The values that `step` returned, checked."""
 
     messages: list[dict[str, Any]]
     reward: float | None
@@ -45,8 +45,8 @@ class Stepped(NamedTuple):
 
 
 def checked(environment: Any, name: str) -> None:
-    """Raise `EnvironmentSetupError`, which calls it `name`, unless it has `reset`, and `step` or
-    tools, that can be called."""
+    """Raise `EnvironmentSetupError` unless the environment has `reset`, and `step` or tools, in a
+    form that can be called. `name`: the environment's name in the message."""
     kind = type(environment).__name__
     if not callable(getattr(environment, "reset", None)):
         raise EnvironmentSetupError(f"environment {name}: a {kind} has no method reset; {_USAGE}.")
@@ -71,13 +71,13 @@ def has_step(environment: Any) -> bool:
 
 
 def scores_at_end(environment: Any) -> bool:
-    """Whether the environment gives one reward, which is asked for when the episode is over,
-    whatever ended it."""
+    """Whether the environment gives a single reward when the episode is over, whatever ended it."""
     return not has_step(environment) and callable(getattr(environment, "get_reward", None))
 
 
 def tools_of(environment: Any) -> list[Callable[..., Any]]:
-    """The tools of an environment of TRL's shape: public methods, but for those with a meaning."""
+    """The tools of an environment without `step` (TRL's form): its public methods, except those
+    with a meaning of their own."""
     kept = {"reset", "close", "get_reward", "rows"}
     names = [name for name in dir(type(environment)) if not name.startswith("_")]
     found = [getattr(environment, name) for name in names if name not in kept]
@@ -94,8 +94,8 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 def reset_arguments(
     reset: Callable[..., Any], row: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a `reset`, by position and by name. Raises `WrongReturn` for a column that
-    the row lacks."""
+    """The positional and the named arguments for a `reset`. Raises `WrongReturn` if the row lacks a
+    column that it needs."""
     parameters = _parameters(reset)
     names = {p.name for p in parameters}
     plain = [p for p in parameters if p.kind not in _VARIADIC]
@@ -118,7 +118,7 @@ def reset_arguments(
 
 
 def step_argument(step: Callable[..., Any], message: Message) -> Any:
-    """The message, or its text for a `step(action)`."""
+    """The argument for `step`: the message, or its text if the parameter is called `action`."""
     return message.get("content") or "" if _parameters(step)[0].name == "action" else dict(message)
 
 
@@ -126,8 +126,8 @@ def step_argument(step: Callable[..., Any], message: Message) -> Any:
 
 
 def prompt_of(returned: Any) -> list[dict[str, Any]] | None:
-    """The prompt that `reset` returned. None: the row's own prompt is used. Raises
-    `WrongReturn`."""
+    """The prompt that `reset` returned. None: the row's own prompt is used. Raises `WrongReturn`
+    for anything else."""
     if (
         isinstance(returned, tuple)
         and len(returned) == 2
@@ -160,7 +160,7 @@ def stepped(returned: Any) -> Stepped:
 
 
 def _plain(value: Any) -> Any:
-    """The Python value of a number or truth value of numpy's or torch's."""
+    """A number or truth value of numpy or torch as a Python value; other values as they are."""
     item = getattr(value, "item", None)
     if callable(item):
         with contextlib.suppress(Exception):  # an array of several has none
@@ -169,7 +169,7 @@ def _plain(value: Any) -> Any:
 
 
 def _flag(name: str, value: Any) -> bool:
-    """The truth value of True or False, or of 1 or 0. Raises `WrongReturn`."""
+    """The truth value of True, False, 1 or 0. Raises `WrongReturn` for other values."""
     if isinstance(value, bool) or (isinstance(value, int) and value in (0, 1)):
         return bool(value)
     told = shortened(repr(value)) if isinstance(value, str | int | float) else _kind(value)
@@ -182,8 +182,8 @@ def _kind(value: Any) -> str:
 
 
 def messages_of(said: Any) -> list[dict[str, Any]]:
-    """The messages in a returned value: messages, one message alone, or a text, which is the
-    user's. Raises `WrongReturn`."""
+    """The messages in a returned value: a list of messages, a single message, or a text, which
+    becomes a user's message. Raises `WrongReturn`."""
     if said is None or said == "":
         return []
     if isinstance(said, str):
@@ -201,7 +201,7 @@ def messages_of(said: Any) -> list[dict[str, Any]]:
 
 
 def number(reward: Any) -> float | None:
-    """The reward as a float. None stays None. Raises `WrongReturn`."""
+    """The reward as a float. None stays None. Raises `WrongReturn` for what is no finite number."""
     if reward is None:
         return None
     try:
@@ -214,8 +214,7 @@ def number(reward: Any) -> float | None:
 
 
 def with_observation(prompt: Any, said: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The prompt of a row with the text that `reset` returned, as TRL has it: at the end of the
-    prompt's last message."""
+    """The row's prompt with the text that `reset` returned added to its last message, as in TRL."""
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, Sequence) or not prompt or len(said) != 1:

@@ -1,7 +1,7 @@
-"""Environments in processes of their own: what the controller has of them (`Environments`).
+"""Environments in processes of their own, as the controller uses them (`Environments`).
 
-This process imports nothing of the user's. Whatever an environment does becomes a `Lost` with its
-cause; none of them is a zero.
+This process imports none of the user's code. Whatever goes wrong in an environment becomes a `Lost`
+with its cause, and is never counted as zero.
 """
 
 from __future__ import annotations
@@ -58,16 +58,17 @@ Answer = TypeVar("Answer", Begun, Answered)
 
 @dataclass(slots=True)
 class _Life:
-    """An episode from its beginning to its end, or to its loss."""
+    """An episode from its beginning to its end or its loss. An episode that is begun again has
+    another life."""
 
     number: int
-    """Number of this life. A later life of the same episode has another number."""
+    """Number of this life. Each life of an episode has its own."""
     prompt: PromptId
     worker: PoolWorker | None = None
     turn: int = 0
-    """The last that was answered; 0: the beginning."""
+    """Number of the last turn that was answered. 0: the episode has only begun."""
     last: Begun | Answered | None = None
-    """The answer to it."""
+    """The answer to that turn. None: there is none yet."""
     call: PoolCall | None = None
     """The call that is under way. None: no call is."""
 
@@ -76,12 +77,12 @@ class _Life:
 class _Episode:
     life: _Life | None = None
     said: dict[int, Begun | Answered] = field(default_factory=dict)
-    """The first answer to each turn, in any life of the episode, where answers should be the same
-    in each life."""
+    """The first answer to each turn, in any life of the episode. Later answers are compared with it
+    if environments are deterministic."""
 
 
 class SupervisedEnvironments:
-    """Meets `Environments`."""
+    """All environments of a run, in processes of their own. Meets the protocol `Environments`."""
 
     def __init__(
         self,
@@ -91,9 +92,10 @@ class SupervisedEnvironments:
         brings_rows: bool = False,
         num_rows: int | None = None,
     ) -> None:
-        """Starts a process to look at the tools or the environment; call it outside of an event
-        loop. `brings_rows`: whether that process brings the data set's rows. `num_rows`: the number
-        of rows, where that is free. Raises `EnvironmentSetupError` if they cannot be used."""
+        """Starts a process to examine the tools or the environment; must be called outside of an
+        event loop. `brings_rows`: whether the environment provides the data set's rows. `num_rows`:
+        how many, if it has none of its own. Raises `EnvironmentSetupError` if something cannot be
+        used."""
         if not config.tools and config.function is None:
             raise EnvironmentSetupError(
                 "no environment is set; set environment.tools or environment.function."
@@ -120,8 +122,8 @@ class SupervisedEnvironments:
         self.is_deterministic: bool = said if config.deterministic is None else config.deterministic
         self._pool: EpisodePool | None = None
         self._places: deque[Host] = deque()
-        """Places where processes are started; the next one is started at the first place. Empty:
-        beside this process."""
+        """Hosts of the processes; the next process is started on the first of them. Empty: all are
+        started beside this process."""
         self._numbers = itertools.count(1)
         self._episodes: dict[SampleId, _Episode] = {}
         self._told: set[str] = set()
@@ -136,22 +138,22 @@ class SupervisedEnvironments:
 
     @property
     def rows(self) -> tuple[dict[str, Any], ...] | None:
-        """The rows that the environment brought. None: it was not asked for rows."""
+        """The rows that the environment provided. None: it was not asked for rows."""
         return tuple(self._hello["rows"]) if "rows" in self._hello else None
 
     # -- processes --------------------------------------------------------------------------
 
     def be_on(self, places: Sequence[Host]) -> None:
-        """Have processes at these places, one at each, rather than beside this process. Call it
-        before `open`."""
+        """Have one process at each of these places, not beside this process. Call this before
+        `open`."""
         assert self._pool is None, "open already"
         self._places.extend(places)
         while self._spares:
             self._spares.pop().close()
 
     def _start(self, name: str) -> WorkerProcess:
-        """Start a process at the next place. It may take the place of a lost process elsewhere,
-        since that one's host may be lost, too."""
+        """Start a process at the next of the places. A new process after a loss is so started on
+        another host, which helps if the first host is lost, too."""
         place = self._places[0] if self._places else None
         self._places.rotate(-1)
         host = None if isinstance(place, ThisHost) else place
@@ -176,7 +178,7 @@ class SupervisedEnvironments:
         raise EnvironmentSetupError(why)
 
     async def open(self) -> None:
-        """See `Environments`."""
+        """Start the processes; see `Environments.open`."""
         if self._pool is not None:
             return
         spares, self._spares = self._spares, []
@@ -200,7 +202,7 @@ class SupervisedEnvironments:
         return min(num, MAX_AUTO_WORKERS)
 
     async def close(self) -> None:
-        """See `Environments`."""
+        """End the processes; see `Environments.close`."""
         while self._spares:
             self._spares.pop().close()
         pool, self._pool = self._pool, None
@@ -219,7 +221,7 @@ class SupervisedEnvironments:
         seed: int,
         timeout_s: float | None = None,
     ) -> Begun | Lost:
-        """See `Environments`."""
+        """Begin an episode; see `Environments.begin`."""
         known = self._episodes.setdefault(episode, _Episode())
         if known.life is not None and known.life.turn == 0 and isinstance(known.life.last, Begun):
             return known.life.last
@@ -239,7 +241,7 @@ class SupervisedEnvironments:
     async def act(
         self, episode: SampleId, turn: int, message: Message, *, timeout_s: float | None = None
     ) -> Answered | Lost:
-        """See `Environments`."""
+        """Give an episode the model's message, and return the answer; see `Environments.act`."""
         known = self._episodes.setdefault(episode, _Episode())
         life = known.life
         if life is not None and life.turn == turn and isinstance(life.last, Answered):
@@ -267,7 +269,7 @@ class SupervisedEnvironments:
     async def finish(
         self, episode: SampleId, *, timeout_s: float | None = None
     ) -> float | Lost | None:
-        """See `Environments`."""
+        """Return the last reward of an episode that a limit ended; see `Environments.finish`."""
         known = self._episodes.setdefault(episode, _Episode())
         if known.life is None:
             return self._lost("the episode was lost before and has not begun anew")
@@ -275,7 +277,7 @@ class SupervisedEnvironments:
         return reply if isinstance(reply, Lost) else reply.get("reward")
 
     def end(self, episode: SampleId) -> None:
-        """See `Environments`."""
+        """Forget an episode; see `Environments.end`."""
         known = self._episodes.pop(episode, None)
         if known is not None:
             self._give_up(known)
@@ -297,8 +299,8 @@ class SupervisedEnvironments:
     async def _asked(
         self, known: _Episode, life: _Life, what: tuple[Any, Any], timeout_s: float | None
     ) -> dict[str, Any] | Lost:
-        """The reply of the episode's process to this call. Anything else that comes of the call is
-        a `Lost` and ends this life."""
+        """Make a call in the episode's process and return the reply. If there is no reply, or it
+        reports a failure, this life of the episode ends and a `Lost` is returned."""
         pool = self._pool
         if pool is None:  # the run closes, and somebody plays an episode to its end
             return self._ended(known, life, _CANCELLED)
@@ -340,7 +342,8 @@ class SupervisedEnvironments:
         return lost
 
     def _settled(self, known: _Episode, life: _Life, answer: Answer) -> Answer | Lost:
-        """The answer, unless the episode has said otherwise in an earlier life."""
+        """Return the answer; a `Lost` if an earlier life of the episode had another answer at this
+        turn."""
         life.last = answer
         if not self.is_deterministic:
             return answer
@@ -357,8 +360,7 @@ class SupervisedEnvironments:
     # -- losses -----------------------------------------------------------------------------
 
     def _failed(self, reply: Mapping[str, Any]) -> Lost | None:
-        """The loss that a reply reports from inside of the environment. None: the reply reports
-        none."""
+        """The loss that a reply reports from inside the environment. None: it reports none."""
         seconds = reply.get("seconds", 0.0)
         if "lost" in reply:
             return self._lost(shortened(reply["lost"]), seconds=seconds)
@@ -396,7 +398,7 @@ def _calls_in(reply: Mapping[str, Any]) -> tuple[ToolCall, ...]:
 
 
 def _compared(answer: Begun | Answered) -> str:
-    """The parts of an answer that matter to the episode, as text. Its seconds do not."""
+    """The parts of an answer that must be the same in every life, as text. Its seconds are not."""
     values: list[Any] = [answer.messages]
     if isinstance(answer, Answered):
         values += [answer.reward, answer.done, answer.truncated]
@@ -413,8 +415,8 @@ def _load(
     rows: bool = False,
     num_rows: int | None = None,
 ) -> bytes:
-    """The message that tells a process of environments what to load. `describe`: it also describes
-    its tools. `rows`: it also brings rows. Raises `EnvironmentSetupError`."""
+    """The message with which an environment process is told what to load. `describe`: it returns
+    schemas of its tools. `rows`: it returns rows, too. Raises `EnvironmentSetupError`."""
     if len(set(config.tools)) < len(config.tools):
         raise EnvironmentSetupError("environment.tools names a tool twice.")
     request = {
@@ -433,8 +435,8 @@ def _load(
 
 
 def _sent(spec: str) -> bytes | None:
-    """A program's own object, for a process of environments. None for an object that the process
-    finds by its name. Raises `EnvironmentSetupError`."""
+    """An object of the run's program, pickled for an environment process. None for an object that
+    the process can import. Raises `EnvironmentSetupError`."""
     if not is_given(spec):
         return None
     try:

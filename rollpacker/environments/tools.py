@@ -1,4 +1,4 @@
-"""Tools: plain functions, what the model is told of them, and the calls that a message makes.
+"""Tools: plain functions, their schemas for the model, and the execution of the model's calls.
 
 Runs in a worker process; the run's own process never imports a tool.
 """
@@ -20,15 +20,15 @@ from rollpacker.rewards.functions.returned import shortened
 
 Function = Callable[..., Any]
 Call = Callable[..., Awaitable[Any]]
-"""Calls a function of the user's, blocking or async, and awaits what it returns."""
+"""Calls a user's function, blocking or async, with these arguments and returns its result."""
 
 
 class ToolFailed(Exception):
-    """A call of one of our own tools failed. The message is what the model is told."""
+    """A call of one of our own tools failed. The message is shown to the model."""
 
 
 class ToolUnavailable(Exception):
-    """A tool cannot be had at all at the moment, whatever the call: the episode is lost."""
+    """A tool cannot be used at all at the moment, whatever the call. The episode is lost."""
 
 
 _HINTS = (
@@ -45,8 +45,8 @@ _WRONG_KINDS = {
 
 
 def schema_of(function: Function, name: str) -> ToolSchema:
-    """The schema of a function as chat templates take it, from its hints and its docstring. Raises
-    `EnvironmentSetupError`, which calls it `name`, for the first mistake."""
+    """The schema of a function for chat templates, from its type hints and its docstring. Raises
+    `EnvironmentSetupError` for the first mistake, with `name` in the message."""
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,
         TypeHintParsingException,
@@ -109,7 +109,7 @@ def _refuse_enums(function: Function, name: str) -> None:
 
 
 def _within(hint: Any) -> Iterator[type]:
-    """The classes that a hint is made of."""
+    """Yield the classes that a type hint is made of."""
     if isinstance(hint, type) and not get_args(hint):
         yield hint
     for one in get_args(hint):
@@ -117,8 +117,8 @@ def _within(hint: Any) -> Iterator[type]:
 
 
 def named(functions: Sequence[tuple[str, Function]]) -> dict[str, Function]:
-    """Functions by the name that the model calls them. `functions`: with how each is written in the
-    config. Raises `EnvironmentSetupError`."""
+    """The functions by the names that the model uses. `functions`: pairs of the name in the config
+    and the function. Raises `EnvironmentSetupError` for equal names."""
     found: dict[str, Function] = {}
     for spec, function in functions:
         name = getattr(function, "__name__", spec)
@@ -131,7 +131,7 @@ def named(functions: Sequence[tuple[str, Function]]) -> dict[str, Function]:
 
 
 class ToolBox:
-    """The tools of one episode, and what comes of a message's calls."""
+    """The tools of one episode. Executes the calls in the model's messages."""
 
     def __init__(self, tools: Mapping[str, Function], call: Call, max_chars: int) -> None:
         self._tools = tools
@@ -140,10 +140,11 @@ class ToolBox:
         self._made: list[ToolCall] = []
         """The calls of the latest message that have ended."""
         self._runs: tuple[str, float] | None = None
-        """The tool that runs, and since when."""
+        """The tool that runs now, and when it began. None: no tool runs."""
 
     def under_way(self) -> tuple[ToolCall, ...]:
-        """The calls of a message so far, the last of which has not ended; empty where none runs."""
+        """The calls so far of the message being answered, the last of which runs. Empty: no tool
+        runs."""
         if self._runs is None:
             return ()
         tool, began = self._runs
@@ -151,11 +152,11 @@ class ToolBox:
         return (*self._made, ToolCall(tool, seconds, is_well=False))
 
     async def answer(self, message: Message) -> dict[str, Any]:
-        """Execute the calls of a message, one after another. Returns what the model is told
-        (`messages`, one a call), `done`, if nothing was called, `metrics` and `calls`.
+        """Execute the calls of a message, one after another. Returns `messages` for the model (one
+        per call), `done` (whether there were no calls), `metrics` and `calls`.
 
-        What could not be read is told in a message of the user's, or at the end of the last answer:
-        there is no call that a message of a tool could belong to, and templates refuse such.
+        Calls that could not be read are reported in a user's message, or at the end of the last
+        answer: a tool's message must belong to a call, and templates refuse others.
         """
         calls = message.get("tool_calls") or ()
         malformed = message.get("malformed_tool_calls") or ()
@@ -186,7 +187,7 @@ class ToolBox:
         )
 
     async def _one(self, call: Any) -> tuple[dict[str, Any], ToolCall]:
-        """The answer to a call, and how it went."""
+        """Execute one call. Returns the answer for the model, and the record of the call."""
         asked = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(asked, Mapping):
             asked = {}
@@ -219,8 +220,8 @@ class ToolBox:
         return answer | {"content": content}, ToolCall(name, seconds, is_well)
 
     def _understood(self, name: str, arguments: Any) -> tuple[Function, dict[str, Any]]:
-        """The function and the arguments of a call. Raises `ValueError`, whose message the model is
-        told."""
+        """The function and the arguments of a call. Raises `ValueError` with a message for the
+        model."""
         function = self._tools.get(name)
         if function is None:
             raise ValueError(f'there is no tool "{name}"; there are: {", ".join(self._tools)}.')
@@ -247,8 +248,8 @@ class ToolBox:
 
 
 def _as_json(value: Any) -> str:
-    """A result as the model reads it; what JSON cannot have (keys that are tuples, say) as Python
-    shows it."""
+    """A tool's result as JSON text; what JSON cannot express (such as keys that are tuples) as
+    Python prints it."""
     try:
         return json.dumps(value, ensure_ascii=False, default=_plain)
     except (TypeError, ValueError, RecursionError):
@@ -256,8 +257,8 @@ def _as_json(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A value that JSON has: numbers and arrays of numpy and torch as numbers and lists, all else
-    as a text."""
+    """A value for JSON: numbers and arrays of numpy and torch as numbers and lists, all else as
+    text."""
     tolist = getattr(value, "tolist", None)
     return tolist() if callable(tolist) else str(value)
 

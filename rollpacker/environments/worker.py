@@ -1,12 +1,12 @@
-"""The program of a process of environments: many episodes, each with an environment of its own.
+"""The program of an environment process: many episodes, each with an environment of its own.
 
 controller -- requests, pickled --> process: SETUP once, then CALLs that begin an episode, give it
-                                             a message or ask what it was worth,
+                                             a message or ask for its last reward,
                                              CANCELs of these, ENDs of episodes
-controller <-- replies, JSON ------ process: what the environment said, or why it said nothing
+controller <-- replies, JSON ------ process: what the environment answered, or why it did not
 
-The event loop hears requests, and plays async environments; blocking ones have threads
-(`calls.py`). Light: it imports no more than it needs.
+The event loop receives requests and runs async environments; blocking ones have threads
+(`calls.py`). Imports no more than it needs.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ from rollpacker.workers.frames import Message
 from rollpacker.workers.line import Line
 
 MAX_REPLY_BYTES = 4 << 20
-"""An environment that says more at once has failed; tools are cut long before."""
+"""Most bytes of a reply. An environment that returns more has failed; tools' results are cut long
+before."""
 _SAID_IN_FULL = (
     *("ImportSpecError", "MissingPackageError", "EnvironmentSetupError", "SandboxUnavailable"),
     *("AdapterError", "DataError"),
 )
-"""Names of errors whose message is shown to the user as it is."""
+"""Names of errors whose message alone is shown to the user."""
 
 
 def main(line: int | Line) -> None:
@@ -74,9 +75,9 @@ class _Episode:
     played: Played
     calls: Calls
     running: set[int] = field(default_factory=set)
-    """Calls of the episode that have not ended."""
+    """Numbers of the episode's calls that have not ended."""
     is_over: bool = False
-    """Whether nobody needs the episode any more."""
+    """Whether the episode was ended, so that it is closed after its last call."""
 
 
 class _Server:
@@ -104,7 +105,7 @@ class _Server:
                 self._end(request.number)
 
     def _under_way(self, call: int) -> tuple[ToolCall, ...]:
-        """The calls of tools in that call so far, if one runs."""
+        """The tool calls so far in that call of an episode. Empty: no tool runs."""
         episodes = self._episodes.values()
         episode = next((one for one in episodes if call in one.running), None)
         return () if episode is None else episode.played.under_way()

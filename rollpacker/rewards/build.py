@@ -1,4 +1,4 @@
-"""The rewards that a config names: built-ins by name, functions by where they are."""
+"""Makes the rewards that a config names: built-in ones by name, functions by where they are."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from rollpacker.sandbox.sandbox import SandboxConfig
 
 @dataclass(frozen=True, slots=True)
 class BuiltIn:
-    """The place of a built-in reward, which is imported when a config names it."""
+    """Where a built-in reward is defined. Its module is imported only when a config names it."""
 
     module: str
     """Name of the module below `rollpacker.rewards`."""
     made: str
-    """The function or class in that module that makes the reward. A part is made of its config and
-    what the run shares; a plain function that is made and called in a worker is made of
-    `arguments`."""
+    """The function or class in that module that makes the reward. It is called with the reward's
+    config and what the run shares; with `in_worker` it is called in a worker process, with
+    `arguments`, and makes a plain function."""
     config: str
-    """The dataclass whose fields are the reward's `arguments`."""
+    """Name of the dataclass, in that module, whose fields are the reward's `arguments`."""
     in_worker: bool = False
 
 
@@ -42,7 +42,7 @@ BUILT_IN: dict[str, BuiltIn] = {
 }
 
 SANDBOXED = ("math", "code")
-"""Built-in rewards that run programs. They share one sandbox."""
+"""Built-in rewards that run programs. All of them use one sandbox."""
 
 
 def build_reward(
@@ -51,7 +51,7 @@ def build_reward(
     sandbox: SandboxConfig | None = None,
     engine_completer: MakeCompleter | None = None,
 ) -> WeightedReward:
-    """The reward that a config names. Raises `RewardError` for one that cannot be used."""
+    """Make the rewards of a run. Raises `RewardError` for a reward that cannot be used."""
     check_form(configs)
     bounds = [c.workers for c in configs if c.function in SANDBOXED and c.workers != "auto"]
     shared = Shared(
@@ -72,8 +72,8 @@ def build_reward(
 
 
 def check_form(configs: Sequence[RewardConfig]) -> None:
-    """Raise `RewardError` for a config that names neither a built-in nor a place. Nothing is
-    loaded."""
+    """Raise `RewardError` for a config that names neither a built-in reward nor the place of a
+    function. Nothing is imported."""
     for config in configs:
         if config.function in BUILT_IN or ":" in config.function:
             continue

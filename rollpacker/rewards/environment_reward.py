@@ -1,4 +1,4 @@
-"""The built-in reward `environment`: what the environment said of each turn, added up."""
+"""The built-in reward `environment`: the sum of the rewards that the environment gave the turns."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from rollpacker.rewards.shared import Shared
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentRewardConfig:
-    """The reward takes no `arguments`."""
+    """The arguments of the reward `environment`: there are none."""
 
 
 class EnvironmentReward:
-    """A turn without a reward counts as none, and so does an episode that a limit ended before the
-    environment said any. An episode that was lost has no verdict: it never comes here."""
+    """Sums the environment's rewards over a sample's turns. A turn without a reward counts 0, and
+    so does an episode that a limit ended before there was any. A lost episode has no verdict and is
+    not judged here."""
 
     DEADLINE: AdaptiveDeadlineConfig | None = None
     WORKERS: int | None = None
-    """No limit of checks at a time: this reward waits for nobody."""
+    """Most checks at a time. None: any number, since this reward waits for nothing."""
 
     def __init__(
         self, config: EnvironmentRewardConfig, *, entry: RewardConfig, name: str, shared: Shared
@@ -30,15 +31,16 @@ class EnvironmentReward:
         self.name = name
 
     def check(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """See `RewardPart`. Any row will do."""
+        """Accept any rows; see `RewardPart.check`."""
 
     async def open(self) -> None:
-        """See `RewardPart`."""
+        """Do nothing; see `RewardPart.open`."""
 
     async def score(
         self, samples: Sequence[RewardInput], *, timeout_s: float | None = None
     ) -> list[Scored | Failed | None]:
-        """See `RewardPart`."""
+        """Return one verdict per sample, None for a sample without an episode; see
+        `RewardPart.score`."""
         return [self._one(sample) for sample in samples]
 
     def _one(self, sample: RewardInput) -> Scored | None:
@@ -48,8 +50,8 @@ class EnvironmentReward:
         return Scored(value=sum(turns), turns=turns, seconds=0.0)
 
     def outage(self) -> str | None:
-        """See `RewardPart`."""
+        """Return None, since no service is needed; see `RewardPart.outage`."""
         return None
 
     async def close(self) -> None:
-        """See `RewardPart`."""
+        """Do nothing; see `RewardPart.close`."""

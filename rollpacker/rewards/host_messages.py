@@ -1,4 +1,4 @@
-"""The messages between a run and a reward host. Light.
+"""The messages between a run and a reward host. Imports nothing heavy.
 
     down   SETUP RewardSetup     which rewards
            CALL Check            samples to judge; ANSWER Judged is the answer
@@ -25,21 +25,21 @@ from rollpacker.sandbox.sandbox import SandboxConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSetup:
-    """The rewards that a host is to make, and where it finds what they import."""
+    """The rewards that a host is to make, and where to find the modules that they import."""
 
     rewards: tuple[RewardConfig, ...]
     sandbox: SandboxConfig
     beat_s: float
     log_level: int
     folder: str
-    """The run's working folder. A host that has none of that name works elsewhere."""
+    """The run's working folder. A host without such a folder works elsewhere."""
     paths: tuple[str, ...]
-    """Folders in which the run's process finds modules."""
+    """Folders in which the run's process finds modules (its `sys.path`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Samples to judge together; see `Reward.score`."""
+    """Samples to judge together, and the limit of each check in seconds; see `Reward.score`."""
 
     samples: tuple[RewardInput, ...]
     timeout_s: float | None
@@ -47,7 +47,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """How the rewards of a host are; see `Reward`."""
+    """The state of a host's rewards: what `Reward.outage`, `broken` and `metrics` return."""
 
     outage: str | None = None
     broken: str | None = None
@@ -68,14 +68,14 @@ class LogLine(NamedTuple):
 
 @functools.cache
 def codec() -> Codec:
-    """The codec of these messages, for both sides."""
+    """The codec of these messages, used by both processes."""
     by_fields = [by_field(one) for one in (RewardSetup, RewardConfig, Scored, Failed, Judged)]
     by_hand = [Kind(Cause, str, Cause), Kind(Check, _check_to_plain, _check_from_plain)]
     return Codec([*by_fields, *by_hand, AdaptiveDeadlineConfig, SandboxConfig, Status, LogLine])
 
 
 def _check_to_plain(check: Check) -> list[Any]:
-    """The samples of a prompt share its row, which goes once."""
+    """Turn a check into plain values. A row is written once for all samples of its prompt."""
     rows: dict[tuple[int, ...], int] = {}
     sent: list[Any] = []
     samples: list[Any] = []

@@ -1,7 +1,8 @@
-"""A reward host: a process with all rewards of a run, their workers and sandbox, which judges what
-the run's process asks it over an inherited line.
+"""A reward host: a process with all rewards of a run, with their workers and sandbox. It judges
+samples that the run's process sends over an inherited line.
 
-It ends when its line does, and its workers with it. Light until it is told what to make.
+It ends when the line does, and its workers end with it. Nothing heavy is imported before the set-up
+has come.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ if TYPE_CHECKING:
 
 
 class _Logged(logging.Handler):
-    """Sends what is logged in this process to the run, from any thread."""
+    """Sends everything that is logged in this process to the run, from any thread."""
 
     def __init__(self, line: Line) -> None:
         super().__init__()
         self.loop: asyncio.AbstractEventLoop | None = None
-        """The loop that owns the line. None before it runs."""
+        """The event loop that owns the line. None: it does not run yet."""
         self._line = line
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -43,14 +44,14 @@ class _Logged(logging.Handler):
 
 
 class RewardHost:
-    """The rewards of this process. Belongs to the event loop in which it serves."""
+    """Serves the rewards of this process, in one event loop."""
 
     def __init__(self, reward: WeightedReward, line: Line, beat_s: float) -> None:
         self._reward, self._line, self._beat_s = reward, line, beat_s
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     async def serve(self) -> NoReturn:
-        """Judge until the line ends; then the process ends."""
+        """Judge samples until the line ends; then the process ends."""
         loop = asyncio.get_running_loop()
         self._line.attach(loop, self._heard, lambda: os._exit(0))
         self._line.post(READY, 0, codec().encode(self._reward.shared.unsandboxed))
@@ -85,8 +86,8 @@ class RewardHost:
 
 
 def make(setup: RewardSetup) -> WeightedReward:
-    """The rewards, and what can be said of them without a row: the sandbox's self-test, an endpoint
-    that answers. Raises what `build_reward` and `WeightedReward.check` raise."""
+    """Make the rewards, and check what needs no rows: the sandbox's self-test, an endpoint that
+    must answer. Raises the errors of `build_reward` and `WeightedReward.check`."""
     from rollpacker.rewards.build import build_reward
 
     own = [path for path in sys.path if path != os.getcwd()]  # which `-m` has put in front

@@ -3,10 +3,10 @@
     HostedReward --Check--> host_worker.py: RewardHost --> WeightedReward, its workers and sandbox
                  <-Judged--
 
-The loop of all lines (`workers/loop.py`) carries the checks to the hosts and what these say back.
-Who is asked, and when one is given up, `core/checks/reward_hosts.py` decides. What was under way on
-a host that is lost gets no verdict with the cause `infrastructure`: the core asks again, once, and
-another one is there to judge it.
+The event loop of all lines (`workers/loop.py`) carries the checks to the hosts and their verdicts
+back. `core/checks/reward_hosts.py` decides which host is asked, and when a host is given up. The
+samples being judged on a host that is lost get no verdict, with the cause `infrastructure`: the
+core asks once more, and another host judges them.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ BEATS = 5
 
 
 class RewardHostsLost(RuntimeError):
-    """No reward host is left."""
+    """All reward hosts are lost or given up."""
 
     def __init__(self, why: str) -> None:
         super().__init__(f"no reward host is left: {why}. Mend that, then go on with --resume")
 
 
 def refuse_bound(rewards: Sequence[RewardConfig]) -> None:
-    """Raise `RewardError` for rewards that only the run's own process has."""
+    """Raise `RewardError` for rewards that exist only in the run's own process."""
     bound = [
         f"{one.name or one.function} (an object of this Python program: name a function in a file, "
         '"path/to/file.py:function")'
@@ -77,8 +77,8 @@ def refuse_bound(rewards: Sequence[RewardConfig]) -> None:
 def reward_setup(
     rewards: Sequence[RewardConfig], sandbox: SandboxConfig, *, heartbeat_s: float
 ) -> RewardSetup:
-    """The setup of hosts that find what this process finds. Raises `RewardError` as `refuse_bound`
-    does."""
+    """The setup for hosts that shall find the same modules as this process. Raises `RewardError` as
+    `refuse_bound` does."""
     refuse_bound(rewards)
     return RewardSetup(
         rewards=tuple(rewards),
@@ -91,7 +91,8 @@ def reward_setup(
 
 
 class HostedReward:
-    """Meets the `Reward` protocol. Its methods may be called in any event loop."""
+    """The rewards of a run, judged by processes on its hosts. Meets the protocol `Reward`. Its
+    methods may be called in any event loop."""
 
     def __init__(
         self,
@@ -102,9 +103,11 @@ class HostedReward:
         names: Sequence[str],
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
-        """Starts one process for each of `places`; `ready` waits for them. `names`: of the parts.
+        """Starts one process for each of `places`; `ready` waits for them. `names`: the names of
+        the rewards.
 
-        Raises `RewardError` for rewards that cannot be sent, and `OSError`.
+        Raises `RewardError` for rewards that cannot be sent, and `OSError` if a process cannot be
+        started.
         """
         self.names = tuple(names)
         self._places, self._heartbeat_s = tuple(places), heartbeat_s
@@ -116,7 +119,7 @@ class HostedReward:
         self.book = RewardHosts(len(self._places))
         self._living: dict[int, _HostProcess] = {}
         self._counts: dict[str, float] = {}
-        """Metrics of reward hosts that are lost; see `metrics`."""
+        """Sums of the metrics of lost reward hosts, which `metrics` adds to those of the others."""
         self._unsandboxed = False
         self._changed = asyncio.Event()
         self._ending: set[asyncio.Future[None]] = set()
@@ -137,30 +140,31 @@ class HostedReward:
     # -- the protocol ------------------------------------------------------------------------------
 
     async def ready(self) -> None:
-        """Wait until all can judge. Raises `RewardError` if one cannot."""
+        """Wait until all hosts can judge. Raises `RewardError` if a host cannot."""
         await self._there(self._settled())
 
     async def open(self) -> None:
-        """See `Reward`: they are open."""
+        """Do nothing, since the hosts open their rewards; see `Reward.open`."""
 
     async def score(
         self, samples: Sequence[RewardInput], *, timeout_s: float | None = None
     ) -> list[Verdict]:
-        """See `Reward`. A batch is shared out between the hosts. Raises `RewardHostsLost`."""
+        """Judge samples, divided among the hosts; see `Reward.score`. Raises `RewardHostsLost`."""
         if not samples:
             return []
         return await self._there(self._score(samples, timeout_s))
 
     def outage(self) -> str | None:
-        """See `Reward`."""
+        """Return the first outage that a host reports; see `Reward.outage`."""
         return self._first(lambda status: status.outage)
 
     def broken(self) -> str | None:
-        """See `Reward`."""
+        """Return the first reason of a host why there will be no verdicts; see `Reward.broken`."""
         return self._first(lambda status: status.broken)
 
     def metrics(self) -> dict[str, float]:
-        """See `Reward`. `reward_hosts/lost` is the number of losses so far."""
+        """Return the sums of the hosts' counts; see `Reward.metrics`. `reward_hosts/lost` is the
+        number of hosts lost so far."""
         counts = {**self._counts, "reward_hosts/lost": float(self.book.num_lost)}
         for process in list(self._living.values()):
             for name, count in process.status.metrics.items():
@@ -169,16 +173,16 @@ class HostedReward:
 
     @property
     def unsandboxed(self) -> bool:
-        """Whether nothing isolates what runs in the sandbox of one of the hosts."""
+        """Whether there is a host on which nothing isolates the programs that rewards run."""
         return self._unsandboxed
 
     @property
     def pids(self) -> dict[int, int]:
-        """Process ids of the living reward hosts, by their places."""
+        """Process ids of the living reward hosts, by the index of their place."""
         return {number: one.served.child.pid for number, one in list(self._living.items())}
 
     async def close(self) -> None:
-        """See `Reward`. Idempotent."""
+        """End all hosts; see `Reward.close`. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -186,8 +190,8 @@ class HostedReward:
         await asyncio.to_thread(self._use.end)
 
     async def _there(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run the coroutine in the loop of all lines and return its result. Cancelling this cancels
-        the coroutine."""
+        """Run the coroutine in the event loop of all lines, and return its result. Cancelling this
+        call cancels the coroutine."""
         assert not self._is_closed
         there = asyncio.run_coroutine_threadsafe(coroutine, self._use.loop)
         return await asyncio.wrap_future(there)
@@ -247,7 +251,7 @@ class HostedReward:
         return f"reward host {number} on {self._places[number].name}"
 
     def start(self, owner: Owner, number: int) -> Served:
-        """Start a process at this place. Raises `OSError`."""
+        """Start a process at the place of this index. Raises `OSError`."""
         return Served(
             self._use,
             self._places[number],
@@ -259,13 +263,13 @@ class HostedReward:
         )
 
     def begun(self, process: _HostProcess, unsandboxed: bool) -> None:
-        """Note that the process can judge: it gets checks from now on."""
+        """Note that the process can judge, so that it gets checks from now on."""
         self._unsandboxed |= unsandboxed
         self.book.ready(process.number)
         self._tell()
 
     def lost(self, process: _HostProcess, loss: Loss) -> None:
-        """Start another process in the place of a lost one, or give the place up."""
+        """Start another process in place of a lost one, or give the place up after many losses."""
         number, why = process.number, loss.reason
         del self._living[number]
         for name, count in process.status.metrics.items():
@@ -286,7 +290,7 @@ class HostedReward:
         self._tell()
 
     def _tell(self) -> None:
-        """Wake up everybody who waits for a change."""
+        """Wake up all tasks that wait for a change of the hosts."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -305,7 +309,7 @@ class HostedReward:
 
 
 class _HostProcess:
-    """The process of one reward host, from its start to its loss; meets `Owner`."""
+    """The process of one reward host, from its start to its loss. Meets the protocol `Owner`."""
 
     def __init__(self, hosted: HostedReward, number: int) -> None:
         """Starts the process. Raises `OSError`."""
@@ -315,7 +319,8 @@ class _HostProcess:
         self.served = hosted.start(self, number)
 
     async def judge(self, payload: bytes) -> Sequence[Verdict]:
-        """The verdicts of a check. Raises `ProcessLost`. Who cancels it ends the check."""
+        """Return the verdicts of a check. Raises `ProcessLost` if the host is lost. Cancelling this
+        call ends the check."""
         judged = await self.served.call(payload)
         self.status = judged.status
         verdicts: Sequence[Verdict] = judged.verdicts

@@ -1,7 +1,7 @@
 """The built-in reward `reasoning_gym`: each row is judged by the scorer of its own task.
 
-Some tasks' scorers *evaluate* the answer as Python. A model's output is not to be trusted with
-that, so these tasks are refused unless the config says otherwise.
+Some tasks' scorers *evaluate* the answer as Python. A model's output must not be trusted with that,
+so these tasks are refused unless the config allows them.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from rollpacker.rewards.reward import RewardError
 
 _EVALUATING = {"eval", "exec", "parse_expr", "sympify", "simplify"}
 _SOUND = {"number_sorting"}
-"""Tasks whose scorers evaluate the row's own answer, not the model's."""
+"""Tasks whose scorers evaluate only the row's right answer, not the model's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningGymConfig:
-    """`arguments` of the reward. Raises `ValueError` for what cannot be."""
+    """The `arguments` of the built-in reward `reasoning_gym`. Raises `ValueError`."""
 
     answer_regex: str | None = None
-    """Finds the answer in the completion: its last match that is not empty, the first group if it
-    has one; no match scores 0. None: the whole completion is the answer."""
+    """Finds the answer in the completion: the last match that is not empty, or its first group if
+    there is one; without a match the value is 0. None: the whole completion is the answer."""
     require_stop: bool = False
-    """A response that was cut off scores 0."""
+    """Whether a response that was cut off by a limit scores 0."""
     allow_evaluation: bool = False
     """Whether to accept tasks whose scorers run the model's answer as code."""
 
@@ -44,7 +44,7 @@ class ReasoningGymConfig:
             ) from None
 
     def check(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Raise `RewardError` for a task that cannot be scored, before any is."""
+        """Raise `RewardError` for a row whose task cannot be scored."""
         scorer = ReasoningGymScorer(self)
         tasks = {(row["task"], json.dumps(row["task_options"], default=str)): row for row in rows}
         for row in tasks.values():
@@ -52,7 +52,7 @@ class ReasoningGymConfig:
 
 
 def make(**arguments: Any) -> ReasoningGymScorer:
-    """The reward, in the worker that calls it."""
+    """Make the reward. Called in the worker process."""
     return ReasoningGymScorer(ReasoningGymConfig(**arguments))
 
 
@@ -102,7 +102,8 @@ class ReasoningGymScorer:
         return next((answer.strip() for answer in reversed(found) if answer.strip()), None)
 
     def of(self, task: str, options: Mapping[str, Any]) -> Any:
-        """The task's scorer. Raises `RewardError` if it must not be used."""
+        """The scorer of a task with these options. Raises `RewardError` if the scorer evaluates
+        answers as code and that is not allowed."""
         key = (task, json.dumps(options, sort_keys=True, default=str))
         if key not in self._scorers:
             require("reasoning_gym", extra="gym", what="the reward reasoning_gym")

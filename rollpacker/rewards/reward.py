@@ -1,4 +1,4 @@
-"""The reward protocols and the records that cross them. Light.
+"""The reward protocols and the records passed through them. Imports nothing heavy.
 
 controller -> Reward (routes, weights, sums) -> RewardPart (one reward) -> a worker, a sandbox,
                                                                            an endpoint
@@ -17,27 +17,27 @@ from rollpacker.environments.environment import Episode
 
 
 class RewardError(RuntimeError):
-    """A reward is set up wrongly (not: a reward failed on a sample, which is `Failed`)."""
+    """A reward is set up wrongly. (A reward that fails on a sample is a `Failed`.)"""
 
 
 class Progress(NamedTuple):
-    """Progress of a run, for rewards that change with it."""
+    """How far a run has come, for rewards that change with its progress."""
 
     steps_done: int = 0
     num_steps: int = 1
-    """Steps of the whole run."""
+    """Number of steps of the whole run."""
 
 
 UNKNOWN = Progress()
 
 
 class TurnRewards(NamedTuple):
-    """A trajectory's turns."""
+    """The turns of a trajectory, with their numbers of tokens and their rewards."""
 
     num_drawn: tuple[int, ...]
-    """Tokens that the model drew in each."""
+    """Number of tokens that the model generated in each turn."""
     values: tuple[float, ...]
-    """Reward of each turn by itself, without the rewards of later turns."""
+    """Reward of each turn alone, without the rewards of later turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +45,8 @@ class RewardInput:
     """One sample as rewards see it."""
 
     prompt: str | list[dict[str, str]]
-    """The prompt as in the dataset: text or chat messages. Functions get completions of the same
-    kind, unless there is an episode."""
+    """The prompt as in the dataset: text or chat messages. Completions are given to functions in
+    the same form, unless there is an episode."""
     completion: str
     """The response, decoded without special tokens."""
     completion_tokens: tuple[int, ...]
@@ -54,63 +54,62 @@ class RewardInput:
     columns: Mapping[str, Any]
     """The dataset row's other columns."""
     task: str | None = None
-    """The value of the row's task column, by which rewards choose their samples. None: nothing is
-    routed."""
+    """The value of the row's task column, by which rewards choose their samples. None: the row has
+    no task."""
     messages: list[dict[str, str]] | None = None
-    """The messages that the chat template made the prompt of. None: the prompt did not go through a
-    template."""
+    """The chat messages from which the prompt was made with the chat template. None: no template
+    was used."""
     progress: Progress = UNKNOWN
-    """The run's progress when the sample is judged."""
+    """How far the run was when the sample was sent to be judged."""
     episode: Episode | None = None
-    """The dialogue of a sample of several turns: then `completion` and its tokens are the last
-    message, and `prompt` is the environment's first message, if it said one. None: there was one
-    response."""
+    """The dialogue of a sample of several turns. `completion` and its tokens are then the last
+    message, and `prompt` is the environment's first message if there was one. None: the sample is a
+    single response."""
 
     @property
     def asked(self) -> str | list[dict[str, str]]:
-        """The model's question in the form in which the model got it, which judges and reward
-        models go by."""
+        """The question in the form in which the model got it: the prompt's messages if there are
+        any, else the prompt. Judges and reward models use this."""
         return self.prompt if self.messages is None else self.messages
 
 
 class Cause(StrEnum):
-    """The cause of a missing verdict."""
+    """Why a sample has no verdict."""
 
     SAMPLE = "sample"
-    """This response cannot be judged: an unreadable reply, a reward that raises on it. Asking again
-    would not help."""
+    """This response cannot be judged: a reply was unreadable, or a reward raised an error on it.
+    Judging it again would not help."""
     DEADLINE = "deadline"
     """The reward did not answer in time."""
     INFRASTRUCTURE = "infrastructure"
-    """A worker died or hung, an endpoint was down: nothing that the response did. Asked once more,
-    on another worker."""
+    """The response was not the reason: a worker died or hung, or an endpoint was down. The sample
+    is judged once more, on another worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
     value: float
     parts: Mapping[str, float | None] = field(default_factory=dict)
-    """The value of each reward, by name; None where it does not apply."""
+    """The value of each reward, by name. None: the reward does not apply to the sample."""
     turns: tuple[float, ...] = ()
-    """Parts of the value that the turns of a trajectory earned; they add up to it. Empty: the value
-    is that of the whole trajectory, which counts at the last turn in the verdict of all rewards."""
+    """Parts of the value that the turns of a trajectory earned; their sum is the value. Empty: the
+    value belongs to the whole trajectory, and is counted at the last turn."""
     seconds: float | None = None
-    """Execution time that adaptive deadlines learn from, without any waiting; for a program with
-    several tests that of the slowest. None: whoever called measures."""
+    """Execution time in seconds, without any waiting, from which adaptive deadlines learn; for a
+    program with several tests that of the slowest. None: the caller measures the time."""
     correct: bool | None = None
-    """Whether what was timed was right. None: a value above 0 is."""
+    """Whether the answer whose time was measured is right. None: it is if the value is above 0."""
     timed_out: bool = False
-    """The answer ran into its time limit, and counts as wrong for it."""
+    """Whether the answer exceeded its time limit, for which it counts as wrong."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers that the reward logged in the call that judged this sample, by the names that it
-    gave."""
+    """Numbers that the reward logged in the call that judged this sample, by name."""
     extras: Mapping[str, Any] = field(default_factory=dict)
     """Values that the reward logged for this sample, by column."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """A sample has no verdict. That is never a zero."""
+    """The verdict is missing for a sample. It is never counted as zero."""
 
     reason: str
     parts: Mapping[str, float | None] = field(default_factory=dict)
@@ -119,50 +118,51 @@ class Failed:
 
 
 class Reward(Protocol):
-    """The protocol of all rewards of a run together, as the controller sees them."""
+    """All rewards of a run together, as the controller uses them."""
 
     names: tuple[str, ...]
-    """Names of the parts, in order."""
+    """Names of the individual rewards, in the order of the config."""
 
     async def open(self) -> None:
-        """Start workers in the running loop. Scoring opens what is not open yet."""
+        """Start workers in the running event loop. `score` does so if it has not been done."""
         ...
 
     async def score(
         self, samples: Sequence[RewardInput], *, timeout_s: float | None = None
     ) -> list[Scored | Failed]:
-        """Judge a batch; one verdict each, same order. Never raises for what a sample or a function
-        did. `timeout_s` limits each single check (for a program: each test) and replaces the
-        reward's own limit. Cancelling the call ends what runs for it."""
+        """Judge a batch, and return one verdict per sample in the same order. Nothing that a sample
+        or a function does raises an error. `timeout_s` limits each single check (for a program:
+        each test) and replaces the reward's own limit. Cancelling the call ends what runs for
+        it."""
         ...
 
     def outage(self) -> str | None:
-        """The outage of a service outside of this machine that the rewards wait for, in words.
-        None: there is none."""
+        """Describe the outage of an external service that the rewards wait for. None: there is no
+        outage."""
         ...
 
     def broken(self) -> str | None:
-        """The reason why there will be no verdict any more, in words. None: there will be."""
+        """The reason why there will be no verdicts any more, in words. None: there will be."""
         ...
 
     def metrics(self) -> dict[str, float]:
-        """Counts since the start that some parts keep, as `PART/NAME`."""
+        """Counts since the start, from rewards that keep some, by names `REWARD/COUNT`."""
         ...
 
     async def close(self) -> None:
-        """End every worker; nothing is left behind."""
+        """End all workers."""
         ...
 
 
 class RewardPart(Protocol):
-    """One reward: an entry of `rewards` in the config, made by its built-in or its function."""
+    """One reward: an entry of `rewards` in the config, built in or made of a function."""
 
     name: str
 
     def check(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Raise `RewardError` before anything is loaded if this machine or these rows (dataset
-        columns) cannot be judged. Called outside of any event loop, with the rows that this reward
-        applies to."""
+        """Raise `RewardError` if this machine cannot run the reward, or these rows (mappings of
+        dataset columns) cannot be judged. Called before anything is loaded, outside of any event
+        loop, with the rows that this reward applies to."""
         ...
 
     async def open(self) -> None: ...
@@ -170,8 +170,9 @@ class RewardPart(Protocol):
     async def score(
         self, samples: Sequence[RewardInput], *, timeout_s: float | None = None
     ) -> list[Scored | Failed | None]:
-        """Judge as `Reward.score` does; the verdict is None where this reward does not apply to a
-        sample. Answers within its limit plus one second whatever the sample, or a worker, does."""
+        """Judge a batch as `Reward.score` does. The verdict is None where this reward does not
+        apply to a sample. Returns within its limit plus one second, whatever a sample or a worker
+        does."""
         ...
 
     def outage(self) -> str | None: ...
@@ -187,29 +188,32 @@ class RewardConfig:
     """One reward (an entry of `rewards`)."""
 
     function: str
-    """`module:function` or `file.py:function`, run in worker processes of its own; or the name of a
-    built-in: reasoning_gym, math, code, judge, reward_model. `<python>:name` stands for an object
-    that a program gave to `rollpacker.train`, and only there."""
+    """The reward's function, as `module:function` or `file.py:function`, which runs in worker
+    processes of its own; or the name of a built-in reward: reasoning_gym, math, code, judge,
+    reward_model, environment. `<python>:name` stands for an object that a program gave to
+    `rollpacker.train`, and is possible only there."""
     tasks: tuple[str, ...] | None = None
-    """Judge only rows whose task column (`data.*.task_column`) has one of these values. None:
-    every row."""
+    """Values of the task column (`data.*.task_column`) of the rows that this reward judges. None:
+    it judges every row."""
     weight: float = 1.0
     timeout_s: float = 60.0
-    """A call that takes longer is given up: no verdict. Built-ins with a `deadline` go by that."""
+    """Most seconds of a call. After that the sample has no verdict. Built-in rewards with a
+    `deadline` use that instead."""
     name: str | None = None
     """The reward's name in metrics. None: the function's own name."""
     shape: Shape = "auto"
-    """The framework whose way of calling the function expects. auto: told by its signature."""
+    """The framework in whose way the function is called. auto: the one that its signature fits."""
     max_failed_calls: int | None = 32
-    """A function that gives no sample a verdict in so many calls in a row (it raises, overruns,
-    returns what is no number) ends the run, resumable. Lost workers, endpoints that are down and
-    what the sandbox does are not counted. None: never."""
+    """Number of calls in a row without any verdict (the function raises, takes too long, returns
+    what is no number) after which the run ends and can be resumed. Calls that fail for lost
+    workers, endpoints that are down or the sandbox do not count. None: the run never ends for
+    it."""
     workers: int | Literal["auto"] = "auto"
-    """Checks at a time, each in a worker of its own; more are started as work waits. auto: one per
-    processor (judge: 16 requests)."""
+    """Most checks at a time, each in a worker of its own; workers are started as work waits. auto:
+    one per processor (judge: 16 requests)."""
     deadline: AdaptiveDeadlineConfig | None = None
-    """Adaptive limit of each check. None: the built-in's own default; plain functions have
-    `timeout_s` alone."""
+    """Adaptive time limit of each check. None: the built-in reward's own default; functions then
+    have `timeout_s` alone."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Further keyword arguments for the function or the built-in."""
 

@@ -1,4 +1,4 @@
-"""The built-in reward `reward_model`: a sequence classification head scores prompt and completion.
+"""The built-in reward `reward_model`: a sequence classification model scores prompt and completion.
 
 Runs in a worker process of its own. Only safetensors are loaded, and no code from the model's
 folder is run.
@@ -22,35 +22,37 @@ from rollpacker.warn_once import WarnOnce
 logger = logging.getLogger(__name__)
 
 MAX_TOKENS = 4096
-"""Most tokens of a text where neither the user nor the model names a limit."""
+"""Most tokens of a text if neither the config nor the model has a limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardModelConfig:
-    """`arguments` of the reward. Raises `ValueError` for what cannot be."""
+    """The `arguments` of the built-in reward `reward_model`. Raises `ValueError`."""
 
     WORKERS: ClassVar[int] = 1
-    """Workers by default: each holds a copy of the model."""
+    """Number of workers if the config sets none. Each worker holds a copy of the model."""
 
     model_path: str
-    """A Hugging Face folder. Chat prompts go through its chat template, the completion as the
-    assistant's message; a text prompt is followed by the completion as it is."""
+    """A Hugging Face folder with the model. Chat prompts go through its chat template, with the
+    completion as the assistant's message; a text prompt is followed by the completion as it is."""
     max_tokens: int | None = None
     """Most tokens of a text. Longer texts lose their beginning, since the score is read at the end.
     None: the model's own limit."""
     batch_size: int = 8
-    """Texts in one forward pass, in the order of their length."""
+    """Most texts in one forward pass."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """The device. auto: CUDA if there is one."""
+    """The device that the model runs on. auto: CUDA if there is a device, else the CPU."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """auto: bfloat16 on CUDA, else float32. In float32 a score does not depend on what else is in
-    the batch, but for rounding (less than 1e-5 of it); bfloat16 rounds to about 1e-2."""
+    """The model's number format. auto: bfloat16 on CUDA, else float32. In float32 a score does not
+    depend on the rest of the batch, but for rounding (relative error below 1e-5); bfloat16 rounds
+    to about 1e-2."""
     normalize: Literal["none", "sigmoid"] = "none"
-    """The value is `(output - mean) / std`; sigmoid makes it a number from 0 to 1."""
+    """What is done with `(output - mean) / std`. none: it is the value; sigmoid: its sigmoid, from
+    0 to 1, is."""
     mean: float = 0.0
     std: float = 1.0
     threads: int = 1
-    """Torch threads on a CPU."""
+    """Number of torch threads on a CPU."""
 
     def __post_init__(self) -> None:
         least = min(
@@ -72,12 +74,13 @@ class RewardModelConfig:
 
 
 def make(**arguments: Any) -> RewardModel:
-    """The reward, in the worker that calls it."""
+    """Make the reward. Called in the worker process."""
     return RewardModel(RewardModelConfig(**arguments))
 
 
 class RewardModel:
-    """Scores completions with a model that has one output (`num_labels=1`). Loads at once."""
+    """Scores completions with a model that has one output (`num_labels=1`). The model is loaded
+    when this object is made; `RewardError` if it cannot be."""
 
     __name__ = "reward_model"
 
@@ -90,7 +93,7 @@ class RewardModel:
         self._max_tokens = min(config.max_tokens or own, own)
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
-        """One value for each completion, in their order; NaN where the model's output is not a
+        """Return one value per completion, in their order. It is NaN if the model's output is not a
         number."""
         tokens = [self._tokens(*pair) for pair in zip(prompts, completions, strict=True)]
         order = sorted(range(len(tokens)), key=lambda index: len(tokens[index]))
@@ -154,7 +157,7 @@ class RewardModel:
         return min(sound, default=MAX_TOKENS)
 
     def _outputs(self, batch: list[list[int]]) -> list[float]:
-        """The model's output on each; padded on the right, which it does not look at."""
+        """The model's output for each text. Padding is on the right, and masked."""
         import torch
 
         width = max(map(len, batch))
@@ -206,7 +209,8 @@ class RewardModel:
 
 
 def checked_folder(path: str) -> str:
-    """The folder, if it can be loaded without running its code. Raises `RewardError`."""
+    """The path of a model folder that can be loaded without running its code. Raises `RewardError`
+    for any other folder."""
     folder = Path(path).expanduser()
     config = _json(folder / "config.json", path)
     if "auto_map" in config:
@@ -257,7 +261,8 @@ def _device(name: str) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep transformers from reporting missing weights in a table; the error says it in a line."""
+    """Silence transformers' reports and progress bars while a model is loaded; missing weights are
+    reported as an error instead."""
     from transformers.utils import logging as transformers_logging
 
     level = transformers_logging.get_verbosity()

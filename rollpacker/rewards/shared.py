@@ -1,4 +1,4 @@
-"""The parts that the rewards of a run share: one sandbox, and the engine that judges may use."""
+"""What the rewards of a run share: one sandbox, and the engine that a judge may use."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
-"""Makes a context that shows the progress of something long, given its name and the number of its
-parts. In the context, a function is called with the number of parts that are done."""
+"""Makes a context manager that shows the progress of something long, given its name and its number
+of parts. The context's value is a function to be called with the number of parts done so far."""
 _LOGGED_EVERY_S = 2.0
 
 
 @contextmanager
 def logged_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Progress that is shown in the log alone."""
+    """Show progress in the log alone."""
     told = time.monotonic()
 
     def tell(done: int) -> None:
@@ -39,7 +39,7 @@ def logged_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 @dataclass(slots=True)
 class _Opened:
-    """The sandbox of one event loop."""
+    """The sandbox of one event loop, once it is open."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     context: AbstractAsyncContextManager[Sandbox] | None = None
@@ -47,7 +47,7 @@ class _Opened:
 
 
 class Shared:
-    """The parts that rewards share. They are opened at first use, in each event loop."""
+    """What rewards share. The sandbox is opened at first use, in each event loop."""
 
     def __init__(
         self,
@@ -56,18 +56,20 @@ class Shared:
         engine_completer: MakeCompleter | None = None,
         workers: int | None = None,
     ) -> None:
-        """`workers`: runs at a time. None: the backend's own number."""
+        """`workers`: most programs run at a time. None: as many as the sandbox's backend
+        decides."""
         self.config = sandbox
         self._workers = workers
         self.engine_completer = engine_completer
-        """Makes a judge's completer of a model folder. None: there is no engine here."""
+        """Makes the completer for a judge's model folder. None: no engine can be used here."""
         self.progress: Progress = logged_progress
-        """Shows the progress of checks before the run that take long."""
+        """Shows the progress of long checks before the run."""
         self._capabilities: Capabilities | None = None
         self._opened: dict[asyncio.AbstractEventLoop, _Opened] = {}
 
     def check_sandbox(self) -> Capabilities:
-        """Open and close a sandbox, once. Outside of any loop. Raises `SandboxUnavailable`."""
+        """Open and close a sandbox, on the first call only, and return what it can do. Must be
+        called outside of any event loop. Raises `SandboxUnavailable`."""
         if self._capabilities is None:
             self.run(self.sandbox)
         assert self._capabilities is not None
@@ -75,11 +77,12 @@ class Shared:
 
     @property
     def unsandboxed(self) -> bool:
-        """A sandbox was opened, and nothing isolates what runs in it."""
+        """Whether a sandbox was opened and nothing isolates what runs in it."""
         return self._capabilities is not None and self._capabilities.backend == "none"
 
     def run(self, coroutine_function: Callable[[], Awaitable[T]]) -> T:
-        """Run it to its end in a loop of its own, in a thread of its own if a loop runs here."""
+        """Run the coroutine to its end in a new event loop, and close the sandbox. If an event loop
+        runs in this thread, another thread is used."""
 
         async def main() -> T:
             try:
@@ -95,7 +98,8 @@ class Shared:
             return thread.submit(lambda: asyncio.run(main())).result()
 
     async def sandbox(self) -> Sandbox:
-        """The running loop's. Raises `SandboxUnavailable`."""
+        """The sandbox of the running event loop, which is opened if need be. Raises
+        `SandboxUnavailable`."""
         loop = asyncio.get_running_loop()
         for other in [other for other in self._opened if other.is_closed()]:
             del self._opened[other]
@@ -140,7 +144,7 @@ class Shared:
         )
 
     def outage(self) -> str | None:
-        """The outage of a sandbox that is a service elsewhere, in words. None: there is none."""
+        """Describe the outage of a sandbox that is an external service. None: no outage."""
         for opened in self._opened.values():
             ask = getattr(opened.box, "outage", None)
             if ask is not None and (outage := ask()):
@@ -148,7 +152,7 @@ class Shared:
         return None
 
     async def close(self) -> None:
-        """Close the running loop's sandbox. Asking for it again opens another."""
+        """Close the running event loop's sandbox. `sandbox` would open another."""
         opened = self._opened.pop(asyncio.get_running_loop(), None)
         if opened is not None and opened.context is not None:
             await opened.context.__aexit__(None, None, None)

@@ -1,9 +1,9 @@
-"""All rewards of a run: which ones judge a sample, and what their values add up to.
+"""All rewards of a run together: which rewards judge a sample, and the weighted sum of their
+values.
 
-    row's task -> the parts that name it, and those that name none
-               -> sum of weight x value over those that apply
-
-A part that does not apply counts as None. One without a verdict leaves the sample without one.
+A row is judged by the rewards that name its task and by those that name no tasks. Its value is the
+sum of weight x value over those that apply: a reward that returns None does not. If one of them has
+no verdict, the sample has none.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ from rollpacker.rewards.shared import Shared
 logger = logging.getLogger(__name__)
 
 Kind = tuple[int | None, AdaptiveDeadlineConfig | None]
-"""Checks at a time (None: batches of any size) and the limit of each (None: the reward's own)."""
+"""How the checks of a task are scheduled: most checks at a time (None: batches of any size), and
+the adaptive limit of each check (None: the reward's own limit)."""
 Verdict = Scored | Failed | None
 
 _AT_MOST_ONE = ("math", "code", "judge", "reasoning_gym")
-"""Built-ins whose value is at most 1."""
+"""Built-in rewards whose value is at most 1."""
 
 _BY_INFRASTRUCTURE = (Cause.INFRASTRUCTURE, Cause.DEADLINE, Cause.SAMPLE)
 
 
 @dataclass(frozen=True, slots=True)
 class Weighted:
-    """One reward and what the config says of it."""
+    """One reward, with its entry in the config."""
 
     part: RewardPart
     config: RewardConfig
@@ -64,8 +65,8 @@ class Weighted:
         return self.config.deadline or getattr(self.part, "DEADLINE", None)
 
     def limit_s(self, timeout_s: float | None) -> float | None:
-        """The limit of a check of this reward where its task's is `timeout_s`. One without a
-        deadline has its own limit, whatever another reward of the task learnt."""
+        """The time limit in seconds that a check of this reward gets if that of its task is
+        `timeout_s`. None: the reward uses its own limit, as it does without a deadline."""
         deadline = self.deadline
         if timeout_s is None or deadline is None:
             return None
@@ -73,7 +74,7 @@ class Weighted:
 
 
 class WeightedReward:
-    """The weighted sum of several rewards. Meets the `Reward` protocol."""
+    """The weighted sum of several rewards. Meets the protocol `Reward`."""
 
     def __init__(self, parts: Sequence[Weighted], shared: Shared) -> None:
         self.names = tuple(one.part.name for one in parts)
@@ -86,8 +87,8 @@ class WeightedReward:
     # -- before the run ---------------------------------------------------------------------
 
     def check(self, rows: Iterable[tuple[str | None, Mapping[str, Any]]]) -> None:
-        """Raise `RewardError` if these rows (task and other columns) cannot be judged. Outside of
-        any event loop."""
+        """Raise `RewardError` if these rows (pairs of task and other columns) cannot be judged.
+        Must be called outside of any event loop."""
         rows = list(rows)
         for number, (task, _) in enumerate(rows):
             if not self._is_judged(task):
@@ -111,7 +112,8 @@ class WeightedReward:
         return f"task {task!r} is named by no reward{hint}"
 
     def _look_for_typos(self, tasks: set[str]) -> None:
-        """A task that no row has may be meant: other rows come later. Unless it looks like one."""
+        """Warn of a task that a reward names and no row has, if it looks like a misspelt task of
+        the rows. Other unknown tasks may be meant for later rows."""
         for one in self._parts:
             for named in set(one.config.tasks or ()) - tasks:
                 close = difflib.get_close_matches(named, tasks - set(self._tasks), n=1, cutoff=0.75)
@@ -124,7 +126,7 @@ class WeightedReward:
                     )
 
     def _tell_idle(self, one: Weighted, num_rows: int, tasks: set[str | None]) -> None:
-        """Warn that a reward judges none of the rows. It may be no mistake: the rows of an
+        """Warn that a reward judges none of the rows. That need not be a mistake: the rows of an
         evaluation may have fewer tasks."""
         there = sorted("none" if task is None else repr(task) for task in tasks)
         more = f" and {len(there) - 5} more" if len(there) > 5 else ""
@@ -138,8 +140,8 @@ class WeightedReward:
         )
 
     def try_out(self, rows: Sequence[RewardInput]) -> list[str]:
-        """Let each function judge made-up completions of the first row that is its own. Returns
-        what may be wrong. Raises `RewardError` for one that could judge no response."""
+        """Let each function judge made-up completions of the first row that it applies to. Returns
+        warnings. Raises `RewardError` for a function that could judge no response."""
         firsts = [
             (one.part, next((r for r in rows if one.applies_to(r.task)), None))
             for one in self._parts
@@ -158,8 +160,8 @@ class WeightedReward:
         return [warning for warning in self.shared.run(try_all) if warning is not None]
 
     def largest(self) -> float | None:
-        """The largest value that a sample can get. None: a function or a reward model may give any
-        number."""
+        """The largest value that a sample can get. None: it is not bounded, since a function or a
+        reward model may return any number."""
         if any(one.config.function not in _AT_MOST_ONE for one in self._parts):
             return None
         tasks = (*self._tasks, None)
@@ -170,13 +172,13 @@ class WeightedReward:
         return max(sums)
 
     def sources(self) -> dict[str, str]:
-        """The files of the functions that are not built in, by reward."""
+        """The files of the functions that are not built in, by the reward's name."""
         parts = (one.part for one in self._parts)
         return {p.name: p.source for p in parts if isinstance(p, RewardFunction) and p.source}
 
     def kinds(self) -> dict[str | None, Kind]:
-        """How the checks of each task are scheduled, all rewards that apply taken together. The
-        task None stands for all tasks that no reward names."""
+        """How the checks of each task are scheduled, with all rewards that apply to it. The key
+        None stands for all tasks that no reward names."""
         tasks = (*self._tasks, *((None,) if self._judges_all else ()))
         return {task: self._kind([p for p in self._parts if p.applies_to(task)]) for task in tasks}
 
@@ -194,7 +196,7 @@ class WeightedReward:
     async def score(
         self, samples: Sequence[RewardInput], *, timeout_s: float | None = None
     ) -> list[Scored | Failed]:
-        """Judge a batch. Returns one verdict each, in the same order."""
+        """Judge a batch. Returns one verdict per sample, in the same order."""
         if not samples:
             return []
         if len(self._parts) == 1:  # saves a task for each call
@@ -210,7 +212,7 @@ class WeightedReward:
     async def _verdicts_of(
         self, one: Weighted, samples: Sequence[RewardInput], timeout_s: float | None
     ) -> list[Verdict]:
-        """The verdicts of one reward; None for samples that it does not judge."""
+        """The verdicts of one reward, one per sample; None for samples that it does not judge."""
         chosen = [sample for sample in samples if one.applies_to(sample.task)]
         if not chosen:
             return [None] * len(samples)
@@ -283,8 +285,8 @@ class WeightedReward:
     def _turns(
         self, episode: Episode, verdicts: Sequence[Verdict], value: float
     ) -> tuple[float, ...]:
-        """The reward of each turn: rewards of turns at their turns, and rewards of the whole
-        trajectory at the last one. They add up to `value`."""
+        """The reward of each turn: rewards of turns are counted at their turns, those of the whole
+        trajectory at the last turn. Their sum is `value`."""
         count = len(episode.num_drawn)
         if count <= 1:
             return (value,) * count
@@ -298,17 +300,17 @@ class WeightedReward:
         return tuple(map(math.fsum, earned))
 
     def outage(self) -> str | None:
-        """The outages that the rewards wait for, in words. None: there are none."""
+        """Describe the outages of services that the rewards wait for. None: there are none."""
         outages = [outage for one in self._parts if (outage := one.part.outage())]
         return "; ".join(outages) or None
 
     def broken(self) -> str | None:
-        """The reason why there will be no verdict any more, in words. None: there will be."""
+        """The reason why there will be no verdicts any more, in words. None: there will be."""
         parts = (one.part for one in self._parts if isinstance(one.part, RewardFunction))
         return next((why for part in parts if (why := part.broken())), None)
 
     def metrics(self) -> dict[str, float]:
-        """Counts since the start that some rewards keep, as `NAME/COUNT`."""
+        """Counts since the start, from rewards that keep some, by names `REWARD/COUNT`."""
         return {
             f"{one.part.name}/{name}": value
             for one in self._parts
@@ -317,7 +319,7 @@ class WeightedReward:
         }
 
     async def close(self) -> None:
-        """End every worker and the sandbox, even where one of them cannot be ended."""
+        """End all workers and the sandbox, even if an error occurs, which is raised then."""
         closing = (one.part.close() for one in self._parts)
         results = await asyncio.gather(*closing, return_exceptions=True)
         await self.shared.close()

@@ -1,4 +1,4 @@
-"""Untrusted programs run here. Light: backends are imported when one is opened."""
+"""Runs untrusted programs. A backend is imported only when it is opened."""
 
 from __future__ import annotations
 
@@ -48,10 +48,11 @@ async def open_sandbox(
     """A sandbox for programs, closed at the end of the block.
 
     `backend`: "auto" (http if there is a `url`, else bwrap), "bwrap", "http" or "none". `workers`:
-    runs at a time, by default one per processor. `limits`: fields of `Limits`, the defaults of
-    every run. It belongs to the running loop and thread. Raises SandboxUnavailable where nothing
-    isolates. With the sentence in `allow_unsandboxed_code`, programs then run as plain processes
-    instead (`capabilities.backend` is "none"), which is also what the backend "none" does.
+    most runs at a time; None: one per processor, or 16 over http. `limits`: fields of `Limits`, as
+    defaults for every run. The sandbox belongs to the running event loop and its thread. Raises
+    SandboxUnavailable if nothing isolates programs here. With the sentence `I_ACCEPT` in
+    `allow_unsandboxed_code`, programs then run as plain processes instead (`capabilities.backend`
+    is "none"), as with the backend "none".
     """
     defaults = Limits(**limits)
     if backend == "auto":

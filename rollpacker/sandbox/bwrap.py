@@ -1,5 +1,5 @@
-"""How bubblewrap is called: an empty environment, new namespaces of every kind, and read-only files
-of nothing but the interpreter. The zygote (`zygote.py`) runs inside."""
+"""Builds bubblewrap's command line: an empty environment, new namespaces of every kind, and only
+the interpreter's files, which cannot be written. The zygote (`zygote.py`) runs inside."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
 
 def find_bwrap() -> str:
-    """Path of the program. Raises SandboxUnavailable."""
+    """The path of the program bwrap. Raises SandboxUnavailable if it is not installed."""
     path = shutil.which("bwrap")
     if path is None:
         raise SandboxUnavailable(why_unavailable("the program bwrap (bubblewrap) is not installed"))
@@ -33,7 +33,7 @@ def find_bwrap() -> str:
 
 
 def why_unavailable(missing: str) -> str:
-    """The message for a machine where nothing isolates."""
+    """The message for a machine on which nothing isolates programs."""
     return (
         f"no sandbox for untrusted programs on this machine: {missing}.\n"
         "Check it: `bwrap --version` and `unshare -Ur true` must both succeed.\n"
@@ -49,7 +49,7 @@ def why_unavailable(missing: str) -> str:
 
 @functools.cache
 def compiled(path: str) -> bytes:
-    """A module as the contents of a .pyc file, so that starting it compiles nothing."""
+    """The module at `path` as the contents of a .pyc file, so that starting it compiles nothing."""
     source = Path(path).read_bytes()
     code = compile(source, os.path.basename(path), "exec", dont_inherit=True, optimize=0)
     return importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(code)
@@ -62,7 +62,8 @@ def interpreter() -> str:
 
 @functools.cache
 def mounts(profile: Profile) -> tuple[str, ...]:
-    """Arguments that make the file system: an interpreter, its libraries, four devices."""
+    """Bubblewrap's arguments for the file system: an interpreter, its libraries, four devices, and
+    the profile's packages and folders."""
     multiarch = "/usr/lib/" + (sysconfig.get_config_var("MULTIARCH") or "none")
     libraries = multiarch if os.path.isdir(multiarch) else "/usr/lib"
     shown: list[str] = []
@@ -97,25 +98,24 @@ def _site_folder(package: str) -> str:
 
 
 def _site_folders(profile: Profile) -> set[str]:
-    """Folders that must exist for those of a profile to be put into."""
+    """The folders above the profile's folders, which must exist in the sandbox."""
     return {folder for name, _ in profile.folders for folder in _and_above(_site_folder(name))}
 
 
 def _and_above(path: str) -> set[str]:
-    """The folders above a path, but for the root."""
+    """All folders above a path, without the root."""
     return {str(parent) for parent in Path(path).parents} - {"/"}
 
 
 def _python_folders() -> list[str]:
-    """The interpreter, its standard library, and the libraries that it brings along."""
+    """Paths of the interpreter, its standard library, and the libraries that come with it."""
     prefix = os.path.realpath(sys.base_prefix)
     below = f"/{_python_name()}" if prefix == "/usr" else ""
     return [interpreter(), f"{prefix}/lib{below}", f"{prefix}/lib64{below}"]
 
 
 def _package_folders(shown: Sequence[str]) -> list[str]:
-    """Folders of installed packages, which are inside of what is shown, but are not for
-    programs."""
+    """Folders of installed packages inside the folders shown. Programs must not see them."""
     above = ("", f"/{_python_name()}", "/python3")
     found = []
     for top in shown:
@@ -129,7 +129,7 @@ def _python_name() -> str:
 
 
 def lacks(profile: Profile) -> str:
-    """The packages of the profile that are not installed here, in words; "" if none is missing."""
+    """A sentence with the profile's packages that are not installed here; empty if all are."""
     missing = [name for name in profile.packages if importlib.util.find_spec(name) is None]
     if not missing:
         return ""
@@ -144,7 +144,7 @@ def _folder_of(package: str) -> str:
 
 
 def _metadata_of(distribution: str) -> str:
-    """The folder of an installed distribution's metadata: some packages ask for versions."""
+    """The folder with an installed distribution's metadata, where some packages find versions."""
     files = importlib.metadata.distribution(distribution).files or ()
     found = next(file for file in files if file.name == "METADATA")
     return str(Path(found.locate()).parent)
@@ -157,8 +157,8 @@ def command(
     fds: Sequence[int],
     users: Sequence[str],
 ) -> list[str]:
-    """The whole command line. `own`: descriptors of our files, and where these go. The zygote gets
-    `fds` by number. `users`: arguments that say who it is."""
+    """The whole command line. `own`: descriptors of our files, with their paths inside. `fds`:
+    descriptors that the zygote gets by number. `users`: arguments for its user and group."""
     ours = [
         word for fd, path in own for word in ("--perms", "0644", "--ro-bind-data", str(fd), path)
     ]
@@ -176,11 +176,11 @@ def command(
 
 
 class Users:
-    """User and group of the zygote and its programs. As a rule they are those of whoever starts it,
-    under other numbers.
+    """User and group of the zygote and its programs. Normally they are those of the process that
+    starts them, under other numbers inside.
 
-    `others`: the programs are a user of their own, which only the host's root can arrange: the
-    kernel does not limit how many tasks that one has. Then bubblewrap waits while we write the two
+    `others`: programs get a user of their own, since the kernel does not limit the host's root to a
+    number of tasks. Only that root can arrange this: bubblewrap waits while this process writes the
     tables of users and groups.
     """
 
@@ -198,7 +198,8 @@ class Users:
             ]
 
     def started(self) -> None:
-        """Tell this object that bubblewrap was started. Raises OSError."""
+        """Write the tables of users and groups, if there are any to write. Call this when
+        bubblewrap has started. Raises OSError."""
         if not self.fds:
             return
         self._close_theirs()
@@ -224,7 +225,7 @@ class Users:
 
 
 def is_host_root() -> bool:
-    """The one user whose tasks the kernel does not count."""
+    """Whether this process is the host's root, whose tasks the kernel does not limit."""
     try:
         first, outside, _ = Path("/proc/self/uid_map").read_text().split()[:3]
     except (OSError, ValueError):
@@ -241,10 +242,11 @@ def start(
     *,
     tasks_are_counted: bool,
 ) -> subprocess.Popen[bytes]:
-    """Start a zygote that is served over `control`, writes what goes wrong to the file `errors`,
-    and lets runs into the control groups with these `entrances`, which may count their tasks.
+    """Start a zygote that is served over `control` and writes errors to the file `errors`. Its runs
+    enter the control groups whose `entrances` are given; `tasks_are_counted`: whether these limit
+    the number of tasks.
 
-    It ends with the thread that calls this. Raises OSError.
+    The zygote ends with the thread that calls this. Raises OSError.
     """
     fds = (control.fileno(), *entrances)
     with contextlib.ExitStack() as stack:

@@ -1,5 +1,5 @@
-"""The programs of the self-test (`selftest.py`), which run inside of the sandbox. `bait` says what
-they are after."""
+"""The attacking programs of the self-test (`selftest.py`), which run inside the sandbox. The
+variable `bait` tells them what to attack."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ for _ in range(20):
         break
 print("tried", flush=True)
 """
-"""A program that leaves daemons. Whoever runs it adds a line with how long it stays."""
+"""A program that starts daemons. The self-test adds a line that keeps it alive for some time."""
 
 MEMORY = """
 small = bytearray(8 << 20)

@@ -1,11 +1,11 @@
-"""Control groups: a bound on the memory and the number of tasks of all processes of a run together,
-and one share of the processors for them, however many they are.
+"""Control groups: a limit on memory and number of tasks for all processes of a run together, and
+one share of the processors for all of them.
 
-Every worker has a group of its own. The zygote stays outside; the run enters the group, by
-descriptors that were opened here, before it gives up its rights. Needs a place where this process
-may make groups: version 2 below (or beside) its own group, with the memory controller; or version
-1 below its own groups. Groups are named after their owner, and those of owners that are dead are
-removed by the next one.
+Every worker has a group of its own. The zygote stays outside; a run enters the group, by
+descriptors that were opened here, before it gives up its rights. Groups must be allowed somewhere:
+in version 2 below (or beside) this process's own group, with the memory controller; in version 1
+below its own groups. Groups are named after their owner, and those of dead owners are removed by
+the next process.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Place:
     version: int
     memory: Path
     tasks: Path | None
-    """Folder of the controller "pids"; in version 2 the same folder. None: there is no such
-    controller."""
+    """Folder of the controller "pids"; in version 2 it is the same as `memory`. None: there is no
+    such controller."""
     cpu: Path | None = None
-    """Has the controller "cpu", likewise. A group there has the same weight as one ordinary process
-    beside it, which is the default and wants no setting."""
+    """Folder of the controller "cpu". None: there is no such controller. By default a group there
+    has the same weight as one ordinary process beside it."""
 
     @property
     def folders(self) -> tuple[Path, ...]:
@@ -44,8 +44,8 @@ class Place:
 
 
 def find_place() -> Place | None:
-    """Find a place by making a group there. None: this process may not, or there is no memory
-    controller."""
+    """Find a place for groups by making one. None: this process may not make any, or there is no
+    memory controller."""
     groups = own_groups(Path("/proc/self/cgroup"), Path("/proc/self/mountinfo"))
     unified = groups.get("")
     if unified is not None:
@@ -72,7 +72,7 @@ def find_place() -> Place | None:
 
 
 def own_groups(cgroup: Path, mountinfo: Path) -> dict[str, Path]:
-    """Folders of this process's own groups, by controller; "" is version 2."""
+    """Folders of this process's own groups, by controller; the key "" is version 2."""
     mounts: dict[str, tuple[str, str]] = {}
     for line in _lines(mountinfo):
         before, _, after = line.partition(" - ")
@@ -100,7 +100,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _controllers_of_a_child(folder: Path) -> set[str]:
-    """The controllers of a new group below a version 2 folder; none if the group cannot be made and
+    """The controllers of a new group below a version 2 folder. Empty if the group cannot be made or
     entered."""
     trial = folder / _name("trial")
     try:
@@ -117,8 +117,8 @@ def _controllers_of_a_child(folder: Path) -> set[str]:
 
 
 def _may_enter(group: Path) -> bool:
-    """Whether processes may enter the group, tried with one: in version 2 it depends on a common
-    ancestor."""
+    """Whether processes may enter the group. This is tried with a process, since in version 2 it
+    depends on a common ancestor."""
     pid = os.posix_spawn("/bin/sleep", ["sleep", "5"], {})
     try:
         (group / "cgroup.procs").write_text(str(pid))
@@ -155,13 +155,13 @@ def _pid_namespace() -> int:
 
 
 def _started(pid: int) -> str:
-    """Start time of a process in clock ticks after boot; "" if there is no such process."""
+    """Start time of a process in clock ticks after boot; empty if there is no such process."""
     text = "".join(_lines(Path(f"/proc/{pid}/stat")))
     return text.rpartition(")")[2].split()[19] if text else ""
 
 
 def sweep(place: Place) -> None:
-    """Remove the groups of owners that are dead."""
+    """Remove the groups of owners that have ended."""
     pattern = re.compile(rf"{_PREFIX}-{_pid_namespace()}-(\d+)-(\d+)-")
     for folder in place.folders:
         for group in folder.glob(f"{_PREFIX}-*"):
@@ -172,7 +172,7 @@ def sweep(place: Place) -> None:
 
 
 class Group:
-    """The control group of one worker, which its runs enter one after the other."""
+    """The control group of one worker. Its runs enter the group one after the other."""
 
     def __init__(self, place: Place, name: str, max_tasks: int) -> None:
         """Makes the group. Raises `OSError`."""
@@ -188,19 +188,19 @@ class Group:
         if place.tasks is not None:
             (place.tasks / own / "pids.max").write_text(str(max_tasks))
         self.entrances = [os.open(path / "cgroup.procs", os.O_WRONLY) for path in self._folders]
-        """A process that writes "0" to each is in the group."""
+        """Descriptors through which a process enters the group: it writes "0" to all of them."""
         events = "memory.events" if place.version == 2 else "memory.oom_control"
         self._events = os.open(self._memory / events, os.O_RDONLY)
         self._peak = -1
         if place.version == 1:
             self._peak = os.open(self._memory / "memory.max_usage_in_bytes", os.O_RDWR)
         self._num_killed = 0
-        """Number of processes that the kernel had ended for memory when the run began."""
+        """Number of processes that the kernel had killed for memory before the present run."""
 
     async def settle(self) -> None:
-        """Wait, before a run, until the memory of the run before is no longer counted. Whoever
-        reads about a process in /proc holds its memory beyond its end, and the process that waits
-        for the next run, here already, may be ended by the kernel for it."""
+        """Wait, before a run, until the memory of the run before is no longer counted. Reading
+        about a process in /proc keeps its memory beyond its end, and the kernel might kill the
+        process prepared for the next run because of it."""
         usage = self._memory / ("memory.current" if self._version == 2 else "memory.usage_in_bytes")
         until = asyncio.get_running_loop().time() + _SETTLE_LIMIT_S
         while self._limit and int(usage.read_text()) > self._limit // 2:
@@ -209,7 +209,7 @@ class Group:
             await asyncio.sleep(0.001)
 
     def begin(self, memory_bytes: int) -> None:
-        """Set the memory limit of a run before it begins. Raises OSError."""
+        """Set the memory limit for a run that is about to begin. Raises OSError."""
         if memory_bytes != self._limit:
             if self._version == 2:
                 self._write("memory.max", memory_bytes)
@@ -224,13 +224,14 @@ class Group:
         self._num_killed = self._count_killed()
 
     def _write(self, name: str, value: int) -> None:
-        """Write a limit of the group. Kernels without swap accounting lack some of the files."""
+        """Write a limit of the group. Files that the kernel does not have are skipped, such as
+        those for swap."""
         with contextlib.suppress(FileNotFoundError):
             (self._memory / name).write_text(str(value))
 
     def end(self) -> tuple[bool, int]:
-        """Whether the kernel ended processes of the run for memory, and its peak in bytes (0:
-        unknown). Called after a run."""
+        """Return whether the kernel killed processes of the run for memory, and the run's peak in
+        bytes (0: unknown). Called after a run."""
         peak = int(os.pread(self._peak, 32, 0)) if self._peak >= 0 else 0
         return self._count_killed() > self._num_killed, peak
 
@@ -239,7 +240,7 @@ class Group:
         return int(match[1]) if match else 0
 
     async def close(self) -> None:
-        """Remove it, once its processes are gone."""
+        """Remove the group, once its processes have ended."""
         for fd in (*self.entrances, self._events, self._peak):
             if fd >= 0:
                 os.close(fd)

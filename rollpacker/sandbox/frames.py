@@ -1,4 +1,4 @@
-"""Writes the requests to a zygote (`zygote.py` has the formats) and checks what they hold."""
+"""Writes requests to a zygote (`zygote.py` defines the formats) and checks their contents."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from rollpacker.sandbox.sandbox import Limits
 
 _LONGEST_NAME = 1024
 _PAGE = 4096
-"""Bytes that files are counted in: each takes a multiple of this."""
+"""Number of bytes in a page. The size of a file is rounded up to pages."""
 
 
 def header(kind: bytes, run_id: int, limits: Limits, size: int) -> bytes:
-    """The fixed part of a request, before a payload of so many bytes."""
+    """The fixed part of a request, which comes before a payload of `size` bytes. `kind`: b"r" for a
+    run, b"c" to cancel it."""
     return zygote.REQUEST.pack(
         zygote.MAGIC,
         kind,
@@ -37,8 +38,8 @@ def cpu_limit_s(limits: Limits) -> float:
 def payload(
     program: str, stdin: str | bytes, files: Mapping[str, str | bytes], limits: Limits
 ) -> bytes:
-    """The payload of a request. Raises `ValueError` for files that leave the folder or do not fit
-    into it."""
+    """The payload of a request: program, input and files. Raises `ValueError` for files outside of
+    the run's folder or beyond its limits."""
     parts = [_field(as_bytes(program)), _field(as_bytes(stdin)), zygote.LENGTH.pack(len(files))]
     for name, data in checked_files(files, limits).items():
         parts += (_field(as_bytes(name)), _field(data))
@@ -50,14 +51,13 @@ def _field(data: bytes) -> bytes:
 
 
 def as_bytes(value: str | bytes) -> bytes:
-    """The text in UTF-8. Lone surrogates stay: the interpreter is to say what is wrong with
-    them."""
+    """The text in UTF-8, with lone surrogates kept, which the interpreter will then complain of."""
     return value if isinstance(value, bytes) else value.encode("utf-8", "surrogatepass")
 
 
 def checked_files(files: Mapping[str, str | bytes], limits: Limits) -> dict[str, bytes]:
-    """Relative file names and contents. Raises ValueError for a name that leaves the folder, and
-    for files that do not fit into it."""
+    """The files with their contents as bytes. Raises ValueError for a name that leads out of the
+    folder, and for files that exceed the limits."""
     for name in files:
         parts = name.split("/")
         if "\0" in name or any(part in ("", ".", "..") for part in parts):

@@ -1,7 +1,7 @@
 """SandboxFusion's protocol, one request at a time: `POST URL/run_code`, JSON both ways.
 
-A reply is untrusted: no more of it is read than it may have, its types are checked, and redirects
-and compressed bodies are refused.
+A reply is untrusted: only a bounded part of it is read, its types are checked, and redirects and
+compressed bodies are refused.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from rollpacker.imports import MissingPackageError
 from rollpacker.sandbox.sandbox import Limits, RunResult, SandboxUnavailable, Status
 
 MARGIN_S = 10.0
-"""A request may take so much longer than the program's wall limit: the service's own queue, a new
-container, the way there and back."""
+"""Seconds that a request may take beyond the program's wall limit, for the service's queue, a new
+container, and the network."""
 CONNECT_S = 5.0
 DEFAULT_PAUSE_S = 1.0
-"""Seconds before the next attempt, where an overloaded service names no pause."""
+"""Seconds before the next attempt if an overloaded service does not say how long to wait."""
 MIN_PAUSE_S = 0.1
 
 _REPLY_BEGINS = re.compile(rb'\s*\{\s*"(status|message|(compile|run)_result|executor|files)')
@@ -39,22 +39,21 @@ _STDOUT = re.compile(rb'"stdout"\s*:\s*"((?:[^"\\]++|\\u[0-9a-fA-F]{4}|\\["\\/bf
 
 
 class Trouble(Exception):
-    """A request that brought no result."""
+    """A request has brought no result; the message says why."""
 
     def __init__(
         self, why: str, *, refused: bool = False, timed_out: bool = False, busy_s: float = 0.0
     ) -> None:
         super().__init__(why)
         self.refused = refused
-        """The service is there and says no: asking again would not help."""
+        """Whether the service refused the request, so that another attempt would not help."""
         self.timed_out = timed_out
         self.busy_s = busy_s
-        """The service is there and asks for a pause (seconds)."""
+        """Seconds that the service asks to wait before the next attempt. 0: it did not ask."""
 
 
 class Wire:
-    """Sends requests and reads replies. Reads no more of a reply than it may, and follows no
-    redirect."""
+    """Sends requests and reads replies, up to a bounded size. Redirects are not followed."""
 
     def __init__(self, url: str, token: str | None, connections: int) -> None:
         try:
@@ -80,7 +79,8 @@ class Wire:
     async def post(
         self, request: dict[str, Any], limits: Limits, key: str | None = None
     ) -> RunResult:
-        """Make one attempt, within the wall limit and `MARGIN_S`. Raises `Trouble`."""
+        """Make one attempt, within the wall limit plus `MARGIN_S`, and return the result. `key`:
+        idempotency key; None: a new one. Raises `Trouble`."""
         total_s = limits.wall_s + MARGIN_S
         try:
             async with asyncio.timeout(total_s):
@@ -116,7 +116,7 @@ class Wire:
 
 
 def _raise_for(code: int, headers: Mapping[str, str]) -> NoReturn:
-    """The trouble that a status other than 200 means."""
+    """Raise the `Trouble` that corresponds to a status other than 200."""
     if code in (401, 403):
         raise Trouble(
             f"refuses us ({code}). Set sandbox.token_env to the name of an environment variable"
@@ -147,8 +147,8 @@ def _raise_for(code: int, headers: Mapping[str, str]) -> NoReturn:
 def build_request(
     program: str, stdin: str | bytes, files: Mapping[str, str | bytes], limits: Limits
 ) -> dict[str, Any]:
-    """The JSON of a request. Raises `ValueError` for a file name that leaves the folder, and
-    `UnicodeDecodeError` for binary input."""
+    """The JSON of a request. Raises `ValueError` for a file name that leads out of the folder, and
+    `UnicodeDecodeError` for input that is not UTF-8."""
     if isinstance(stdin, bytes):
         stdin = stdin.decode()
     for name in files:
@@ -174,21 +174,20 @@ def _bytes(content: str | bytes) -> bytes:
 
 
 def _encodable(text: str) -> str:
-    """The text without lone surrogates, at which many a service stumbles."""
+    """The text without lone surrogates, which many services cannot handle."""
     return text.encode(errors="replace").decode()
 
 
 def _stdout_so_far(reply: bytes) -> bytes:
-    """The stdout in a reply that was cut off, as far as it came; empty if the reply was cut before
-    that."""
+    """The stdout in a reply that was cut off, as far as it was received; may be empty."""
     found = _STDOUT.search(reply)
     text = found[1].decode(errors="ignore") if found else ""
     return str(json.loads(f'"{text}"', strict=False)).encode(errors="ignore")
 
 
 def parse_result(reply: bytes, limits: Limits) -> RunResult:
-    """The result that a reply holds. Raises `Trouble` for any other reply, the service's own errors
-    included."""
+    """The result in a reply. Raises `Trouble` for any other reply, including the service's own
+    errors."""
     try:
         fields = json.loads(reply)
     except (ValueError, RecursionError):
@@ -225,7 +224,7 @@ def parse_result(reply: bytes, limits: Limits) -> RunResult:
 
 
 def _is_sound(run: dict[str, Any]) -> bool:
-    """Whether `run_result` of a reply has values of the types that the protocol gives them."""
+    """Whether `run_result` of a reply has values of the types that the protocol prescribes."""
     seconds, code = run.get("execution_time") or 0.0, run.get("return_code")
     return (
         run.get("status") in ("Finished", "TimeLimitExceeded", "Error")

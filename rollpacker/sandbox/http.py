@@ -1,12 +1,11 @@
-"""Programs run by a remote service that speaks SandboxFusion's protocol (`POST URL/run_code`).
+"""A sandbox on a remote service that speaks SandboxFusion's protocol (`POST URL/run_code`).
 
-The service isolates them; the self-test at opening says how well. Sent along are the wall limit
-and the memory limit (which SandboxFusion applies to each process); bounds on files and on output
-while it is produced are the service's own. Output is cut to the limit here.
+The service isolates the programs; a self-test when it is opened shows how well. The wall limit and
+the memory limit are sent along (SandboxFusion applies the latter to each process); limits on files
+and on output while it is produced are the service's own. Output is cut to its limit here.
 
-While the service is down, calls wait in line behind a circuit breaker. What is sent to find out
-whether it is back is a harmless program, so that a program that breaks the service keeps nobody
-waiting.
+While the service is down, runs wait behind a circuit breaker. Whether it is back is tested with a
+harmless program, so that a program that breaks the service does not delay the others.
 """
 
 from __future__ import annotations
@@ -37,22 +36,22 @@ from rollpacker.warn_once import WarnOnce
 logger = logging.getLogger(__name__)
 
 WORKERS = 16
-"""Requests at a time, unless the config says another number."""
+"""Most requests at a time, if the config does not set the number."""
 OUTAGE_S = 1800.0
-"""A service may be down for so long before runs end in `sandbox_error`."""
+"""Seconds that a service may be down before runs end with `sandbox_error`."""
 ATTEMPTS = 4
-"""Attempts of one run; half as many if the service did not answer in time."""
+"""Most attempts of one run. An attempt that got no answer in time counts twice."""
 PROBE_EVERY_S = 2.0
 FIRST_PAUSE_S = 0.25
-"""Seconds before the second attempt; doubled before each later one."""
+"""Seconds before the second attempt. The pause doubles with each further attempt."""
 ESSENTIAL = frozenset(
     {
         *("runs", "environment", "host files", "writes", "network", "signals", "output"),
         *("endless", "next run"),
     }
 )
-"""Canaries of the self-test without which a program could reach this machine, or spoil the verdict
-of another. The rest concern the service's own machine."""
+"""Attacks of the self-test that a service must contain, since a program could otherwise reach this
+machine or spoil another program's verdict. Other attacks harm only the service's machine."""
 
 _PROBE = """\
 import importlib.util, os
@@ -77,11 +76,11 @@ async def open_http(
     limits: Limits | None = None,
     workers: int | None = None,
 ) -> AsyncIterator[HttpSandbox]:
-    """A tested service. Raises `SandboxUnavailable` if it cannot be reached, refuses the token, or
-    does not contain the self-test's essential attacks.
+    """Open and test a service. Raises `SandboxUnavailable` if it cannot be reached, refuses the
+    token, or does not contain the self-test's essential attacks.
 
-    `token_env` names the environment variable with the bearer token. It is sent over TLS, or to
-    this machine itself, only.
+    `token_env`: name of the environment variable with the bearer token. The token is sent only over
+    TLS, or to this machine itself.
     """
     token = _token(url, token_env)
     box = HttpSandbox(url, token=token, limits=limits, workers=workers)
@@ -103,7 +102,8 @@ async def open_http(
 
 
 class HttpSandbox:
-    """Meets the `Sandbox` protocol, one request per run. Not tested yet: see `open_http`."""
+    """A sandbox that sends one request per run to a service. Meets the protocol `Sandbox`. It has
+    not been tested: `open_http` does that."""
 
     def __init__(
         self,
@@ -138,9 +138,9 @@ class HttpSandbox:
         limits: Limits | None = None,
         profile: Profile | str = "python",
     ) -> RunResult:
-        """Run a program as `Sandbox.run` does. Every profile is a new interpreter of the service,
-        which must have the profile's packages. A cancelled run is ended by the service, at its wall
-        limit at the latest."""
+        """Run a program as `Sandbox.run` does. Every run has a new interpreter, in which the
+        profile's packages must be installed. A cancelled run ends on the service at its wall limit
+        at the latest."""
         if missing := await self.lacks(profile_of(profile)):
             raise ValueError(missing)
         limits = limits or self._limits
@@ -152,12 +152,13 @@ class HttpSandbox:
             return await self._run(request, limits)
 
     def outage(self) -> str | None:
-        """The service's outage that runs wait for, in words. None: it is up."""
+        """Describe the outage of the service that runs wait for. None: the service is up."""
         return self._service.outage()
 
     async def lacks(self, profile: Profile) -> str:
-        """The profile's packages that the service lacks, in words, as `Sandbox.lacks` has it. The
-        service is asked once; while it is down, nothing is known to be missing."""
+        """A sentence with the profile's packages that the service lacks; see `Sandbox.lacks`. The
+        service is asked once. While it is down, nothing is known to be missing and the result is
+        empty."""
         if profile.packages and profile not in self._missing:
             try:
                 self._missing[profile], _ = await self._ask(profile.packages)
@@ -168,8 +169,8 @@ class HttpSandbox:
         return ""
 
     async def probe(self, attempts: int = 1) -> bool:
-        """Whether programs may start processes on the service. Raises `SandboxUnavailable` if it
-        cannot be used."""
+        """Test the service, and return whether programs may start processes there. Raises
+        `SandboxUnavailable` if it cannot be used."""
         while True:
             attempts -= 1
             try:
@@ -184,8 +185,8 @@ class HttpSandbox:
             await asyncio.sleep(FIRST_PAUSE_S)
 
     async def _ask(self, packages: tuple[str, ...] = ()) -> tuple[str, bool]:
-        """Run one harmless program on the service. Returns those of the packages that the service
-        lacks, and whether programs may start processes. Raises `Trouble`."""
+        """Run a harmless program on the service. Returns which of the packages the service lacks,
+        as text, and whether programs may start processes. Raises `Trouble`."""
         nonce = secrets.token_hex(8)
         limits = Limits(wall_s=10.0)
         request = build_request(_PROBE.format(nonce=nonce, packages=packages), b"", {}, limits)
@@ -232,7 +233,7 @@ class HttpSandbox:
                 return result
 
     async def _answers(self) -> bool:
-        """Whether the service runs a harmless program."""
+        """Whether the service runs a harmless program now."""
         try:
             await self._ask()
         except Trouble as trouble:

@@ -1,5 +1,5 @@
-"""The system calls of the zygote (`zygote.py`) that Python has no function for. Runs inside
-bubblewrap; standard library and ctypes only."""
+"""System calls of the zygote (`zygote.py`) that Python has no function for. Runs inside bubblewrap;
+uses only the standard library and ctypes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import struct
 
 NOBODY = 65534
-"""User and group of every program inside of bubblewrap."""
+"""Number of the user and group of every program inside bubblewrap."""
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWPID = 0x20000, 0x08000000, 0x20000000
 
 _CLONE_VM, _CLONE_FILES = 0x100, 0x400
@@ -19,7 +19,7 @@ _CAP_SETGID, _CAP_SETUID, _CAP_SETPCAP, _CAP_SYS_ADMIN = 6, 7, 8, 21
 
 
 class Kernel:
-    """The system calls that Python has no function for. Raises OSError."""
+    """Calls system calls that Python has no function for. Its methods raise OSError."""
 
     def __init__(self) -> None:
         import ctypes
@@ -40,8 +40,8 @@ class Kernel:
         self.call("prctl", *full)
 
     def sleeping_init(self) -> int:
-        """Start pid 1 of a new process namespace; return its pid here. It shares this process's
-        memory and only ever sleeps in pause(), so it costs no copy."""
+        """Start process 1 of a new process namespace, and return its pid in ours. It shares this
+        process's memory and only sleeps in pause(), so it costs no copy."""
         ctypes = self._ctypes
         pause = ctypes.cast(self._libc.pause, ctypes.c_void_p)
         top = ctypes.addressof(self._init_stack) + len(self._init_stack)
@@ -62,7 +62,7 @@ class Kernel:
         )
 
     def give_up_rights(self) -> None:
-        """Drop all capabilities such that none can come back."""
+        """Drop all capabilities, so that none can be regained."""
         for capability in (_CAP_SETGID, _CAP_SETUID, _CAP_SYS_ADMIN, _CAP_SETPCAP):
             self.prctl(_PR_CAPBSET_DROP, capability)
         if os.getuid() != NOBODY:

@@ -1,10 +1,10 @@
-"""The pool of zygotes: the backend "bwrap".
+"""A pool of workers, each with a zygote: the backend "bwrap".
 
-A run takes an idle worker of its profile (or starts one), sends it one request and waits for the
+A run gets an idle worker of its profile (or a new one), sends it one request and waits for the
 reply. The worker ends the run at its limit. A worker that was stopped, that died, that does not
 reply within `GRACE_S` after the limit, or that sends anything but a reply is killed, named in the
-log and replaced, and its run is a `sandbox_error`. Waiting for a worker, or for one to start, is
-not counted as time of the run.
+log and replaced, and its run is a `sandbox_error`. Waiting for a worker is not counted as time of
+the run.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from rollpacker.sandbox.sandbox import (
 from rollpacker.sandbox.zygote_process import Reply, Worker, WorkerError, last_line
 
 MAX_RUNS, MAX_AGE_S = 1000, 600.0
-"""A worker that is older is replaced."""
+"""Number of runs and seconds of age after which a worker is replaced."""
 IDLE_S = 60.0
-"""An idle worker is ended after this, but for one."""
+"""Seconds after which an idle worker is ended, if there is another idle one of its profile."""
 
 STARVED = 0.8
-"""A run that ran into its wall limit, and had no processor for this share of its time, has no
-verdict. On two processors a program of 110 busy threads leaves one beside it 2 %."""
+"""Share of its time without a processor beyond which a run that exceeded its wall limit has no
+verdict. On two processors a program of 110 busy threads leaves a program beside it 2 %."""
 
 _NOT_BEGUN = "the program had not begun when its run ended"
 
@@ -52,20 +52,21 @@ _STATUS = {
 
 @dataclass(slots=True)
 class _Call:
-    """A run on its way."""
+    """A run that has not ended."""
 
     result: asyncio.Future[RunResult]
-    """Done as soon as the result is known; the worker is taken care of afterwards."""
+    """Gets the run's result as soon as it is known; the worker is put back afterwards."""
     worker: Worker | None = None
     cancelled: bool = False
 
 
 class Pool:
-    """Meets `Sandbox`. Belongs to the loop, and to the thread, that opened it."""
+    """The sandbox of the backend "bwrap". Meets the protocol `Sandbox`. Belongs to the event loop
+    and the thread that opened it."""
 
     def __init__(self, *, workers: int, defaults: Limits, allow_fork: bool = True) -> None:
-        """`allow_fork`: whether programs may start processes where memory can be bounded. Raises
-        `SandboxUnavailable`."""
+        """`allow_fork`: whether programs may start processes, if their memory can be limited
+        together. Raises `SandboxUnavailable`."""
         self._defaults = defaults
         self._bwrap = bwrap.find_bwrap()
         self._groups = cgroup.find_place()
@@ -93,7 +94,7 @@ class Pool:
         )
 
     async def open(self) -> None:
-        """Start the first worker. Raises SandboxUnavailable."""
+        """Start the first worker. Raises SandboxUnavailable if it does not start."""
         if self._groups is not None:
             cgroup.sweep(self._groups)
         try:
@@ -177,8 +178,8 @@ class Pool:
         return await self._started(profile)
 
     async def _replace(self, worker: Worker) -> None:
-        """Start another worker in its place at once, so that the next run need not wait for
-        that."""
+        """End the worker and start another one at once, so that the next run need not wait for
+        it."""
         await self._end(worker)
         if self._closing.is_set():
             return
@@ -257,7 +258,7 @@ def _cancel(call: _Call) -> None:
 
 
 def result_of(reply: Reply, limits: Limits) -> RunResult:
-    """A reply in the terms of every backend."""
+    """The result for a worker's reply, in the form that all backends have."""
     cap = limits.output_bytes
     status = _status(reply)
     own_cpu_s = reply.cpu_s / reply.wall_s if reply.wall_s else 0.0

@@ -1,8 +1,8 @@
-"""Runs one program as `__main__`, inside the sandbox, with every right given up already.
+"""Runs one program as `__main__`, inside the sandbox, after all rights were given up.
 
-Handed into the sandbox as one compiled file. A warm run calls `run_program` in its copy of the
-zygote; a cold run is a new interpreter that was started with this file. Imports only what is built
-in (not even `__future__`): a cold run pays for the rest.
+It is given into the sandbox as one compiled file. A warm run calls `run_program` in its copy of the
+zygote; a cold run is a new interpreter started with this file. It imports only what is built in
+(not even `__future__`), since a cold run would pay for the rest.
 """
 
 import _signal  # type: ignore[import-not-found]  # typeshed has no stub of it
@@ -15,20 +15,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 WORK = "/tmp/work"
-"""Folder in which a run works."""
+"""The folder in which a run works."""
 READY = b"k"
-"""Byte that is written when the program's own code begins."""
+"""The byte that is written when the program's own code begins."""
 THREAD_STACK = 8 << 20
-"""Bytes. The C library's default is the limit of the first thread's stack, which is larger here."""
+"""Bytes of a thread's stack. The C library's default would be the limit of the first thread's
+stack, which is larger here."""
 OUT_OF_MEMORY_SIGNAL = 64
-"""A run whose program ends with MemoryError ends itself by this."""
+"""The signal with which a run ends itself if its program ended with MemoryError."""
 FOR_THE_C_LIBRARY = b"MALLOC_ARENA_MAX"
-"""A variable of the environment that is not for programs. Each further heap of the C library would
-reserve 64 MB of a run's address space."""
+"""An environment variable that is not shown to programs. It stops the C library from making more
+heaps, each of which would reserve 64 MB of a run's address space."""
 
 
 def run_program(program: bytes) -> None:
-    """Run it and leave with its exit status, as an interpreter of its own would."""
+    """Run the program, and exit with the status that an interpreter of its own would have."""
     main = type(sys)("__main__")
     main.__builtins__ = __builtins__  # type: ignore[attr-defined]
     main.__file__ = f"{WORK}/main.py"
@@ -54,8 +55,8 @@ def run_program(program: bytes) -> None:
 
 
 def _open_standard_streams() -> None:
-    """Give the program standard streams of its own: the zygote's were made for other files, and
-    remember whether these can seek."""
+    """Give the program standard streams of its own. The zygote's were made for other files, and
+    remember whether those can seek."""
     streams = (("stdin", "r", -1, "strict"), ("stdout", "w", -1, "strict"))
     for fd, (name, mode, buffering, errors) in enumerate(
         (*streams, ("stderr", "w", 1, "backslashreplace"))
@@ -77,13 +78,13 @@ def _exit_status(stop: SystemExit) -> int:
 
 
 def _show(error: BaseException) -> None:
-    """The traceback as usual, without the frame of this file."""
+    """Print the traceback as usual, without the frame of this file."""
     below = error.__traceback__ and error.__traceback__.tb_next
     _quietly(lambda: sys.excepthook(type(error), error.with_traceback(below), below))
 
 
 def _finish() -> None:
-    """End threads, call exit functions and flush buffers, in an interpreter's order."""
+    """End threads, call exit functions and flush buffers, in the order of an interpreter."""
     import atexit
 
     if "threading" in sys.modules:
@@ -94,8 +95,8 @@ def _finish() -> None:
 
 
 def _quietly(action: "Callable[[], object]") -> None:
-    """Call the action and ignore what it raises: whatever the program has made of it, later actions
-    still come."""
+    """Call the action and ignore any error, so that later actions are executed whatever the program
+    has changed."""
     try:
         action()
     except BaseException:
@@ -103,7 +104,7 @@ def _quietly(action: "Callable[[], object]") -> None:
 
 
 def add_exit() -> None:
-    """Add `exit` and `quit`, which an interpreter started with -S lacks."""
+    """Add the functions `exit` and `quit`, which an interpreter started with -S lacks."""
     import builtins
     from _sitebuiltins import Quitter
 
@@ -117,8 +118,8 @@ def _read_all(fd: int) -> bytes:
 
 
 def _main(program: int, ready: int) -> None:
-    """Run the program in a new interpreter. `program` is the descriptor of a file that holds it,
-    `ready` that of the pipe for `READY`."""
+    """Run a program in this new interpreter. `program`: descriptor of the file with the program.
+    `ready`: descriptor of the pipe for `READY`."""
     posix.environ.pop(FOR_THE_C_LIBRARY, None)
     posix.unsetenv(FOR_THE_C_LIBRARY)
     add_exit()

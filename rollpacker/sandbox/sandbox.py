@@ -1,4 +1,4 @@
-"""The sandbox protocol: a program in, bytes and a status out. Light."""
+"""The sandbox protocol: a program goes in, bytes and a status come out. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Literal, Protocol
 
 
 class SandboxUnavailable(RuntimeError):
-    """Nothing here isolates untrusted programs. The message (at most ten lines) says what is
-    missing, how to check it, and three cures."""
+    """Nothing isolates untrusted programs on this machine. The message (at most ten lines) says
+    what is missing, how to check it, and three cures."""
 
 
 I_ACCEPT = "I accept that model-written code runs without isolation"
-"""The sentence that `sandbox.allow_unsandboxed_code` must hold, word by word."""
+"""The sentence that `sandbox.allow_unsandboxed_code` must hold, word for word."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,20 +23,22 @@ class SandboxConfig:
     """The sandbox for untrusted programs (`sandbox.*`)."""
 
     backend: Literal["auto", "bwrap", "http"] = "auto"
-    """The backend. auto: http if a url is set, else bwrap."""
+    """What isolates the programs: bwrap (bubblewrap on this machine) or http (a service). auto:
+    http if a url is set, else bwrap."""
     url: str | None = None
-    """http only: address of a service that speaks SandboxFusion's protocol, such as
-    http://host:8080."""
+    """Address of a service that speaks SandboxFusion's protocol, such as http://host:8080. None:
+    there is none. For backend http only."""
     token_env: str | None = None
-    """http only: the environment variable that holds the bearer token."""
+    """Name of the environment variable with the bearer token. None: no token is sent. For backend
+    http only."""
     memory_mb: int = 512
-    """Memory of a whole run in MiB, children included."""
+    """Memory of a whole run in MiB, with all its processes."""
     disk_mb: int = 64
     output_kb: int = 1024
     allow_unsandboxed_code: str | None = None
-    """Run programs as plain processes of your own user where nothing isolates them. Must be the
-    sentence `I accept that model-written code runs without isolation`; every metric file is then
-    marked."""
+    """Permission to run programs as plain processes of your own user where nothing isolates them.
+    Must be the sentence `I accept that model-written code runs without isolation`; every metric
+    file is then marked. None: not permitted."""
 
     def __post_init__(self) -> None:
         for name in ("memory_mb", "disk_mb", "output_kb"):
@@ -50,10 +52,10 @@ class SandboxConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Modules and packages that programs of one kind find in their interpreter.
+    """The modules and packages that programs of one kind find in their interpreter.
 
-    Whoever has such programs makes one and gives it with every run. The sandbox keeps interpreters
-    for each profile that it has met.
+    A caller with such programs makes a profile and passes it with every run. The sandbox keeps
+    interpreters ready for each profile that it has met.
     """
 
     name: str
@@ -61,15 +63,14 @@ class Profile:
     packages: tuple[str, ...] = ()
     """Installed packages that programs may import, by import name. All others are hidden."""
     distributions: tuple[str, ...] = ()
-    """Installed distributions whose metadata these packages ask for."""
+    """Installed distributions whose metadata these packages read."""
     folders: tuple[tuple[str, str], ...] = ()
-    """Folders of modules that programs may import: a dotted package name, and the path here."""
+    """Folders of modules that programs may import: pairs of dotted package name and path."""
     warm: tuple[str, ...] = ()
-    """Modules that are imported, in this order, before any program comes. The last may be one of
-    the folders' that does more to get ready: it is run once for each interpreter, not for each
-    program."""
+    """Modules that are imported, in this order, before a program arrives. The last may be a module
+    of `folders` that prepares more: it is executed once per interpreter, not once per program."""
     is_cold: bool = False
-    """A new interpreter is started for every run, instead of a copy of one that is ready."""
+    """Whether every run gets a new interpreter, not a copy of one that is ready."""
 
 
 PYTHON = Profile(
@@ -80,14 +81,14 @@ PYTHON = Profile(
         *("resource", "fcntl", "string", "threading", "traceback", "typing"),
     ),
 )
-"""The standard library."""
+"""The profile with the standard library, forked from a warm interpreter."""
 COLD = Profile(name="cold", warm=("fcntl", "math", "resource"), is_cold=True)
-"""The standard library in a new interpreter for each run."""
+"""The profile with the standard library in a new interpreter for each run."""
 PROFILES = {profile.name: profile for profile in (PYTHON, COLD)}
 
 
 def profile_of(profile: Profile | str) -> Profile:
-    """The profile itself, or the built-in one of that name. Raises `ValueError`."""
+    """The profile itself, or the built-in one of that name. Raises `ValueError` for others."""
     if isinstance(profile, Profile):
         return profile
     if profile not in PROFILES:
@@ -100,15 +101,15 @@ class Limits:
     """Limits of one run."""
 
     wall_s: float = 10.0
-    """Seconds that the run may take, enforced from outside."""
+    """Most seconds that the run may take, enforced from outside."""
     cpu_s: float | None = None
-    """Seconds of processor time. None: the wall limit, rounded up to whole seconds, plus 1."""
+    """Most seconds of processor time. None: the wall limit, rounded up to whole seconds, plus 1."""
     memory_bytes: int = 512 << 20
-    """Memory of all processes of the run together."""
+    """Most memory of all processes of the run together."""
     output_bytes: int = 1 << 20
-    """Bytes that are kept of stdout, and of stderr; a run that writes more is ended."""
+    """Most bytes of stdout, and of stderr. A run that writes more is ended."""
     disk_bytes: int = 64 << 20
-    """Bytes of files in the run's own temporary folder, its only writable place."""
+    """Most bytes of files in the run's temporary folder, the only place where it can write."""
     max_files: int = 1024
 
     def __post_init__(self) -> None:
@@ -122,25 +123,25 @@ class Limits:
 
 
 class Status(StrEnum):
-    """How a run ended. None of them says that its answer is right."""
+    """How a run ended. No status says that the program's answer is right."""
 
     OK = "ok"
-    """The program exited with status 0, which it can choose."""
+    """The program exited with status 0, which it may choose to."""
     NONZERO = "nonzero"
     TIMEOUT = "timeout"
-    """The program ran out of wall or processor time."""
+    """The run exceeded its wall or processor time."""
     MEMORY = "memory"
     OUTPUT = "output"
-    """The program wrote more than it may."""
+    """The program wrote more output than it may."""
     KILLED = "killed"
-    """Ended by a signal that the program itself caused."""
+    """The program was ended by a signal that it caused itself."""
     SANDBOX_ERROR = "sandbox_error"
-    """The sandbox failed, not the program, of which this says nothing: ask again."""
+    """The sandbox failed, which says nothing about the program. Run it again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """The result of one run. The program may have forged all of it but status, times and sizes."""
+    """The result of a run. The program may have forged all but status, times and sizes."""
 
     status: Status
     exit_code: int | None = None
@@ -148,37 +149,38 @@ class RunResult:
     stdout: bytes = b""
     stderr: bytes = b""
     truncated: bool = False
-    """Whether output was cut off."""
+    """Whether output was cut off at its limit."""
     wall_s: float = 0.0
     cpu_s: float = 0.0
     peak_memory_bytes: int = 0
     detail: str = ""
-    """For a `sandbox_error`: what failed, and which worker."""
+    """For the status `sandbox_error`: what failed, in which worker. Otherwise empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """Limits that a backend was seen to enforce on this machine, by its self-test."""
+    """What a backend can do on this machine, and which attacks its self-test found contained."""
 
     backend: str
     passed: tuple[str, ...] = ()
-    """Names of the canary attacks that were contained; empty before the self-test."""
+    """Names of the self-test's attacks that were contained. Empty before the self-test."""
     failed: tuple[str, ...] = ()
-    """Names of the canary attacks that were not contained."""
+    """Names of the self-test's attacks that were not contained."""
     profiles: tuple[str, ...] = tuple(PROFILES)
-    """Names of the profiles that every backend has."""
+    """Names of the built-in profiles, which every backend has."""
     memory: str
-    """The bound on the memory of a whole run: "cgroup v2", "cgroup v1" or "no fork"."""
+    """What limits the memory of a whole run: "cgroup v2", "cgroup v1", "no fork" (there is only one
+    process), or a phrase of another backend."""
     can_fork: bool
-    """Whether programs may start processes, which they may only where their memory is bounded
-    together."""
+    """Whether programs may start processes. With bwrap they may only if the memory of all is
+    limited together."""
     seconds: float = 0.0
-    """Seconds that the self-test took."""
+    """Duration of the self-test in seconds."""
 
 
 class Sandbox(Protocol):
-    """A pool of workers. Any number of runs may be asked for at the same time; those beyond the
-    number of workers wait, and waiting does not count as time of the run."""
+    """A pool of workers that run programs. Any number of runs may be requested at once; those
+    beyond the number of workers wait, and waiting does not count as time of the run."""
 
     capabilities: Capabilities
 
@@ -191,17 +193,17 @@ class Sandbox(Protocol):
         limits: Limits | None = None,
         profile: Profile | str = "python",
     ) -> RunResult:
-        """Run a Python program to its end or limit. `files` (relative names) are put into its
-        working folder. Profiles: "python" (standard library, forked from a warm interpreter),
-        "cold" (the same in a new interpreter), or one of the caller's own. Never raises for what
-        the program does; raises `ValueError` for a profile that cannot be used here or a file name
-        that leaves the folder. Cancelling the call ends the run."""
+        """Run a Python program to its end or to a limit. `files` (contents by relative name) are
+        put into its working folder. Profiles: "python" (standard library, forked from a warm
+        interpreter), "cold" (the same in a new interpreter), or a profile of the caller's. Nothing
+        that the program does raises an error; `ValueError` is raised for a profile that cannot be
+        used here, or a file name that leads out of the folder. Cancelling the call ends the run."""
         ...
 
     async def lacks(self, profile: Profile) -> str:
-        """The packages that programs of this profile lack here, in words; "" if none is missing."""
+        """A sentence with the packages that programs of this profile lack here; else empty."""
         ...
 
     async def close(self) -> None:
-        """End every worker; nothing is left behind."""
+        """End all workers."""
         ...

@@ -1,13 +1,13 @@
 """The system call filter of sandboxed programs, as classic BPF. Needs no library.
 
-An allow-list: what CPython with its standard library, threads and scientific packages uses. All
-else fails with EPERM: sockets (but for a stream pair, which asyncio wakes itself up with),
+It is an allow-list of the calls that CPython with its standard library, threads and scientific
+packages uses. All else fails with EPERM: sockets (but for a stream pair, which asyncio needs),
 namespaces, mounts, ptrace, io_uring, keys, BPF, perf, userfaultfd, System V and POSIX IPC, memory
 files, further filters. A call through another architecture's table (32 bit) ends the program.
 
-What is left out for the sake of limits, not of the kernel: System V IPC, message queues, memory
-files and larger pipe buffers hold memory that no process limit counts; inotify instances are
-counted per user of the host.
+Some calls are refused for the sake of limits, not of the kernel: System V IPC, message queues,
+memory files and larger pipe buffers hold memory that no process limit counts; inotify instances
+are counted per user of the host.
 """
 
 from __future__ import annotations
@@ -29,27 +29,29 @@ _EPERM = _ERRNO | errno.EPERM
 _ENOSYS = _ERRNO | errno.ENOSYS
 
 _NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16
-"""Offsets in the kernel's `struct seccomp_data`."""
+"""Byte offsets of fields in the kernel's `struct seccomp_data`."""
 _LOAD, _EQUAL, _GREATER, _AND, _RETURN = 0x20, 0x15, 0x25, 0x54, 0x06
-"""Instruction codes; see `linux/bpf_common.h`."""
+"""Codes of the filter's instructions, from `linux/bpf_common.h`."""
 
 _CLONE_THREAD = 0x00010000
 _CLONE_REFUSED = 0x7E02_A000
-"""Every namespace flag, CLONE_PARENT (a child of the sandbox's own process), CLONE_PTRACE."""
+"""Flags of clone that are refused: all namespaces, CLONE_PARENT (which makes a child of the
+sandbox's own process), CLONE_PTRACE."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Check:
-    """A condition of one half of an argument: masked, it must be one of the values."""
+    """A condition on half of an argument: after masking it must be one of `values`."""
 
     argument: int
     values: tuple[int, ...]
     mask: int = 0xFFFFFFFF
     high: bool = False
-    """The upper 32 bits; most arguments are ints, whose upper half the kernel ignores."""
+    """Whether the upper 32 bits are checked. Of an int argument the kernel ignores these."""
 
     def code(self) -> list[bytes]:
-        """Instructions that fall through if the condition holds, and else return EPERM."""
+        """The filter's instructions for this check. If the condition does not hold they return
+        EPERM; otherwise the next instruction follows."""
         code = [_instruction(_LOAD, _ARGUMENTS_AT + 8 * self.argument + 4 * self.high)]
         if self.mask != 0xFFFFFFFF:
             code.append(_instruction(_AND, self.mask))
@@ -64,13 +66,16 @@ def _without_bits(argument: int, mask: int) -> _Check:
 
 
 _FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1032)
-"""Duplicate, flags, locks, size of a pipe. Not: owner and signal, leases, larger pipes."""
+"""Commands of fcntl that are allowed: duplicate, flags, locks, size of a pipe. Not: owner and
+signal, leases, larger pipes."""
 _IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-"""TCGETS and TIOCGWINSZ (is it a terminal?), FIONREAD, FIONBIO, FIONCLEX, FIOCLEX. Not: TIOCSTI."""
+"""Requests of ioctl that are allowed: TCGETS and TIOCGWINSZ (is it a terminal?), FIONREAD, FIONBIO,
+FIONCLEX, FIOCLEX. Not: TIOCSTI."""
 _PRCTL = (2, 3, 7, 15, 16, 21, 23, 27, 29, 30, 39, 0x53564D41)
-"""Queries, thread name, timer slack, names of memory areas."""
+"""Options of prctl that are allowed: queries, thread name, timer slack, names of memory areas."""
 _ARCH_PRCTL = (0x1002, 0x1003, 0x3001)
-"""Set and get the thread's base register; state of shadow stacks."""
+"""Options of arch_prctl that are allowed: set and get the thread's base register, state of shadow
+stacks."""
 
 _CHECKS: Mapping[str, tuple[_Check, ...]] = {
     "arch_prctl": (_Check(0, _ARCH_PRCTL),),
@@ -94,9 +99,9 @@ _CHECKS: Mapping[str, tuple[_Check, ...]] = {
 def program(*, fork: bool, sessions: bool = True, architecture: str | None = None) -> bytes:
     """The filter as an array of `struct sock_filter`, for `bwrap --seccomp` or prctl.
 
-    Without `fork` no process can be started; threads can. Without `sessions` a process cannot leave
-    the session that it is in. `architecture`: x86_64 or aarch64; None:
-    this machine's. Raises `ValueError` for others.
+    `fork`: whether processes can be started (threads always can). `sessions`: whether a process can
+    leave its session. `architecture`: x86_64 or aarch64; None: this machine's. Raises `ValueError`
+    for other architectures.
     """
     architecture = architecture or platform.machine()
     if architecture not in _AUDIT_ARCH:
@@ -127,11 +132,12 @@ def program(*, fork: bool, sessions: bool = True, architecture: str | None = Non
 
 
 def _if_call(number: int, body: list[bytes]) -> list[bytes]:
-    """Instructions for this call: `body`, which must return. Other calls go on behind it, with
-    their number still loaded."""
+    """Instructions that execute `body`, which must return, for the system call of this number.
+    Other calls go on behind it, with their number still loaded."""
     return [_instruction(_EQUAL, number, if_false=len(body)), *body]
 
 
 def _instruction(code: int, value: int, *, if_true: int = 0, if_false: int = 0) -> bytes:
-    """One `struct sock_filter`; both architectures are little endian. Jumps count instructions."""
+    """One `struct sock_filter` as bytes; both architectures are little endian. `if_true` and
+    `if_false`: numbers of instructions to skip."""
     return struct.pack("<HBBI", code, if_true, if_false, value)

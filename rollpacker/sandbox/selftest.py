@@ -1,8 +1,9 @@
-"""Canary attacks on a sandbox, about a second of them, before it is trusted with anything.
+"""The self-test: attacks on a sandbox, which take about a second, before it is trusted with
+programs.
 
-Each looks at what an attack changed outside (a canary file, a listener, a bystander process, the
-process table) and where that cannot be, at what came out. A canary counts as contained only if its
-program also shows that it ran: a probe that never started proves nothing.
+Every attack is judged by what it changed outside (a file, a listener, a bystander process, the
+process table), or, where that is not possible, by its output. It counts as contained only if its
+program also shows that it ran: an attack that never started proves nothing.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ from rollpacker.sandbox.sandbox import Limits, RunResult, Sandbox, Status
 
 _LIMITS = Limits(wall_s=5.0, memory_bytes=128 << 20, disk_bytes=8 << 20, output_bytes=64 << 10)
 _SHARED_BYTES = 16 << 20
-"""Memory that forks share with the interpreter that they come from, and that is not the run's."""
+"""Bytes that forked processes share with their interpreter, and that do not count as the run's
+memory."""
 _HARMLESS = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "HOME", "PWD", "TERM", "TMPDIR", "SHLVL", "_")
-"""Variables that a sandbox may set itself, to what they happen to be here as well."""
+"""Environment variables that a sandbox may set itself, possibly to the same values as here."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Bait:
-    """Files, sockets and a process that attacks must neither read nor change nor reach."""
+    """What attacks must not read, change or reach: files, sockets and a process."""
 
     folder: Path
     secret: str
@@ -42,16 +44,16 @@ class _Bait:
     abstract: socket.socket
     path: socket.socket
     local: bool
-    """The programs run on this machine, so that its process table shows them."""
+    """Whether the programs run on this machine, so that its process table shows them."""
     mark: str = field(default_factory=lambda: "rp" + secrets.token_hex(5))
-    """The name that programs give to their processes; the kernel keeps 15 characters."""
+    """The name that programs give their processes. The kernel keeps at most 15 characters."""
 
     @property
     def secret_file(self) -> Path:
         return self.folder / "secret.txt"
 
     def program(self, body: str) -> str:
-        """A program that is `body` behind a line that says where the bait is."""
+        """The program `body` with a line before it that sets the variable `bait`."""
         bait = {
             "folder": str(self.folder),
             "secret_file": str(self.secret_file),
@@ -65,7 +67,7 @@ class _Bait:
         return f"bait = {bait!r}\n{body}"
 
     def marked(self) -> list[int]:
-        """Process ids on this machine that carry the mark."""
+        """Ids of the processes on this machine whose name is the mark."""
         found = []
         for comm in (process / "comm" for process in Path("/proc").glob("[0-9]*")):
             with contextlib.suppress(OSError):
@@ -101,10 +103,10 @@ def _listener(address: str) -> socket.socket:
 
 
 async def self_test(box: Sandbox, *, backend: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of the canary attacks that were contained, and of those that were not.
+    """Run all attacks. Returns the names of those that were contained, and of those that were not.
 
-    `backend` "http": the programs run elsewhere, where this machine's process table does not show
-    them. Raises nothing for what a sandbox does wrong.
+    `backend`: with "http" the programs run elsewhere, so this machine's process table does not show
+    them. Nothing that a sandbox does wrong raises an error.
     """
     passed: list[str] = []
     failed: list[str] = []
@@ -182,8 +184,9 @@ def _was_reached(listener: socket.socket) -> bool:
 
 
 async def _signals(box: Sandbox, bait: _Bait) -> bool:
-    """Send signals to processes outside. A program that could not even begin within its limit, on a
-    busy machine, gets a longer one."""
+    """Let a program send signals to processes outside, and return whether this had no effect. If
+    the program did not even begin within its limit, on a busy machine, it is run again with a
+    longer one."""
     for wall_s in (0.2, 1.0, 4.0):
         result = await _run(box, bait, canaries.SIGNALS, Limits(wall_s=wall_s))
         state = Path(f"/proc/{bait.bystander.pid}/stat")
@@ -198,9 +201,9 @@ async def _signals(box: Sandbox, bait: _Bait) -> bool:
 
 
 async def _left_over(box: Sandbox, bait: _Bait) -> bool:
-    """Run a program that forks and leaves daemons: they must be seen while it runs, and be gone
-    afterwards. A busy machine may miss the first sight, so the program stays longer each time until
-    it is seen."""
+    """Let a program fork and leave daemons: they must be seen while it runs and be gone afterwards.
+    A busy machine may not see them in time, so the program stays longer each time until they are
+    seen."""
     for stays_s in (0.1, 0.2, 0.4, 0.8, 1.6, 3.2):
         seen, contained = await _leave_daemons(box, bait, stays_s)
         if not contained or seen or not bait.local:
@@ -209,7 +212,8 @@ async def _left_over(box: Sandbox, bait: _Bait) -> bool:
 
 
 async def _leave_daemons(box: Sandbox, bait: _Bait, stays_s: float) -> tuple[bool, bool]:
-    """Whether its processes were seen while it ran, and whether all were gone afterwards."""
+    """Run the program once. Returns whether its processes were seen while it ran, and whether all
+    were gone afterwards."""
     body = f"{canaries.DAEMONS}time.sleep({stays_s})\n"
     limits = replace(_LIMITS, wall_s=_LIMITS.wall_s + stays_s)
     running = asyncio.ensure_future(_run(box, bait, body, limits))
@@ -234,8 +238,8 @@ async def _memory(box: Sandbox, bait: _Bait) -> bool:
 
 
 async def _memory_of_children(box: Sandbox, bait: _Bait) -> bool:
-    """Start processes that together take more memory than one may: there is no fork, or a bound on
-    them all."""
+    """Start processes that together use more memory than one process may. Contained if there is no
+    fork, or a limit on all of them."""
     limits = Limits(wall_s=1.0, memory_bytes=128 << 20)
     running = asyncio.ensure_future(_run(box, bait, canaries.CHILDREN, limits))
     most = 0
@@ -247,8 +251,8 @@ async def _memory_of_children(box: Sandbox, bait: _Bait) -> bool:
 
 
 def _private_bytes(pid: int) -> int:
-    """Resident memory of a process that is no file's. Memory that processes share is divided
-    between them."""
+    """Resident memory of a process that does not belong to files, in bytes. Memory that processes
+    share is divided between them."""
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         shares = [line.split() for line in lines if line.startswith(("Pss_Anon", "Pss_Shmem"))]
@@ -280,20 +284,20 @@ async def _endless(box: Sandbox, bait: _Bait) -> bool:
 
 
 async def _descriptors(box: Sandbox, bait: _Bait) -> bool:
-    """Look for open descriptors: there may be none but the three standard ones."""
+    """Look for open descriptors. Contained if there are only the three standard ones."""
     out = (await _run(box, bait, canaries.DESCRIPTORS)).stdout
     return out == b"looked\n"
 
 
 async def _kernel(box: Sandbox, bait: _Bait) -> bool:
-    """Call what the filter refuses: new namespaces, ptrace and a dozen others. Capabilities are
-    gone."""
+    """Make system calls that the filter refuses: new namespaces, ptrace and a dozen others.
+    Contained if all fail and there are no capabilities."""
     out = (await _run(box, bait, canaries.KERNEL)).stdout
     return b"getpid works" in out and b"looked" in out and b"ALLOWED" not in out
 
 
 async def _next_run(box: Sandbox, bait: _Bait) -> bool:
-    """A program that spoils its interpreter and folder changes nothing for the next."""
+    """Let a program spoil its interpreter and folder. Contained if the next is not affected."""
     await _run(box, bait, canaries.POISON)
     result = await _run(box, bait, canaries.AFTER_POISON)
     return result.status is Status.OK and result.stdout == b'{"sum": 6} clean\n'
@@ -319,4 +323,4 @@ _CANARIES: dict[str, _Canary] = {
 }
 
 ESSENTIAL = frozenset(_CANARIES)
-"""A sandbox on this machine must contain every one of these; else it is not used."""
+"""Attacks that a sandbox on this machine must contain to be used, which are all of them."""

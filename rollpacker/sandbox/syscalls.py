@@ -1,7 +1,7 @@
-"""System call numbers of x86_64 and aarch64: those that sandboxed programs may use.
+"""Numbers of the system calls that sandboxed programs may use, on x86_64 and aarch64.
 
-The tables of the kernel; a test compares them with its headers and with libseccomp. Calls that are
-not named here are refused (`seccomp.py`).
+The numbers are the kernel's; a test compares them with its headers and with libseccomp. Calls that
+are not in these tables are refused (`seccomp.py`).
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ clone3 435 435;
 
 
 def _numbers(table: str) -> dict[str, dict[str, int]]:
-    """Numbers of system calls by architecture and name. A line holds entries `name x86_64
-    aarch64;`, with - for a call that an architecture lacks."""
+    """Numbers of system calls by architecture and name, read from a table. Its entries are `name
+    x86_64 aarch64;`, with - for a call that an architecture lacks."""
     numbers: dict[str, dict[str, int]] = {architecture: {} for architecture in ARCHITECTURES}
     lines = (line for line in table.splitlines() if not line.startswith("#"))
     for entry in " ".join(lines).rstrip("; ").split(";"):
@@ -88,17 +88,17 @@ def _numbers(table: str) -> dict[str, dict[str, int]]:
 
 
 PLAIN = _numbers(_PLAIN_TABLE)
-"""Calls that are allowed whatever their arguments."""
+"""Calls that are allowed with any arguments."""
 CHECKED = _numbers(_CHECKED_TABLE)
-"""Calls that are allowed with some arguments (`seccomp.py` says which)."""
+"""Calls that are allowed with some arguments (`seccomp.py` defines which)."""
 FORK = _numbers(_FORK_TABLE)
 """Calls that start a process, beside `clone`."""
 SESSION = _numbers(_SESSION_TABLE)
-"""Begin a session. Where no control group shares out the processors, the kernel does so by session
-(autogroups), and a program with a hundred sessions would have a hundred shares."""
+"""Calls that begin a session. Where no control group divides the processors, the kernel divides
+them by session (autogroups), and a program with a hundred sessions would get a hundred shares."""
 ABSENT = _numbers(_ABSENT_TABLE)
-"""Calls that fail as if the kernel did not have them: the C library then uses a call whose flags
-can be checked."""
+"""Calls that fail as if the kernel did not have them, so that the C library uses older calls whose
+flags can be checked."""
 HIGHEST = 462
-"""Highest number of a call when this table was made. Calls above fail as if the kernel did not have
-them either, so that a newer C library falls back to older calls."""
+"""Highest number of a call when these tables were made. Calls above it also fail as if the kernel
+did not have them, so that a newer C library falls back to older calls."""

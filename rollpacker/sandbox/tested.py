@@ -1,4 +1,5 @@
-"""A pool is used after it has passed its self-test, once per kernel boot and versions."""
+"""Opens a pool only if it has passed its self-test, which is run once per kernel boot and
+versions."""
 
 from __future__ import annotations
 
@@ -19,14 +20,14 @@ from rollpacker.sandbox.sandbox import Limits, SandboxUnavailable
 from rollpacker.sandbox.selftest import ESSENTIAL, self_test
 
 _OF_CHILDREN = "memory of children"
-"""The canary for the memory of several processes. Where a control group turns out not to bound it,
+"""The attack that uses memory in several processes. If a control group turns out not to limit it,
 programs may not start processes."""
 
 _log = logging.getLogger(__name__)
 
 
 async def open_pool(workers: int, defaults: Limits) -> Pool:
-    """A pool that has passed its self-test. Raises `SandboxUnavailable`."""
+    """Open a pool that has passed its self-test. Raises `SandboxUnavailable`."""
     for allow_fork in (True, False):
         pool = Pool(workers=workers, defaults=defaults, allow_fork=allow_fork)
         try:
@@ -45,8 +46,8 @@ async def open_pool(workers: int, defaults: Limits) -> Pool:
 
 
 async def _test(pool: Pool) -> tuple[str, ...]:
-    """Fill in the pool's capabilities. Returns the names of the attacks that it does not
-    contain."""
+    """Test the pool, or read the result of an earlier test, and set its capabilities. Returns the
+    names of the attacks that it does not contain."""
     path = _cache_file(pool)
     known = _read(path)
     if known is None:
@@ -66,7 +67,8 @@ _Known = tuple[tuple[str, ...], tuple[str, ...], float]
 
 
 def _cache_file(pool: Pool) -> Path:
-    """The file for this self-test's result, named after all that the result depends on."""
+    """The file for this self-test's result. Its name is a hash of everything that the result
+    depends on."""
     version = subprocess.run([bwrap.find_bwrap(), "--version"], capture_output=True, timeout=10)
     digest = hashlib.sha256(version.stdout)
     for text in (
@@ -90,8 +92,8 @@ def _boot_id() -> str:
 
 
 def _read(path: Path) -> _Known | None:
-    """The result of an earlier self-test. None: there is none, or it cannot be read; then it is run
-    again."""
+    """The result of an earlier self-test: attacks contained, attacks not contained, and its
+    duration. None: there is none that can be read."""
     try:
         found = json.loads(path.read_text())
         return tuple(found["passed"]), tuple(found["failed"]), float(found["seconds"])

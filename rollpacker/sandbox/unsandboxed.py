@@ -1,6 +1,8 @@
-"""The backend "none": programs as plain processes of this user, with limits but without isolation.
+"""The backend "none": programs run as plain processes of this user, with limits but without
+isolation.
 
-Only for those who said so in so many words. A program can read and change what this user can.
+It is used only with the user's explicit consent. A program can read and change whatever this user
+can.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ runpy.run_path("main.py", run_name="__main__")
 
 
 class Unsandboxed:
-    """Meets `Sandbox`, but for the isolation."""
+    """Runs programs as plain processes. Meets the protocol `Sandbox`, but isolates nothing."""
 
     def __init__(self, *, workers: int, defaults: Limits) -> None:
         self._defaults = defaults
@@ -94,7 +96,7 @@ class Unsandboxed:
     async def _follow(
         self, folder: str, standard: tuple[IO[bytes], IO[bytes], IO[bytes]], limits: Limits
     ) -> tuple[Status, int]:
-        """Run the program until it exits or must end. Returns the status and the exit code."""
+        """Run the program until it exits or reaches a limit. Returns status and exit code."""
         numbers = (math.ceil(cpu_limit_s(limits)), limits.memory_bytes, limits.disk_bytes)
         process = await asyncio.create_subprocess_exec(
             sys.executable,

@@ -1,8 +1,9 @@
-"""Forks one interpreter per run. Runs INSIDE bubblewrap; standard library and ctypes only.
+"""The zygote: a process INSIDE bubblewrap that forks one interpreter per run. Imports only the
+standard library and ctypes.
 
-Handed into the sandbox with the modules that it imports, compiled (`MODULES`). It talks to the
-pool over one socket in frames of known length: a `START` with the system call filter, then per run
-one `REQUEST` with a payload that only the run itself takes apart, answered by one `REPLY`.
+This module is given into the sandbox compiled, with the modules that it imports (`MODULES`). The
+zygote talks to the pool over one socket in frames of known length: a `START` with the system call
+filter, then per run one `REQUEST`, whose payload only the run itself reads, and one `REPLY`.
 
     zygote -- clone --> init: pid 1 of the run's own process namespace, sleeps; killing it ends
        |                      everything that the run has started
@@ -10,7 +11,7 @@ one `REQUEST` with a payload that only the run itself takes apart, answered by o
                              executes the program; or, for a cold profile, becomes a new
                              interpreter that does
 
-The run for the next request is made while nobody waits for it.
+The process for the next run is forked in advance, before its request has come.
 """
 
 from __future__ import annotations
@@ -28,41 +29,43 @@ from rollpacker.sandbox.program import add_exit, run_program
 
 MAGIC = b"rp1"
 START = struct.Struct("<3sI")
-"""First message to a zygote: magic, and the number of bytes of the filter that follow."""
+"""First message to a zygote: magic, and number of bytes of the system call filter that follows."""
 REQUEST = struct.Struct("<3scQddQQQQQ")
-"""Magic, b"r" (run) or b"c" (cancel), id, wall_s, cpu_s, memory, output and disk bytes, number of
-files, bytes of the payload that follow."""
+"""A request: magic, b"r" (run) or b"c" (cancel), id, wall_s, cpu_s, memory, output and disk bytes,
+number of files, number of bytes of the payload that follows."""
 REPLY = struct.Struct("<3scQiiddQII")
-"""Magic, one of `ENDED...`, id, exit code, signal, wall_s, cpu_s, peak memory, bytes of stdout and
-of stderr that follow."""
+"""A reply: magic, one of `ENDED...`, id, exit code, signal, wall_s, cpu_s, peak memory, numbers of
+bytes of stdout and of stderr that follow."""
 LENGTH = struct.Struct("<Q")
 READY = b"k"
 ENDED, TIMED_OUT, FLOODED, CANCELLED, BROKEN = b"e", b"t", b"f", b"c", b"b"
 TEMP, WORK, SITE, OWN = "/tmp", "/tmp/work", "/site", "/sandbox"
-"""The only writable place, where a run works in it, packages of a profile, our own files."""
+"""Folders inside the sandbox: the only writable place, where a run works in it, packages of a
+profile, and our own files."""
 MODULES = ("kernel", "program", "zygote")
-"""Modules of this package that run inside bubblewrap. In `OWN` they have their full names."""
+"""Modules of this package that run inside bubblewrap, with their full names in `OWN`."""
 PROGRAM = f"{OWN}/rollpacker/sandbox/program.pyc"
 FLAGS = ("-ISB", "-X", "utf8")
-"""Flags of every interpreter."""
+"""Command-line flags of every interpreter."""
 START_CODE = (
     f"import sys; sys.path.append({OWN!r}); from rollpacker.sandbox.zygote import main; main()"
 )
-"""Begins the zygote. Arguments: the profile's name, "cold" or "warm", the modules to import with
-commas between them, and the descriptors of the socket and of the control groups' entrances."""
+"""Code that starts the zygote. Its arguments: the profile's name, "cold" or "warm", the modules to
+import, separated by commas, and the descriptors of the socket and of the control groups'
+entrances."""
 MAX_TASKS = 128
 _CHUNK, _LARGE = 1 << 16, 1 << 20
 
 _COLD_ADDRESS_SPACE = 40 << 20
-"""Bytes that an interpreter has mapped when it has just started, generously."""
+"""Bytes of address space that a new interpreter has mapped, with some reserve."""
 _STACK = 64 << 20
-"""Bytes of the first thread's stack, at most."""
+"""Most bytes of the first thread's stack."""
 
 _SIGINT, _SIGKILL, _SIGXCPU = 2, 9, 24
 
 
 def receive_exactly(fd: int, size: int) -> bytes:
-    """Read so many bytes. Raises `EOFError`."""
+    """Read exactly `size` bytes. Raises `EOFError` if the source ends before."""
     parts = bytearray()
     while len(parts) < size:
         part = os.read(fd, min(size - len(parts), _LARGE))
@@ -81,8 +84,8 @@ def send_all(fd: int, data: bytes | memoryview) -> None:
 
 
 class Kept:
-    """Bytes of a run on their way through the zygote, in a mapping of their own: the memory of the
-    next run is a copy of the zygote's, and nothing of this one may be left in it."""
+    """Bytes of a run that pass through the zygote, in a mapping of their own. The next run is a
+    copy of the zygote's memory, in which nothing of this run may be left."""
 
     def __init__(self, most: int) -> None:
         self._size = 0
@@ -92,7 +95,7 @@ class Kept:
         return self._size
 
     def add(self, fd: int, most: int) -> int:
-        """Read once. Returns the number of bytes."""
+        """Read once from `fd`, at most `most` bytes. Returns the number of bytes read."""
         with memoryview(self._mapping) as whole, whole[self._size : self._size + most] as free:
             size = os.readv(fd, [free])
         self._size += size
@@ -110,10 +113,12 @@ class Kept:
 
 
 class PreparedRun:
-    """One run: made in advance, given its request, watched to its end."""
+    """One run: a process that is made in advance, gets its request, and is watched until it
+    ends."""
 
     def __init__(self, kernel: Kernel, own_pidfd: int) -> None:
-        """In the child, `is_child` is True, and `request` and `ready` are its ends of the pipes."""
+        """Forks. In the child `is_child` is True; `request` and `ready` are its ends of the
+        pipes."""
         child_request, self.request = os.pipe()
         self.ready, child_ready = os.pipe()
         self._stdout, child_stdout = os.pipe()
@@ -143,8 +148,8 @@ class PreparedRun:
         return pid
 
     def watch(self, control: int, wall_s: float, cpu_s: float, cap: int) -> bytes:
-        """Wait until the run ends or must end. Returns how it ended; the rest is in this object's
-        fields."""
+        """Wait until the run ends or must be ended. Returns how it ended (`ENDED...`); exit code,
+        times and output are in this object's fields."""
         began = time.monotonic()
         self.output = {fd: Kept(cap + _CHUNK) for fd in (self._stdout, self._stderr)}
         how = self._follow(control, began + wall_s, cap)
@@ -185,11 +190,11 @@ class PreparedRun:
                     return FLOODED
 
     def _read(self, fd: int) -> bool:
-        """Read one chunk. Returns whether there can be more."""
+        """Read one chunk of output. Returns whether there may be more."""
         return self.output[fd].add(fd, _CHUNK) > 0
 
     def _drain(self, cap: int) -> bool:
-        """Read what is left in the pipes. Returns whether nobody can write to them any more."""
+        """Read the rest of the output. Returns whether no process can write more of it."""
         closed = 0
         for fd, kept in self.output.items():
             try:
@@ -207,7 +212,7 @@ class PreparedRun:
             return False
 
     def has_ended(self) -> bool:
-        """Whether the prepared run has ended while it waits for its request."""
+        """Whether the run has ended while it waited for its request."""
         return os.waitpid(self.pid, os.WNOHANG)[0] != 0
 
     def _end_everything(self) -> None:
@@ -239,8 +244,8 @@ class PreparedRun:
 
 
 def serve(kernel: Kernel, control: int) -> tuple[PreparedRun, bytes] | None:
-    """Answer requests until the socket closes (None). Returns in every run as well, with the run
-    and the filter."""
+    """Answer requests until the socket closes, then return None. In each run's own process this
+    returns, too: the run, and the system call filter."""
     magic, size = START.unpack(receive_exactly(control, START.size))
     assert magic == MAGIC
     program = receive_exactly(control, size)
@@ -262,7 +267,7 @@ def serve(kernel: Kernel, control: int) -> tuple[PreparedRun, bytes] | None:
 
 
 def _next_request(control: int) -> bytes:
-    """The header of the next request; empty at the end of all requests."""
+    """The header of the next request; empty if the socket was closed."""
     while True:
         try:
             header = receive_exactly(control, REQUEST.size)
@@ -275,7 +280,7 @@ def _next_request(control: int) -> bytes:
 
 
 def _serve_one(run: PreparedRun, control: int, header: bytes) -> bool:
-    """Serve one request. Returns False if the request ends early."""
+    """Serve one request. Returns False if the socket is closed before its end."""
     _, _, run_id, wall_s, cpu_s, _, cap, *_, size = REQUEST.unpack(header)
     send_all(run.request, header)
     if not _hand_over(control, run.request, size):
@@ -286,7 +291,7 @@ def _serve_one(run: PreparedRun, control: int, header: bytes) -> bool:
 
 
 def _hand_over(source: int, target: int, size: int) -> bool:
-    """Hand a request to a prepared run. Returns False if the request ends early."""
+    """Pass `size` bytes of a request on to a prepared run. Returns False if there are fewer."""
     passing = Kept(_LARGE)
     while size:
         part = passing.add(source, min(size, _LARGE))
@@ -300,7 +305,7 @@ def _hand_over(source: int, target: int, size: int) -> bool:
 
 
 class Request:
-    """A request as the run itself reads it."""
+    """A request as the run's process reads it."""
 
     def __init__(self, source: int) -> None:
         header = REQUEST.unpack(receive_exactly(source, REQUEST.size))
@@ -325,8 +330,8 @@ def prepare(
     *,
     cold: bool,
 ) -> bytes:
-    """In the run: from a copy of the zygote to a process without any right, at its request. Returns
-    the program; if `cold`, it goes on in a new interpreter instead."""
+    """Turn this copy of the zygote into a process without rights, as its request says. Returns the
+    program; with `cold` it does not return, but executes the program in a new interpreter."""
     os.setsid()
     for group in entrances:
         os.write(group, b"0")
@@ -365,7 +370,8 @@ def _program_file(program: bytes) -> int:
 
 
 def _standard_input(data: bytes) -> None:
-    """A file that nobody can change, so that no one has to feed a pipe."""
+    """Make these bytes the standard input: a file that cannot be changed, so that no process has to
+    feed a pipe."""
     if not data:
         os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
         return
@@ -400,7 +406,8 @@ def _limit(request: Request, base_bytes: int) -> None:
 
 
 def address_space() -> int:
-    """Bytes that this process has mapped: the smallest limit under which a page can be had."""
+    """Bytes of address space that this process has mapped: the smallest limit under which another
+    page can be mapped."""
     import mmap
     import resource
 
@@ -419,7 +426,7 @@ def address_space() -> int:
 
 
 def main() -> None:
-    """Serve until the socket closes. In every run as well: prepare, then execute the program."""
+    """Serve requests until the socket closes. In a run's process: prepare and execute it."""
     import gc
 
     _, _, kind, modules, control, *entrances = sys.argv

@@ -1,4 +1,4 @@
-"""One zygote in its bubblewrap, as the controller's process sees it: one run at a time."""
+"""A zygote in its bubblewrap, as the controller's process uses it: for one run at a time."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from rollpacker.workers.child import Child, state
 from rollpacker.workers.child import children as child_pids
 
 GRACE_S = 0.5
-"""Seconds after a run's limit in which the worker may end it and reply."""
+"""Seconds after a run's limit within which the worker must end the run and reply."""
 LOOK_S = 0.05
-"""Seconds between two looks at the worker of a run."""
+"""Seconds between two checks of a worker during a run."""
 START_LIMIT_S = 60.0
-"""Seconds that a new worker may take to report itself."""
+"""Most seconds that a new worker may take until its first report."""
 
 
 class WorkerError(Exception):
-    """A worker failed; nothing that a program can be blamed for."""
+    """A worker failed, for which no program is to blame."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A reply as it came, but for the outputs' surplus byte."""
+    """A zygote's reply. The outputs may be one byte longer than their limit, which shows that there
+    was more."""
 
     how: bytes
     exit_code: int
@@ -41,14 +42,14 @@ class Reply:
     stdout: bytes
     stderr: bytes
     short_of_memory: bool = False
-    """The kernel ended processes for it."""
+    """Whether the kernel killed processes of the run for memory."""
     waited_share: float = 0.0
-    """Share of its time in which the run was ready but had no processor. Known where the run is one
-    process: several may have taken it from each other."""
+    """Share of its time in which the run was ready but had no processor. Known only where a run is
+    a single process; otherwise 0."""
 
 
 class Worker:
-    """One zygote process. It is started once, and must be closed whatever happened."""
+    """A worker: one zygote process. It is started once, and must be closed in any case."""
 
     def __init__(self, name: str, profile: Profile, group: Group | None) -> None:
         self.name = name
@@ -58,16 +59,16 @@ class Worker:
         self.group = group
         self._errors = os.memfd_create("errors", os.MFD_CLOEXEC)
         self._child: Child | None = None
-        """The process of bubblewrap; its `pid` is that of the zygote, as this process sees it, once
-        the zygote has started."""
+        """The process of bubblewrap. Its `pid` becomes that of the zygote, as this process sees it,
+        once the zygote has started. None: it was not started."""
         self._writer: asyncio.StreamWriter | None = None
         self._impatient: asyncio.TimerHandle | None = None
         self._asked = False
-        """The request of the run at hand was written."""
+        """Whether the present run's request was written."""
         self._waited_share = 0.0
 
     async def start(self, program: str, call_filter: bytes) -> None:
-        """Start the zygote and wait for its report. Raises `WorkerError`."""
+        """Start the zygote and wait for its first report. Raises `WorkerError`."""
         try:
             await self._spawn(program)
             assert self._writer is not None
@@ -99,7 +100,7 @@ class Worker:
         self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
 
     def _find_zygote(self) -> None:
-        """Find the zygote's process id. Raises `OSError` while there is no zygote."""
+        """Note the zygote's process id. Raises `OSError` while there is no zygote."""
         assert self._child is not None
         if self.pid == self._child.process.pid:
             self._child.pid = _only_grandchild(self.pid)
@@ -112,8 +113,8 @@ class Worker:
         return f"{self.name} (pid {self.pid})"
 
     def trouble(self) -> str:
-        """The trouble with the worker that can be seen without asking it, in words; "" if there is
-        none."""
+        """What is wrong with the worker, as far as can be seen without asking it, in words; empty
+        if nothing is."""
         assert self._child is not None
         if self._child.how_ended() is not None or self._reader.at_eof():
             return f"{self} died: {self.last_words() or 'nobody knows why'}"
@@ -124,7 +125,7 @@ class Worker:
         return f"{self} died" if state(self.pid) in ("", "Z", "X") else ""
 
     async def run(self, request: bytes, limits: Limits) -> Reply:
-        """Run one program. `request` is the payload. Raises `WorkerError`."""
+        """Run one program and return the reply. `request` is the payload. Raises `WorkerError`."""
         self.num_runs += 1
         self._asked = False
         self._waited_share = 0.0
@@ -161,8 +162,8 @@ class Worker:
             raise WorkerError(f"{self} died: {self.last_words() or error!r}") from None
 
     async def _watch(self, exchange: asyncio.Future[Any], limit_s: float) -> str:
-        """Wait until the exchange is done, its time is over, or the worker is in trouble. Returns
-        the trouble, or ""."""
+        """Wait until the exchange is done, its time is over, or something is wrong with the worker.
+        Returns what is wrong, or ""."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         until = began + limit_s
@@ -190,15 +191,15 @@ class Worker:
         return await self._reply(self.num_runs, limits.output_bytes)
 
     def cancel_run(self) -> None:
-        """Let the worker end its run now; it then replies as usual, or is killed."""
+        """Make the worker end its present run. It then replies as usual; if not, it is killed."""
         assert self._child is not None
         self._impatient = asyncio.get_running_loop().call_later(GRACE_S, self._child.kill)
         if self._asked:
             self._ask_to_cancel()
 
     def _ask_to_cancel(self) -> None:
-        """Ask the worker to end its run. Sent after the request, or the worker would not know which
-        run is meant."""
+        """Ask the worker to end its run. This must be sent after the request, since the worker
+        would not know which run is meant."""
         assert self._writer is not None
         self._writer.write(frames.header(b"c", self.num_runs, Limits(), 0))
 
@@ -220,13 +221,13 @@ class Worker:
         )
 
     def last_words(self) -> str:
-        """The last line that it wrote to its standard error."""
+        """The last line that the worker wrote to its standard error."""
         with contextlib.suppress(OSError):
             return last_line(os.pread(self._errors, 1 << 16, 0))
         return ""
 
     async def close(self) -> None:
-        """End it and all that it runs, at once."""
+        """End the worker at once, with all processes of its runs."""
         if self._child is not None:
             self._child.kill()
             await self._child.gone()
@@ -241,8 +242,8 @@ def last_line(text: bytes) -> str:
 
 
 def _only_grandchild(pid: int) -> int:
-    """Process id of the program that bubblewrap was told to start: the child of its own child,
-    which is process 1 of the namespace. Raises `OSError` if it is gone."""
+    """Process id of the program that bubblewrap starts: the child of bubblewrap's own child, which
+    is process 1 of the namespace. Raises `OSError` if it has ended."""
     for _ in range(2):
         children = child_pids(pid)
         if len(children) != 1:
@@ -252,8 +253,8 @@ def _only_grandchild(pid: int) -> int:
 
 
 def _waited_s(parent: int) -> float:
-    """Seconds that the youngest child's first thread was ready to run and had no processor; 0 where
-    the kernel does not say."""
+    """Seconds in which the youngest child's first thread was ready to run but had no processor. 0
+    if the kernel does not say."""
     try:
         child = max(child_pids(parent), default=0)
         return int(Path(f"/proc/{child}/schedstat").read_text().split()[1]) / 1e9

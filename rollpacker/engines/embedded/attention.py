@@ -1,9 +1,9 @@
 """One attention function for training, prefill and decoding.
 
-It is registered with transformers under the name "rollpacker". Called plainly it is causal
-attention over right-padded rows, which needs no mask at all: a padding position comes after every
+The function is registered with transformers under the name "rollpacker". Called plainly it is
+causal attention over right-padded rows, which needs no mask: a padding position comes after every
 real one of its row. Called with a rollout step (a keyword argument that transformers hands through
-to every layer) it also reads and writes the engine's key-value slots. Trainer and engine so share
+to every layer) it also reads and writes the engine's key-value slots. So trainer and engine share
 one module and one set of weights.
 """
 
@@ -26,22 +26,23 @@ class UnsupportedModelError(ValueError):
 
 
 class Scores(NamedTuple):
-    """The way in which a layer scores queries against keys."""
+    """How a layer computes the scores of queries against keys."""
 
     scaling: float
     sliding_window: int | None
     """Number of tokens that a query sees, its own included. None: it sees all tokens before it."""
     softcap: float | None
-    """See `capped_attention`."""
+    """Bound of the scores, which become `softcap * tanh(score / softcap)`. None: no bound."""
 
 
 class RolloutStep(Protocol):
-    """A forward pass of the engine, as every attention layer sees it."""
+    """One forward pass of the engine, as the attention layers see it."""
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores
     ) -> Tensor:
-        """Output [rows, tokens, heads, head_dim]; inputs are [rows, heads, tokens, head_dim]."""
+        """Return the attention's output [rows, tokens, heads, head_dim]. Query, key and value are
+        [rows, heads, tokens, head_dim]; key and value have the key-value heads."""
         ...
 
 
@@ -79,8 +80,8 @@ def install_attention(model: PreTrainedModel) -> None:
 
 
 def other_layers(model: PreTrainedModel) -> list[str]:
-    """Types of its layers that are no attention over the keys and values of a row, such as linear
-    attention, as its config names them. They keep a state instead."""
+    """The types of the model's layers that are not attention over a row's keys and values, as the
+    model's config names them: linear attention, for example, which keeps a state instead."""
     types = getattr(model.config.get_text_config(), "layer_types", None) or ()
     return sorted(set(types) - _LAYER_TYPES)
 
@@ -151,7 +152,8 @@ def causal_attention(
     softcap: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Causal attention from the first token on: [rows, heads, tokens, head_dim], as the query."""
+    """Causal attention of rows that start at their first token. Returns [rows, heads, tokens,
+    head_dim], the shape of the query."""
     num_tokens = query.shape[2]
     window = num_tokens if sliding_window is None else min(sliding_window, num_tokens)
     windowed = window < num_tokens
@@ -185,8 +187,9 @@ def causal_attention(
 def biased_attention(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scores: Scores
 ) -> Tensor:
-    """Attention where `bias` is 0, and none where it is minus infinity: [rows, heads, tokens,
-    head_dim], as the query. The bias knows of windows."""
+    """Attention under a mask: a key counts where `bias` is 0 and not where it is minus infinity.
+    Returns [rows, heads, tokens, head_dim], the shape of the query. A sliding window must be in the
+    bias; the one in `scores` is ignored."""
     if scores.softcap is not None:
         return capped_attention(query, key, value, bias, scores.scaling, scores.softcap)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scores.scaling)

@@ -1,4 +1,4 @@
-"""Splits the rows of a decode step into buckets that attend over cache widths of their own.
+"""Splits the rows of a decode step into buckets, each with its own width of the cache.
 
 A decode step runs the linear layers once over all rows, but attention costs rows times width.
 Splitting the rows into a few contiguous ranges, each as wide as its own longest row, spares short
@@ -16,9 +16,10 @@ CALL_COST_ELEMENTS = 25_000
 """Cost of one more attention call, in key elements that could be read in the same time. Measured on
 a CPU with 16 to 64 elements a head: 40 microseconds a call, 14 for 416 x 16 keys."""
 SORT_HORIZON_STEPS = 8
-"""Steps within which the saved reading must pay for the copies of moved rows."""
+"""Number of decode steps within which sorting the rows must pay for the copies that it takes."""
 MOVE_COST = 3
-"""A position that moves costs as much as so many that a step attends to (measured on a CPU)."""
+"""Cost of copying one cache position, as the number of positions that attention could read in the
+same time (measured on a CPU)."""
 
 
 class Bucket(NamedTuple):
@@ -33,10 +34,10 @@ class Bucket(NamedTuple):
 
 
 def plan_buckets(lengths: np.ndarray, call_cost: float) -> list[Bucket]:
-    """Contiguous buckets for rows of these lengths, in this order.
+    """Split rows of these lengths, in this order, into contiguous buckets and return them.
 
-    Splits greedily in two while that lowers the cost `call_cost` per bucket + rows x width, in
-    row-positions.
+    A bucket is cut in two while that lowers the total cost in row-positions, which is `call_cost` +
+    rows x width for each bucket.
     """
     buckets = [Bucket(0, len(lengths), int(lengths.max()))]
     while len(buckets) < MAX_BUCKETS:
@@ -54,12 +55,9 @@ def plan_buckets(lengths: np.ndarray, call_cost: float) -> list[Bucket]:
 
 
 def least_moves(order: np.ndarray, buckets: list[Bucket]) -> tuple[np.ndarray, np.ndarray]:
-    """The rows that move, and the places that they move to, so that each row is in the bucket that
-    it has when all rows are in this order. Rows that are in their bucket already stay where they
-    are.
-
-    Rows that come or leave would otherwise move all that are between the old place and the new.
-    """
+    """Return the rows to move and the places that they move to, so that every row lies in the
+    bucket that sorting by `order` would put it in. Rows that are in the right bucket stay where
+    they are: moving all rows to their sorted places would copy far more."""
     held = np.repeat(np.arange(len(buckets)), [stop - start for start, stop, _, _ in buckets])
     wanted = np.empty_like(held)
     wanted[order] = held
@@ -68,12 +66,12 @@ def least_moves(order: np.ndarray, buckets: list[Bucket]) -> tuple[np.ndarray, n
 
 
 def bucket_cost(buckets: list[Bucket], call_cost: float) -> float:
-    """The cost of a step over these buckets, in row-positions."""
+    """Cost of a step over these buckets, in row-positions: `call_cost` + rows x width for each."""
     return sum((stop - start) * width + call_cost for start, stop, width, _ in buckets)
 
 
 def _best_split(lengths: np.ndarray, bucket: Bucket) -> tuple[int, int]:
-    """(row-positions saved, where to cut) of the best cut in two."""
+    """The best cut of a bucket in two: (number of row-positions saved, row to cut before)."""
     start, stop, width, _ = bucket
     part = lengths[start:stop]
     num_rows = stop - start

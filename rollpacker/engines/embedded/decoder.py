@@ -1,7 +1,7 @@
 """The model's side of the embedded engine: prefill, decode steps, and the rows' caches.
 
-Knows no threads and no queue. A step computes exactly the live rows, and each width bucket is
-exactly as wide as its longest row.
+There are no threads and no queue here. A step computes exactly the live rows, and each width bucket
+is exactly as wide as its longest row.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_SLOTS = 1024
 PREFILL_TOKENS = {"cpu": 4096}
 PREFILL_TOKENS_ACCELERATOR = 16384
 PREFILL_LOGITS = 1 << 26
-"""Most logits that a prefill may make at once."""
+"""Most logits that one prefill batch may compute at once."""
 
 Prompt = tuple[int, ...]
 
@@ -58,10 +58,11 @@ class WidthPlan:
 
     buckets: list[Bucket]
     age: int = 0
-    """Steps since it was made."""
+    """Number of decode steps since the plan was made."""
 
     def next_step(self) -> list[Bucket]:
-        """The buckets as wide as the step at hand needs them."""
+        """Return the buckets for the next decode step, each wider by the tokens that its rows have
+        got since the plan was made."""
         wide = [bucket._replace(width=bucket.width + self.age) for bucket in self.buckets]
         self.age += 1
         return wide
@@ -91,7 +92,7 @@ class Decoder:
         self.read_model()
 
     def read_model(self) -> None:
-        """Look at the model's modules anew: they may have changed since samples last ran."""
+        """Look at the model's modules again: they may have changed since the last sample ran."""
         if not self._may_be_plain:
             return
         plain, old = plain_forward(self.model), self._plain
@@ -107,13 +108,13 @@ class Decoder:
         return self.slots.fits(1, entry.width)
 
     def num_admissible(self, waiting: Iterable[Pending]) -> int:
-        """Number of these requests, from the first one on, that can join the live rows and surely
-        be finished."""
+        """Number of these requests, counted from the first, that can join the live rows now and for
+        which there will be memory until they end."""
         return self.would_have(waiting)[0] - self.rows.num_rows
 
     def would_have(self, waiting: Iterable[Pending]) -> tuple[int, int]:
-        """Rows that there are once those of these have joined that can, and the most positions that
-        one of them may need."""
+        """Return the number of live rows after as many of these requests as fit have joined, and
+        the largest number of cache positions that any of the rows may need."""
         num_rows = self.rows.num_rows
         width = max((entry.width for entry in self.rows.pending), default=1)
         for entry in waiting:
@@ -124,11 +125,11 @@ class Decoder:
         return num_rows, width
 
     def admit(self, entries: Sequence[Pending], next_prompt: Prompt | None) -> None:
-        """Prefill these, for which slots are reserved, once per run of equal prompts, and draw
-        their first tokens.
+        """Prefill these requests, whose slots are reserved, and draw their first tokens. Neighbours
+        with equal prompts are prefilled once.
 
-        `next_prompt` is that of the first request still waiting: if it is the last one here, what
-        its prefill gave is kept for it.
+        `next_prompt` is the prompt of the first request that still waits. If it was prefilled here,
+        its logits and its cache are kept for that request.
         """
         groups = [list(run) for _, run in groupby(entries, key=lambda e: e.request.prompt_tokens)]
         if self._kept is not None and groups[0][0].request.prompt_tokens == self._kept.prompt:
@@ -141,25 +142,25 @@ class Decoder:
         self._plan = None
 
     def forget_plan(self) -> None:
-        """Drop the plan of buckets, since rows went on, or back, by something else than a decode
+        """Drop the plan of buckets. Call this after rows grew or shrank by anything but a decode
         step."""
         self._plan = None
 
     def forget_prompt(self) -> None:
-        """Drop the prompt that is kept for waiting samples: none waits any more, and the weights
-        may change."""
+        """Drop the prompt that was kept for waiting samples. Called when no sample waits any more,
+        since the weights may change then."""
         self._kept = None
 
     def let_go(self) -> None:
-        """Free keys and values, and whatever was made of the model's tensors, which are to move.
-        Not while there are rows."""
+        """Free keys and values, and everything derived from the model's tensors, which are about to
+        move. May not be called while there are live rows."""
         assert not self.rows.num_rows
         self._kept = self._plan = self._plain = None
         self.slots.free()
 
     def reserve(self, entries: Sequence[Pending], beside: int = 0) -> None:
-        """Slots for these rows, as wide as any may become. `beside`: positions of the budget that
-        others have, who yield only to what is needed."""
+        """Reserve slots for these requests, as wide as the longest row may become. `beside`: number
+        of positions of the memory budget that kept rows (kept_rows.py) take up."""
         num_rows = self.rows.num_rows + len(entries)
         width = max(entry.width for entry in (*self.rows.pending, *entries))
         keeps = any(entry.request.keep for entry in entries)
@@ -173,15 +174,15 @@ class Decoder:
             self._plain.reserve(self.slots.width)
 
     def _join(self, entries: list[Pending], kept: KeptPrompt) -> None:
-        """Add samples whose prompt was prefilled before: they copy its keys and values."""
+        """Add samples whose prompt was prefilled before, with a copy of its keys and values."""
         first = self.rows.num_rows
         noise = self.rows.add(entries)
         self.slots.restore(kept.cache, slice(first, self.rows.num_rows))
         self.draw_first(first, kept.logits.expand(len(entries), -1), noise)
 
     def _prefill_batches(self, groups: list[list[Pending]]) -> Iterable[list[list[Pending]]]:
-        """Batches of the groups, which are sorted by prompt length, that keep to the token
-        budget."""
+        """Yield batches of these groups of equal prompts, sorted by prompt length. No batch exceeds
+        the limits on padded tokens and on logits, unless it is a single group."""
         budget = PREFILL_TOKENS.get(self._device.type, PREFILL_TOKENS_ACCELERATOR)
         max_kept = max(1, PREFILL_LOGITS // self.rows.vocabulary_size)
         batch: list[list[Pending]] = []
@@ -219,7 +220,8 @@ class Decoder:
         self.draw_first(first, logits.index_select(0, prompt_of_row), noise)
 
     def _prompt_logits(self, padded: np.ndarray, ends: np.ndarray, step: PrefillStep) -> Tensor:
-        """Logits [prompts, vocabulary] after each prompt's last token, which is at `ends`."""
+        """Logits [prompts, vocabulary] after the last token of each prompt; `ends` [prompts] are
+        the positions of these last tokens."""
         tokens = torch.from_numpy(padded).to(self._device)
         if self._plain is not None:
             return self._plain.prefill(tokens, torch.from_numpy(ends).to(self._device), step)
@@ -282,8 +284,8 @@ class Decoder:
         )
 
     def extend_logits(self, tokens: np.ndarray, step: ExtendStep, *, last: bool) -> Tensor:
-        """Logits [tokens, vocabulary] after each of `tokens`, which lie one row's behind the
-        other's; with `last` [rows, vocabulary], after each row's last alone."""
+        """Feed `tokens`, row after row without padding, and return the logits [tokens, vocabulary]
+        after each token; with `last` only those after each row's last token [rows, vocabulary]."""
         self._plan = None
         fed = torch.from_numpy(tokens).to(self._device)
         wanted = torch.from_numpy(step.last).to(self._device) if last else None
@@ -298,8 +300,8 @@ class Decoder:
         return logits if wanted is None else logits.index_select(0, wanted)
 
     def _make_plan(self) -> list[Bucket]:
-        """Buckets for the live rows, which are first put among rows of like length if that soon
-        pays."""
+        """Plan the buckets for the live rows. The rows are sorted by length first if that pays
+        within a few steps."""
         lengths = self.rows.host_column("position") + 1
         num_rows, width = len(lengths), int(lengths.max())
         one_bucket = [Bucket(0, num_rows, width)]
@@ -331,7 +333,7 @@ class Decoder:
     # -- departure ---------------------------------------------------------------------------------
 
     def remove(self, gone: np.ndarray) -> None:
-        """Take these rows out; the last rows move into their places."""
+        """Remove these rows. The last rows move into the places that become free."""
         for row in gone[np.isnan(self.rows.host_column("log_prob")[gone])]:
             self.slots.clear(int(row))
         source, target = self.rows.remove(gone)

@@ -1,14 +1,16 @@
-"""Drafts: tokens that a row may well get next, taken from text that is there already.
+"""Drafts: guesses of a row's next tokens, copied from text that is there already.
 
 With few rows live a decode step is mostly overhead, and a step that computes several tokens a row
-at once costs little more than one that computes a single one. So each row is given a draft, all its
-positions are drawn with the row's own noise, and the tokens count as far as the draft was right,
-and one further. Which tokens come out never depends on the drafts: only how many steps it takes.
+costs little more than one that computes a single token. So each row is given a draft, the tokens at
+all positions of the draft are drawn with the row's own noise, and they count up to the first that
+differs from the draft, that one included. The drafts never change which tokens come out, only how
+many steps it takes.
 
-A draft goes on where the longest match of the row's newest tokens goes on: in the row's own text
-and its prompt, in its running siblings, in its finished ones, or, at the same place, in what an
-earlier launch had of it. How many tokens are drafted is decided by counts and by constants, never
-by a clock: an abort takes effect at a decode step, so what a run does must not hang on its seconds.
+A draft is what follows the longest match of the row's newest tokens: in the row's own prompt and
+response, in its running or finished siblings (the samples of the same prompt), or, at the same
+place, in what an earlier launch of the sample generated. How many tokens are drafted is decided by
+counts and constants, never by a clock: an abort takes effect at a decode step, so a run must not
+depend on its timing.
 """
 
 from __future__ import annotations
@@ -22,86 +24,88 @@ from rollpacker.core.ids import PromptId
 from rollpacker.engines.embedded.rows import Pending, RowTable
 
 MAX_ROWS = 128
-"""Most live rows with which drafts are looked up and tried."""
+"""Most live rows in an engine for drafts to be looked up and tried there."""
 LONGEST_MATCH = 32
 SHORTEST_MATCH = 2
 """Fewest equal tokens that count as a match. The token that follows a single equal one is the right
 draft in one case of three."""
 LENGTHS = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31)
-"""Tokens that may be drafted per row."""
+"""Numbers of tokens that a draft of one row may have."""
 MAX_KEPT_TOKENS = 1 << 20
-"""Tokens of finished responses that are kept as drafts; the oldest groups are dropped first."""
+"""Most tokens of ended responses kept for drafts. Those of the oldest prompts go first."""
 STEP_COST = (0.06, 2.3, 0.02, 0.035)
 """Costs (a, b, c, d) of a step on a CPU, in units of a plain step's overhead: a plain step over r
-rows costs 1 + a r, one that computes t tokens for each of them b + c r + d r t. Set by hand after
-timings of single steps; c is a guess. `benchmarks/drafts.py` shows the effect."""
+rows costs 1 + a r, and one that computes t tokens for each row costs b + c r + d r t. Set by hand
+after timings of single steps; c is a guess. `benchmarks/drafts.py` shows the effect."""
 LOOK_COST = (0.15, 0.05)
-"""Cost of a look for drafts, and of each row that is looked at, in units of a plain step's
-overhead."""
+"""Costs (a, b) of a look for drafts, in units of a plain step's overhead: looking at r rows costs a
++ b r."""
 LOOK_SHARE = 0.01
-"""Share of the time that looks which find nothing may take."""
+"""Largest share of the time that may go into looks for drafts which find nothing."""
 LOOK_ROWS = 8
-"""Rows that are looked at first where nothing was drafted just before."""
+"""Number of rows that are looked at first where the step before was not drafted."""
 MIN_GAIN = 1.15
-"""Least gain of drafts in tokens per second, as a multiple of a plain step's. Drafts that promise
-less are not tried."""
+"""Least tokens per second that drafts must promise to be tried, as a multiple of what plain steps
+give."""
 MIN_BALANCE = 0.98
-"""Least tokens per second of drafting, as a multiple of a plain step's. Drafting pauses when it
-gave fewer."""
+"""Least tokens per second that drafting must have given lately, as a multiple of what plain steps
+give. Below that, drafting pauses."""
 BALANCE_STEPS = 32
-"""Steps after which older ones count half in that balance."""
+"""Number of steps after which older steps count half in the balance that `MIN_BALANCE` bounds."""
 PAUSE_STEPS = 64
 RECENT_TOKENS = 128
-"""Drafted tokens after which older ones count half in the acceptance."""
+"""Number of drafted tokens after which older ones count half in `Acceptance`."""
 
 OWN, RUNNING, FINISHED, EARLIER, RESUMED = range(5)
 KINDS = ("own", "running", "finished", "earlier", "resumed")
-"""The text that a draft is copied from: the row's prompt and response, a running or finished
-sibling's response, or an earlier launch of the row itself. "resumed" is the text of the last draft,
-one token behind the place where that draft went wrong."""
+"""Names of the texts that a draft may be copied from: the row's own prompt and response, a running
+or a finished sibling's response, or what an earlier launch of the same sample generated. "resumed"
+is the text of the last draft, one token behind the place where that draft went wrong."""
 _PRIOR = (0.3, 0.5, 0.5, 0.7, 0.85, 0.9)
 """Chance that a drafted token is right, by the class of its match's length, before anything was
 drafted: somewhat below what `benchmarks/drafts.py` finds on the quickstart."""
 _PRIOR_TOKENS = 8.0
-"""Weight of these chances, in drafted tokens."""
+"""Weight of the chances in `_PRIOR`, as a number of drafted tokens."""
 NOTES_PER_LOOK = 8
-"""Drafts after which the expected numbers of tokens are computed anew."""
+"""Number of drafts after which the expected numbers of tokens are computed again."""
 _SIZE_CLASS = (0, 0, 1, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 4, 4, 4, 4, 5)
-"""The class of a match by its number of equal tokens. A longer match has the last class."""
+"""Class of a match, by its number of equal tokens. Longer matches are of the last class."""
 _SEPARATOR = chr(0x10FFFF)
 
 
 @dataclass(slots=True, eq=False)
 class Text:
-    """Tokens as characters: Python's string search is the fastest index there is up to 100,000
-    tokens, and needs no upkeep."""
+    """Tokens as a string, one character a token. Python's string search needs no index to be kept
+    up, and is faster than one on texts of up to 100,000 tokens."""
 
     text: str
 
 
 @dataclass(slots=True, eq=False)
 class RowText(Text):
-    """The prompt and the response of a live row, and the place whose continuation it follows."""
+    """The prompt and response of a live row, and where in which text its draft is copied from."""
 
     group: PromptId
     num_seen: int
     """Number of response tokens that are in `text`."""
     redraw: int
-    """The row's redraw by the complement rule, which may take tokens back."""
+    """Which set of noise the row's tokens are drawn with now: 0, or the number of a redraw. When it
+    changes, the row has lost tokens (`Extender.draw_again`)."""
     earlier: Text | None = None
     source: Text | None = None
     place: int = 0
-    """The place in the source from which on its tokens are the draft."""
+    """Index in `source.text` of the first token of the draft."""
     kind: int = OWN
     matched: int = 0
-    """Tokens before `place` that equal the row's newest."""
+    """Number of tokens before `place` that equal the row's newest tokens."""
 
     @property
     def size_class(self) -> int:
         return _size_class(self.matched)
 
     def go_on(self, new: str) -> None:
-        """Tokens have come, drafted or not: what the row follows goes on by as many."""
+        """Append new tokens of the row, and move the place in `source` on by as many. If they
+        differ from what stood there, the match shrinks to what agrees behind the difference."""
         self.text += new
         self.num_seen += len(new)
         if self.source is None:
@@ -116,7 +120,8 @@ class RowText(Text):
             self.kind, self.matched = RESUMED, same if len(followed) == len(new) else 0
 
     def ahead(self, num_tokens: int) -> str:
-        """The next tokens of the text that the row follows, at most so many."""
+        """The next tokens of the text that the row's draft is copied from, at most `num_tokens`. A
+        row that repeats itself goes on repeating."""
         if self.source is None:
             return ""
         part = self.source.text[self.place : self.place + num_tokens]
@@ -127,19 +132,19 @@ class RowText(Text):
 
 @dataclass(slots=True, eq=False)
 class EndedText(Text):
-    """The responses of a group that have ended, one behind the other."""
+    """The ended responses to one prompt, joined into one text."""
 
     unread: list[np.ndarray]
     num_tokens: int = 0
 
     def add(self, tokens: np.ndarray) -> None:
-        """Add a response that has ended. It is not read yet: most groups have ended before anyone
-        looks for drafts."""
+        """Add a response that has ended. It is appended to `text` by `read` only, since most groups
+        end without anyone looking for drafts."""
         self.unread.append(tokens)
         self.num_tokens += len(tokens)
 
     def read(self) -> None:
-        """Append the responses that were not read yet to `text`."""
+        """Append to `text` the responses that were added since the last call."""
         for tokens in self.unread:
             self.text += _text(tokens) + _SEPARATOR
         self.unread.clear()
@@ -147,8 +152,8 @@ class EndedText(Text):
 
 @dataclass(slots=True)
 class Acceptance:
-    """Counts of drafted tokens and of right ones among them, by kind and class of match length.
-    Older ones weigh less."""
+    """Counts of drafted tokens and of the right ones among them, by kind of text and class of match
+    length. Older drafts weigh less."""
 
     right: np.ndarray = field(
         default_factory=lambda: np.tile(np.array(_PRIOR) * _PRIOR_TOKENS, (len(KINDS), 1))
@@ -160,7 +165,7 @@ class Acceptance:
     _num_notes: int = 0
 
     def note(self, kind: int, size: int, num_drafted: int, num_right: int) -> None:
-        """A draft of `num_drafted` tokens was right up to number `num_right`."""
+        """Note a draft of `num_drafted` tokens of which the first `num_right` were right."""
         self.right[kind, size] += num_right
         self.tried[kind, size] += num_right + (num_right < num_drafted)
         if self.tried[kind, size] > RECENT_TOKENS:
@@ -171,7 +176,8 @@ class Acceptance:
             self._expected = None
 
     def expected_tokens(self) -> np.ndarray:
-        """Tokens that a step gives with a draft of k, [kinds, classes, k up to the longest]."""
+        """Expected number of tokens that a step gives a row with a draft of k tokens: [kinds,
+        classes, k = 0 ... longest draft]."""
         if self._expected is None:
             chance = np.minimum(self.right / self.tried, 0.995)[:, :, None]
             self._expected = (1 - chance ** np.arange(1, LENGTHS[-1] + 2)) / (1 - chance)
@@ -180,22 +186,22 @@ class Acceptance:
 
 @dataclass(slots=True)
 class Pacing:
-    """Decides when to look for drafts: as often as looks in vain may cost, and not while drafts do
-    not pay."""
+    """Decides at which steps to look for drafts. Looks that find nothing may take a bounded share
+    of the time, and there are none for a while after drafts did not pay."""
 
     row_cost: float
-    """Cost of a row in a plain step, in units of the step's overhead."""
+    """Cost of a row in a plain step, as a multiple of the step's fixed overhead."""
     is_on: bool = False
-    """The last step was drafted."""
+    """Whether the last step was made with drafts."""
     credit: float = 0.0
     pause: int = 0
     num_tokens: float = 0.0
     plain_tokens: float = 0.0
-    """Tokens that plain steps would have given in the same time."""
+    """Number of tokens that plain steps would have given in the time of the drafted steps."""
     num_steps: int = 0
 
     def looks(self, num_rows: int) -> bool:
-        """Whether the step at hand is one to look for drafts."""
+        """Whether to look for drafts at the next step. Counts the step."""
         if self.pause:
             self.pause -= 1
             return False
@@ -225,12 +231,13 @@ class Pacing:
 
 
 class Drafter:
-    """Drafts for the live rows of one engine; a row is named by its launch number."""
+    """Makes drafts for the live rows of one engine. A row is identified by its launch number
+    (`Pending.sequence`)."""
 
     def __init__(self, max_tokens: int) -> None:
         self.num_drafted = 0
         self.num_accepted = 0
-        """Tokens that steps gave beyond one a row."""
+        """Number of tokens that drafted steps gave beyond one token a row."""
         self._lengths = np.array([length for length in LENGTHS if length <= max_tokens])
         self._costs = _step_costs(self._lengths)
         self._proposed: list[tuple[int, int, int]] = []
@@ -240,8 +247,8 @@ class Drafter:
     # -- what it knows -----------------------------------------------------------------------------
 
     def keep(self, rows: RowTable, gone: Sequence[int]) -> None:
-        """Keep the responses of these rows, which leave the engine: they may be drafts for their
-        siblings."""
+        """Keep the responses of these rows, which leave the engine, as a source of drafts for other
+        samples of the same prompt."""
         for row in gone:
             entry = rows.pending[row]
             self._rows.pop(entry.sequence, None)
@@ -253,8 +260,8 @@ class Drafter:
             self._num_kept -= self._ended.pop(oldest).num_tokens
 
     def forget(self) -> None:
-        """The engine is idle. What was learnt goes too: a run that is resumed has not learnt it,
-        and is to do what it would have done."""
+        """Forget all texts and all counts. Called when the engine is idle, so that a resumed run,
+        which starts without them, does the same as one that was never interrupted."""
         self.acceptance = Acceptance()
         self._pacing = Pacing(row_cost=STEP_COST[0])
         self._rows: dict[int, RowText] = {}
@@ -262,7 +269,7 @@ class Drafter:
         self._num_kept = 0
 
     def _read(self, rows: RowTable, which: Sequence[int]) -> list[RowText]:
-        """The texts of these rows, up to their newest tokens."""
+        """Return the texts of these rows, brought up to date with their newest tokens."""
         counts, redraws = rows.host_column("count"), rows.host_column("redraw")
         texts = []
         for row in which:
@@ -278,7 +285,7 @@ class Drafter:
     # -- drafts ------------------------------------------------------------------------------------
 
     def propose(self, rows: RowTable) -> list[list[int]] | None:
-        """Tokens that may follow each live row's newest; None where a plain step is better."""
+        """For every live row the tokens that may come next. None if a plain step is better."""
         num_rows = rows.num_rows
         if num_rows > MAX_ROWS or not self._pacing.looks(num_rows):
             return None
@@ -300,8 +307,9 @@ class Drafter:
     def _best_length(
         self, rows: RowTable, which: Sequence[int], num_rows: int
     ) -> tuple[int, list[RowText], list[str]]:
-        """The best number of tokens to draft if all rows are like these, the texts of these rows,
-        and the tokens that may follow each. 0 tokens if a plain step is better."""
+        """For these rows, return how many tokens to draft per row (0 if a plain step is better),
+        the rows' texts, and the tokens that may follow each row. The number assumes that all
+        `num_rows` rows are like these."""
         texts = self._read(rows, which)
         expected = self.acceptance.expected_tokens()
         groups: dict[PromptId, list[RowText]] = {}
@@ -325,7 +333,7 @@ class Drafter:
         return (int(self._lengths[best]) if gains[best] >= MIN_GAIN else 0), texts, ahead
 
     def judge(self, num_new: np.ndarray) -> None:
-        """Note how many tokens the step with these drafts gave each row."""
+        """Note the outcome of the drafted step: each row has got `num_new` [rows] tokens."""
         for (kind, size, num_drafted), new in zip(self._proposed, num_new.tolist(), strict=True):
             if num_drafted:
                 self.acceptance.note(kind, size, num_drafted, new - 1)
@@ -337,7 +345,8 @@ class Drafter:
         self._pacing.took_step(num_tokens, num_rows * float(self._costs[num_rows, place]))
 
     def _point(self, text: RowText, siblings: Sequence[RowText], chance: np.ndarray) -> None:
-        """Let the row follow the longest match, unless where it was is as good."""
+        """Set the source of the row's draft to the longest match, unless going on in its present
+        source is more likely right."""
         kept = text.source
         found = self._longest_match(text, siblings)
         if found is None:
@@ -350,8 +359,9 @@ class Drafter:
     def _longest_match(
         self, text: RowText, siblings: Sequence[RowText]
     ) -> tuple[int, Text, int, int] | None:
-        """The longest match of the row's newest tokens: (kind, source, place after the match,
-        tokens matched). Among equal matches that in the row's own text. None: there is no match."""
+        """Find the longest match of the row's newest tokens: (kind, source, place after the match,
+        number of tokens matched). Among equally long matches the one in the row's own text wins.
+        None: there is no match."""
         best, found = SHORTEST_MATCH - 1, None
         most = min(LONGEST_MATCH, len(text.text))
         for kind, source in self._sources(text, siblings):
@@ -396,8 +406,8 @@ def _text(tokens: Sequence[int] | np.ndarray) -> str:
 
 
 def _row_text(entry: Pending, tokens: Sequence[int], redraw: int) -> RowText:
-    """The text of a row that is new here. If an earlier launch had a longer response, the row
-    follows that."""
+    """The text of a row that was not seen before. If an earlier launch of the sample left more
+    tokens than the row has, the draft is copied from these."""
     request = entry.request
     text = RowText(
         text=_text(request.prompt_tokens) + _text(tokens),
@@ -412,8 +422,8 @@ def _row_text(entry: Pending, tokens: Sequence[int], redraw: int) -> RowText:
 
 
 def _step_costs(lengths: np.ndarray) -> np.ndarray:
-    """Cost of a step with drafts in units of a plain step, by number of live rows and place in
-    `lengths`."""
+    """Cost of a drafted step as a multiple of a plain step's: [number of live rows, index in
+    `lengths`]."""
     plain, overhead, per_row, per_token = STEP_COST
     rows = np.arange(MAX_ROWS + 1)[:, None]
     costs: np.ndarray = overhead + per_row * rows + per_token * rows * (1 + lengths)

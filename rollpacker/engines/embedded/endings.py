@@ -1,5 +1,5 @@
-"""Finds the end of a response: an end token, a stop string, its limit, logits that are not
-numbers."""
+"""Finds where a response ends: at an end token, a stop string, its length limit, or logits that are
+not numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rollpacker.engines.embedded.rows import RowTable
 
 STOP_TAIL_TOKENS = 8
-"""A stop string is looked for in as many of the newest tokens as it has bytes, and so many more."""
+"""Number of tokens that are decoded to look for a stop string, beyond the number of its bytes."""
 
 
 class Endings:
@@ -23,8 +23,8 @@ class Endings:
         tokenizer: PreTrainedTokenizerBase | None,
         vocabulary_size: int,
     ) -> None:
-        """Ends are those of the generation config and the tokenizer's own. The tokenizer is needed
-        for stop strings only."""
+        """Reads the end tokens from the model's generation config and from the tokenizer. Only stop
+        strings need a tokenizer."""
         self.can_read = tokenizer is not None
         self._tokenizer = tokenizer
         self._is_end = np.zeros(vocabulary_size, np.bool_)
@@ -36,15 +36,15 @@ class Endings:
         self.end_tokens: list[int] = np.flatnonzero(self._is_end).tolist()
 
     def completes(self, stops: Sequence[str], tokens: Sequence[int]) -> bool:
-        """Whether the newest of these tokens has just completed one of these strings."""
+        """Whether decoding the newest of `tokens` gives text that contains one of `stops`."""
         assert self._tokenizer is not None
         tail = tokens[-_tail(stops) :]
         text = self._tokenizer.decode(list(tail))
         return any(stop in text for stop in stops)
 
     def stopped(self, rows: RowTable, first: int) -> np.ndarray:
-        """Whether each row, from `first` on, was stopped by its newest token: an end token, or the
-        last token of a stop string."""
+        """Whether each row, from row `first` on, was stopped by its newest token, which is an end
+        token or completes a stop string: bool [rows]."""
         token, may_stop, has_strings = (
             rows.host_column(name)[first:] for name in ("token", "may_stop", "has_stop_strings")
         )
@@ -58,14 +58,15 @@ class Endings:
     def among(
         self, rows: RowTable, drawn_for: np.ndarray, tokens: np.ndarray, log_probs: np.ndarray
     ) -> np.ndarray:
-        """Whether each of these tokens [rows, tokens], drawn for rows `drawn_for`, ends its row by
-        itself: it is an end token, or was drawn from logits that are not numbers."""
+        """Whether each of these tokens [rows, tokens], drawn for the rows `drawn_for`, ends its row
+        regardless of limits and stop strings: it is an end token, or its log-probability is NaN."""
         may_stop = rows.host_column("may_stop")[drawn_for]
         ends: np.ndarray = self._is_end[tokens] & may_stop[:, None] | np.isnan(log_probs)
         return ends
 
     def num_until_end(self, rows: RowTable, row: int, start: int) -> int | None:
-        """Tokens of the row up to and with the first, from number `start` on, that ends it."""
+        """Length of the response up to and with the first token that ends it, looking from token
+        number `start` on. None: the response goes on."""
         count, limit = (int(rows.host_column(name)[row]) for name in ("count", "limit"))
         found = limit if count >= limit else None
         broken = rows.first_broken(row, start)
@@ -82,7 +83,7 @@ class Endings:
         return found
 
     def _ends_string(self, rows: RowTable, row: int, num_tokens: int) -> bool:
-        """Whether the first so many tokens of a row have just completed one of its stop strings."""
+        """Whether a row's first `num_tokens` tokens have just completed one of its stop strings."""
         stops = rows.pending[row].request.sampling.stop
         return self.completes(
             stops, rows.tokens(row, max(0, num_tokens - _tail(stops)), num_tokens)

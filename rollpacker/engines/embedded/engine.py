@@ -1,10 +1,10 @@
 """The embedded engine: continuous batching over the trainer's own module, on a CPU or one GPU.
 
-Its turns (engines/loop.py): take what was submitted and aborted, admit waiting requests into free
-rows, decode one token for every row, report what ended.
+In each turn of its thread (engines/loop.py) it takes what was submitted and aborted, admits waiting
+requests into free rows, decodes one token for every row, and reports what ended.
 
-It is made for a CPU. On CUDA it runs the same code, kernel by kernel, and says that vLLM is the
-engine for that.
+It is made for a CPU. On CUDA it runs the same code, kernel by kernel, and logs that vLLM is the
+engine for GPUs.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ SLOW_ON_CUDA = (
 
 
 class TorchEngine(LoopEngine):
-    """An `Engine` that samples from `model` as it stands, weights read in place.
+    """An `Engine` that samples from `model` as it is, reading the weights in place.
 
-    `update_weights` without weights therefore only notes the version; whoever changes them does so
-    while nothing runs. The model keeps RollPacker's attention (see `install_attention`), and its
-    training mode whenever the engine has nothing to do. Set torch's thread count before `start`.
+    So `update_weights` without weights only notes the version, and the weights may be changed in
+    place only while nothing runs. The model keeps RollPacker's attention (see `install_attention`),
+    and its training mode whenever the engine is idle. Set torch's thread count before `start`.
 
     Raises:
         UnsupportedModelError: the model's architecture cannot run here; the message says why.
@@ -70,7 +70,7 @@ class TorchEngine(LoopEngine):
         config: EngineConfig,
         device: torch.device | str | None = None,
     ) -> None:
-        """`tokenizer` is needed for stop strings only. `device`: None for the model's."""
+        """`tokenizer` is needed for stop strings only. `device`: None means the model's device."""
         super().__init__(model)
         self._device = torch.device(device or next(model.parameters()).device)
         if self._device.type == "cuda":
@@ -97,7 +97,7 @@ class TorchEngine(LoopEngine):
     # -- the protocol ------------------------------------------------------------------------------
 
     def status(self) -> EngineStatus:
-        """See `Engine`."""
+        """Return counts of samples, tokens and steps; see `Engine.status`."""
         self._inbox.check_open()
         num_in_flight = self._inbox.num_in_flight
         num_running = min(self._decoder.rows.num_rows, num_in_flight)
@@ -123,7 +123,8 @@ class TorchEngine(LoopEngine):
             torch.cuda.set_device(self._device)
 
     def _turn(self) -> list[Numbered]:
-        """A token for every row at most, so that an abort never comes later than that."""
+        """Take what was submitted and aborted, admit requests, or decode one step, but no more, so
+        that aborts do not wait. Returns the outputs of samples that ended."""
         outputs = self._take_inbox()
         if not outputs:
             num_new = self._decoder.num_admissible(self._waiting)
@@ -135,8 +136,8 @@ class TorchEngine(LoopEngine):
         return outputs
 
     def _step(self) -> int:
-        """Make one decode step, of drafted tokens if there are some. Returns the number of tokens
-        that it gave."""
+        """Make one decode step, with drafts if there are any, and return the number of tokens
+        generated."""
         rows = self._decoder.rows
         drafts = self._drafter.propose(rows) if self._drafter is not None else None
         if self._drafter is None or drafts is None:
@@ -148,13 +149,13 @@ class TorchEngine(LoopEngine):
         return int(num_new.sum())
 
     def _remove(self, gone: np.ndarray) -> None:
-        """Take these rows out. Their responses stay as drafts for their siblings."""
+        """Remove these rows, and keep their responses as drafts for samples of the same prompts."""
         if self._drafter is not None:
             self._drafter.keep(self._decoder.rows, gone.tolist())
         self._decoder.remove(gone)
 
     def _rest(self) -> None:
-        """Leave the model in the mode that it was found in."""
+        """Put the model back into the mode that it was found in, training or not; forget drafts."""
         if self._busy:
             self._busy = False
             self._decoder.forget_prompt()
@@ -173,8 +174,8 @@ class TorchEngine(LoopEngine):
     # -- requests come -----------------------------------------------------------------------------
 
     def _take_inbox(self) -> list[Numbered]:
-        """Add new requests to the queue, and remove aborted ones from it or from their rows.
-        Returns outputs of these."""
+        """Queue new requests, and remove aborted ones from the queue or from their rows. Returns
+        the outputs of aborted requests and of those that can never run."""
         self._kept.let_go(self._inbox.take_let_go())
         submitted, aborted = self._inbox.take()
         outputs = []
@@ -204,7 +205,8 @@ class TorchEngine(LoopEngine):
         return outputs
 
     def _carrying(self, row: int) -> dict[str, Any]:
-        """The fields of a row's event that describe the carried tokens of the row."""
+        """Fields of a row's event about carried tokens, which an earlier launch generated: how many
+        came out the same, and how often the rest was redrawn."""
         column = self._decoder.rows.host_column
         num_kept = int(column("num_kept")[row])
         return {
@@ -245,8 +247,8 @@ class TorchEngine(LoopEngine):
         return self._collect_ended(first)
 
     def _parted(self, entries: list[Pending]) -> tuple[list[Pending], list[Pending], list[KeptRow]]:
-        """The entries without kept keys and values; the entries that have some, and what is kept of
-        each of these."""
+        """Split the entries into those without and those with keys and values kept from an earlier
+        turn, and return these two lists and what is kept for the second."""
         fresh, going_on, kept = [], [], []
         for entry in entries:
             request = entry.request
@@ -261,7 +263,7 @@ class TorchEngine(LoopEngine):
     # -- responses go ------------------------------------------------------------------------------
 
     def _collect_ended(self, first: int) -> list[Numbered]:
-        """Take out the rows, from `first` on, that their newest token ended."""
+        """Remove the rows, from row `first` on, that have ended. Returns their outputs."""
         rows = self._decoder.rows
         count, limit, log_prob, ceiling = (
             rows.host_column(name)[first:] for name in ("count", "limit", "log_prob", "ceiling")
@@ -289,8 +291,8 @@ class TorchEngine(LoopEngine):
         return self._settle(kept, outputs) if kept else outputs
 
     def _keep(self, gone: list[int], outputs: list[Numbered]) -> list[SampleId]:
-        """Keep the rows whose turn has ended, as these outputs say, if there is to be another turn.
-        Returns their samples."""
+        """Copy the keys and values of those of these rows that ended their turn with "stop" and
+        whose request asks for it (`keep`). Returns their samples."""
         kept = []
         for row, (_, output) in zip(gone, outputs, strict=True):
             request, response = self._decoder.rows.pending[row].request, output.response
@@ -301,7 +303,9 @@ class TorchEngine(LoopEngine):
         return kept
 
     def _settle(self, kept: list[SampleId], outputs: list[Numbered]) -> list[Numbered]:
-        """The rows have left: which of them can be kept. The outputs say so."""
+        """Drop copies of keys and values for which there is no memory, now that their rows have
+        left. Returns the outputs; the numbers of kept tokens and the room left are in their
+        events."""
         self._kept.settle(kept, *self._decoder.would_have(()))
         num_rows, width = self._decoder.would_have(self._waiting)
         room, keeping = self._kept.room(num_rows * width), set(kept)

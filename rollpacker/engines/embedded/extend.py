@@ -1,12 +1,13 @@
-"""Several new tokens of a row in one forward pass: guessed ones, drawn anew with the row's noise.
+"""Computes several new tokens of a row in one forward pass: guessed tokens are drawn again with the
+row's noise.
 
 A row's newest token is not in the cache yet. `Extender.extend` feeds it together with a guess of
 the tokens after it, draws at every one of these positions with the noise that decoding would use
-there, and keeps what came out up to the first token that is not the guessed one. The row is then
-where so many decode steps would have brought it, to the token. What an earlier launch left of a
-response is such a guess (`Extender.take_up`).
+there, and keeps what came out up to and with the first token that differs from the guess. The row
+is then exactly where as many decode steps would have brought it. Tokens that an earlier launch left
+of a response are such a guess (`Extender.take_up`).
 
-A row that was kept between turns (kept_rows.py) gets the new tokens of its prompt in such passes,
+The new prompt tokens of a row that was kept between turns (kept_rows.py) are fed in such passes,
 too (`Extender.go_on`).
 """
 
@@ -33,17 +34,16 @@ from rollpacker.engines.embedded.sampling import draw
 from rollpacker.engines.engine import Carried
 
 MAX_REDRAWS = 16
-"""An end that the complement rule refuses is drawn once more at most so often."""
+"""Most times that tokens of one response are drawn again by the rule in `draw_again`."""
 MAX_GUESS = 255
 """Most tokens of a guess. Longer guesses are cut: a response that differs early then costs one
 short pass."""
 EXTEND_SCORES = {"cpu": 1 << 24}
 EXTEND_SCORES_ACCELERATOR = 1 << 27
-"""Most attention scores of one head in a pass, which is the size of its mask."""
+"""Most attention scores of one head in a pass, which is the number of elements of its mask."""
 
 DRAW_LOGITS = 1 << 24
-"""Most logits that tokens are drawn from at once: their probabilities have twice the digits,
-several times over."""
+"""Most logits that tokens are drawn from at once. Drawing makes several float64 copies of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +52,12 @@ class Guess:
 
     tokens: Sequence[int]
     log_probs: Sequence[float] | None = None
-    """Log-probabilities of the tokens, which are then taken as they are. None: the tokens are drawn
-    anew."""
+    """Log-probabilities of the tokens, which are then accepted without being drawn. None: the
+    tokens are drawn again, and compared."""
 
 
 class Extender:
-    """Takes rows of a decoder on by more than a token at a time."""
+    """Extends the rows of a decoder by more than one token at a time."""
 
     def __init__(self, decoder: Decoder, endings: Endings) -> None:
         self._decoder = decoder
@@ -76,11 +76,10 @@ class Extender:
     # -- guesses -----------------------------------------------------------------------------------
 
     def extend(self, rows: np.ndarray, guesses: Sequence[Guess]) -> np.ndarray:
-        """Take each of these rows on by at least one token, and by more as far as its guess holds.
-
-        A row ends up with its newest token the first that was not guessed, the one after the whole
-        guess, or the one that ended it. Returns how many tokens each got.
-        """
+        """Extend each of these rows by at least one token, and by more as far as its guess is
+        right. A row's newest token is then the first that differs from the guess, the token after
+        the whole guess, or the token that ended the row. Returns the number of each row's new
+        tokens."""
         before, positions = (self._rows.host_column(name)[rows] for name in ("count", "position"))
         max_tokens = min(self._max_tokens, self._max_logits)
         room = self._rows.host_column("limit")[rows] - before - 1
@@ -93,15 +92,15 @@ class Extender:
         return num_new
 
     def _most(self, max_tokens: int) -> int:
-        """Tokens of one row in a pass."""
+        """Most tokens of one row that go through the model in one pass."""
         width = self._decoder.slots.width * self._query_groups
         return max(1, min(max_tokens, self._max_scores // width))
 
     def _passes(
         self, lengths: np.ndarray, ends: np.ndarray, max_tokens: int
     ) -> Iterator[np.ndarray]:
-        """Parts of the rows that go through the model together and keep to the budget, as indices.
-        Row i gets `lengths[i]` tokens, which end at position `ends[i]`."""
+        """Split rows into parts that go through the model together within its limits, and yield the
+        indices of each part. Row i gets `lengths[i]` tokens, which end at position `ends[i]`."""
         order = np.argsort(lengths, kind="stable")
         if self._fits(lengths, ends, max_tokens):
             yield np.arange(len(lengths))
@@ -154,15 +153,15 @@ class Extender:
         self._cut_at_strings(rows, num_new)
 
     def _pass_without(self, rows: np.ndarray) -> None:
-        """Give each of these rows one token without its guess. The guesses made logits that are not
-        numbers: a wrong guess may do so, and spoils the tokens before it too, since a key that is
-        not a number cannot be masked."""
+        """Give each of these rows one token without its guess, because the guess led to logits that
+        are not numbers. A wrong guess may do so, and spoils the tokens before it too, since a key
+        that is not a number cannot be masked."""
         for row, position in zip(rows, self._rows.host_column("position")[rows], strict=True):
             self._decoder.slots.clear(int(row), int(position))
         self._pass(rows, [Guess(())] * len(rows), np.ones(len(rows), np.int64))
 
     def _cut_at_strings(self, rows: np.ndarray, num_new: np.ndarray) -> None:
-        """Take back what the newest tokens of these rows have beyond a stop string."""
+        """Remove tokens that lie beyond a stop string; row rows[i] has num_new[i] new tokens."""
         for place in np.flatnonzero(self._rows.host_column("has_stop_strings")[rows]):
             row, count = rows[place], int(self._rows.host_column("count")[rows[place]])
             end = self._endings.num_until_end(self._rows, row, count - num_new[place])
@@ -172,8 +171,8 @@ class Extender:
     # -- what was kept -----------------------------------------------------------------------------
 
     def go_on(self, entries: Sequence[Pending], kept: Sequence[KeptRow]) -> None:
-        """Add rows, for which slots are reserved, of whose prompts this much is there already; read
-        the rest of them, and draw their first tokens."""
+        """Add rows, whose slots are reserved, from keys and values that were kept of the first part
+        of their prompts: feed the rest of the prompts and draw the first tokens."""
         for start in range(0, len(entries), self._max_logits):
             part = slice(start, start + self._max_logits)
             first = self._rows.num_rows
@@ -189,8 +188,8 @@ class Extender:
     def _read(
         self, rows: np.ndarray, starts: np.ndarray, prompts: Sequence[tuple[int, ...]]
     ) -> Tensor:
-        """Feed these rows their prompts from `starts` on. Returns logits [rows, vocabulary] after
-        the prompts."""
+        """Feed these rows their prompts, row i from token `starts[i]` on. Returns the logits [rows,
+        vocabulary] after the prompts."""
         done, most = starts.copy(), self._most(self._max_tokens)
         logits = torch.zeros(0)
         ends = np.array([len(prompt) for prompt in prompts])
@@ -214,10 +213,9 @@ class Extender:
     # -- what was carried --------------------------------------------------------------------------
 
     def take_up(self, first: int) -> int:
-        """Go on from what the rows from `first` on carry, which have drawn their first tokens.
-
-        Returns how many tokens of these rows are new: all but those that were carried and kept.
-        """
+        """Go on from carried tokens, which an earlier launch generated, in the rows from `first` on
+        that have some. These rows have just drawn their first tokens. Returns the number of tokens
+        that all rows from `first` on have, without the carried ones that were kept."""
         carrying = [
             row for row in range(first, self._rows.num_rows) if self._rows.pending[row].has_carried
         ]
@@ -245,7 +243,7 @@ class Extender:
         return carried
 
     def _take_first(self, rows: list[int]) -> None:
-        """Replace the first tokens of these rows, whatever was drawn, by the carried ones."""
+        """Replace the first token of each of these rows by its first carried token."""
         if not rows:
             return
         carried = [self._carried(row) for row in rows]
@@ -258,8 +256,8 @@ class Extender:
         )
 
     def _agreeing(self, rows: list[int]) -> list[int]:
-        """The rows that may take up more carried tokens: all their tokens are carried ones, and
-        none ended them."""
+        """The rows that may go on with their carried tokens: all tokens so far equal the carried
+        ones, there are more carried ones, and no token has ended the row."""
         counts = self._rows.host_column("count")[rows].tolist()
         return [
             row
@@ -269,15 +267,16 @@ class Extender:
         ]
 
     def _num_agreed(self, row: int) -> int:
-        """Tokens of the row before the first that is not the carried one."""
+        """Number of the row's tokens before the first that differs from the carried one."""
         tokens, carried = self._rows.tokens(row), self._carried(row).tokens
         pairs = zip(tokens, carried, strict=False)
         differs = (place for place, (one, other) in enumerate(pairs) if one != other)
         return next(differs, min(len(tokens), len(carried)))
 
     def _guess(self, row: int, count: int) -> Guess:
-        """The carried tokens from token `count` on, as far as they have noise of one redraw: the
-        token after a guess is drawn with that noise too."""
+        """The guess made of the row's carried tokens from number `count` on. It ends before the
+        last token with the same redraw (set of noise), since the token after a guess is drawn with
+        that noise too."""
         redraw, end = self._rows.pending[row].carried_redraw(count)
         self._rows.draw_with(row, count, redraw)
         size = MAX_GUESS if end is None else min(MAX_GUESS, end - count - 1)
@@ -285,13 +284,13 @@ class Extender:
         return Guess(carried.tokens[part], None if carried.verify else carried.log_probs[part])
 
     def draw_again(self, rows: np.ndarray) -> np.ndarray:
-        """The complement rule, for rows that have just been stopped or have passed their ceiling.
-        Which of them go on.
+        """Apply the complement rule to rows that have just stopped or passed their ceiling, and
+        return which rows go on: bool [rows].
 
-        A response that was cut off at a length does not end before it, and one that had ended
-        before its siblings were cut off does not grow beyond that: where it would, the tokens after
-        the first that came out differently are drawn with noise of another redraw, and that one too
-        if it is the end.
+        The rule: a response that was cut off at a length must not end before that length, and one
+        that had ended before its siblings were cut off must not grow longer than they. Where it
+        would, the tokens after the first that differs from the carried one are drawn again, with
+        new noise (a redraw); if that first token is the end itself, so is that token.
         """
         column = self._rows.host_column
         count = column("count")[rows]

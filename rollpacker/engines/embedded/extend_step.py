@@ -1,8 +1,8 @@
-"""A forward pass over several new tokens of some rows, which their caches are longer by afterwards.
+"""A forward pass over several new tokens of some rows, whose caches it extends.
 
-The rows' tokens lie one behind the other, without padding, so that the linear layers see real ones
-alone. Attention goes by *spans*: neighbouring rows that are padded to one shape, where one call for
-all of them is cheaper than a call for each.
+The rows' tokens lie one behind the other, without padding, so that the linear layers see real
+tokens alone. Attention goes by *spans*: neighbouring rows that are padded to one shape, where one
+call for all of them is cheaper than a call for each.
 """
 
 from __future__ import annotations
@@ -32,12 +32,9 @@ class Span(NamedTuple):
 
 
 def plan_spans(lengths: np.ndarray, ends: np.ndarray, call_cost: float) -> list[Span]:
-    """Spans for rows in this order: row i gets `lengths[i]` tokens, which end at position
-    `ends[i]`.
-
-    A row joins the span before it where that costs no more than a span of its own, at `call_cost` a
-    span + rows x tokens x width.
-    """
+    """Plan the spans for rows in this order, and return them. Row i gets `lengths[i]` tokens, which
+    end at position `ends[i]`. A row joins the span before it where that costs no more than a span
+    of its own. A span costs `call_cost` + rows x tokens x width."""
     spans: list[Span] = []
     for row, (length, end) in enumerate(zip(lengths.tolist(), ends.tolist(), strict=True)):
         if spans:
@@ -67,15 +64,14 @@ class NewTokens(NamedTuple):
 
 
 class ExtendStep:
-    """The attention of a pass over several new tokens of each row. The tokens see their row's cache
-    and each other causally, and their keys and values go into the slots.
+    """The attention of a pass over several new tokens of each row.
 
     The tokens see their row's cache and each other causally, and their keys and values go into the
     slots.
     """
 
     def __init__(self, slots: KVSlots, new: NewTokens, call_cost: float = float("inf")) -> None:
-        """`call_cost`: cost of one more span, in rows x tokens x width. Infinite: there is one
+        """`call_cost`: cost of one more span, in rows x tokens x width. Infinity: all rows form one
         span."""
         rows, starts, lengths = new
         self._slots = slots
@@ -96,7 +92,8 @@ class ExtendStep:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores
     ) -> Tensor:
-        """See `RolloutStep`; there is one row, that has the tokens of all."""
+        """Return the attention's output; see `RolloutStep.attend`. The inputs have one row, which
+        holds the tokens of all rows one behind the other."""
         keys, values = self._slots.keys[layer], self._slots.values[layer]
         for store, new in ((keys, key), (values, value)):
             heads = new[0].transpose(0, 1).reshape(-1, new.shape[-1])
@@ -106,7 +103,7 @@ class ExtendStep:
         return joined.unsqueeze(0)
 
     def _flat_places(self, num_kv_heads: int) -> Tensor:
-        """Where each head of each token lies in the flat storage."""
+        """Indices of every head of every token in a layer's storage, as vectors of a head each."""
         flat = self._flat.get(num_kv_heads)
         if flat is None:
             lines = self._row_of_token[:, None] * num_kv_heads + np.arange(num_kv_heads)
@@ -117,7 +114,7 @@ class ExtendStep:
 
 
 class _SpanStep:
-    """The rows of one span, whose tokens begin at `first` among those of the pass."""
+    """The attention of one span, whose tokens begin at index `first` among those of the pass."""
 
     def __init__(self, slots: KVSlots, new: NewTokens, first: int, span: Span) -> None:
         rows, starts, lengths = new
@@ -131,7 +128,7 @@ class _SpanStep:
         place = np.minimum(np.arange(span.num_tokens), lengths[:, None] - 1)
         self._last_columns = slots.width - 1 - (starts[:, None] + place)
         self._padded: Tensor | None = None
-        """The token of the pass at each place of [rows x tokens]. None: no row is padded."""
+        """Index of the token at each place of [rows x tokens]. None: no row is padded."""
         self._real: Tensor | None = None
         """Indices in [rows x tokens] of the real tokens. None: no row is padded."""
         real = np.arange(span.num_tokens) < lengths[:, None]
@@ -142,8 +139,8 @@ class _SpanStep:
         self._biases: dict[int | None, Tensor] = {}
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
-        """Output [the span's tokens, heads, head_dim]; `query` is [heads, the pass's tokens,
-        head_dim], keys and values are a layer's slots."""
+        """Return the output [the span's tokens, heads, head_dim]. `query` is [heads, the pass's
+        tokens, head_dim]; `keys` and `values` are the slots of one layer."""
         num_heads, num_kv_heads = query.shape[0], keys.shape[1]
         if self._padded is None:
             query = query.narrow(1, *self._tokens)
@@ -172,8 +169,8 @@ class _SpanStep:
         return part.narrow(0, self._first_row, self._num_rows)
 
     def _bias(self, sliding_window: int | None, groups: int) -> Tensor:
-        """The bias [rows, 1, groups x tokens, width]: 0 where a token may look, minus infinity
-        elsewhere."""
+        """The attention bias [rows, 1, groups x tokens, width]: 0 where a token may look, minus
+        infinity elsewhere."""
         bias = self._biases.get(sliding_window)
         if bias is None:
             lines = self._slots.bias_line(sliding_window).unfold(0, self._width, 1)

@@ -1,7 +1,8 @@
-"""Rows between two turns: copies of their keys and values, as long as they are, beside the slots.
+"""Keys and values of dialogues between two turns, copied out of the slots at their own length.
 
-A slot is as wide as its row may become, and free for another one while an environment answers. What
-is kept counts against the budget of the slots, and is never in the way of rows that could run.
+A slot is as wide as its row may become, and is free for another row while an environment answers.
+The copies count against the memory budget of the slots, and are dropped where rows that could run
+need their room.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from rollpacker.core.ids import SampleId
 from rollpacker.engines.embedded.kv_slots import KVSlots, PromptCache
 
 HEADROOM = 1 / 8
-"""Share of the budget that `room` leaves out: the core, which decides which rows go, hears in time
-that there is no room, and rows that come faster than that are not kept."""
+"""Share of the budget that `room` leaves out. The core decides from the reported room which rows
+are dropped, and learns of it late: without a reserve, rows that end fast would not be kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +35,19 @@ class KeptRows:
         self.num_tokens = 0
 
     def size(self, sample: SampleId) -> int:
-        """Tokens that are kept of it."""
+        """Number of tokens that are kept of this sample; 0 if there are none."""
         return len(self._rows[sample].tokens) if sample in self._rows else 0
 
     def keep(self, sample: SampleId, tokens: tuple[int, ...], row: int) -> None:
-        """Copy what this row has of these tokens. `settle` decides whether the copy can stay."""
+        """Copy the keys and values that slot `row` holds for `tokens`. Whether the copy can stay is
+        decided by `settle`."""
         self.let_go([sample])
         self._rows[sample] = KeptRow(tokens, self._slots.snapshot(row, len(tokens)))
         self.num_tokens += len(tokens)
 
     def take(self, sample: SampleId, prompt: tuple[int, ...]) -> KeptRow | None:
-        """Remove what is kept of a sample and return the part that its new prompt begins with,
-        without the prompt's last token. None: there is none."""
+        """Remove what is kept of a sample, and return the part of it with which its new prompt
+        begins, without the prompt's last token. None: there is no such part."""
         kept = self._rows.get(sample)
         if kept is None:
             return None
@@ -67,13 +69,14 @@ class KeptRows:
                 self.num_tokens -= len(kept.tokens)
 
     def clear(self) -> None:
-        """The weights change, or the memory is needed."""
+        """Drop everything. Called when the weights change or the memory is needed."""
         self._rows.clear()
         self.num_tokens = 0
 
     def settle(self, new: Sequence[SampleId], num_rows: int, width: int) -> None:
-        """Drop those of the new samples, the last ones first, for which there is no memory beside
-        the rows that are left: `num_rows` rows of at most `width` positions."""
+        """Drop copies of the samples in `new`, the last ones first, until the memory suffices
+        beside the slots. These are shrunk first if the live rows, `num_rows` rows of at most
+        `width` positions, use no more than half of them."""
         if self._is_over and self._is_wasteful(num_rows * width):
             self._slots.shrink(num_rows, width)
         for sample in reversed(new):
@@ -82,14 +85,14 @@ class KeptRows:
             self.let_go([sample])
 
     def trim(self) -> None:
-        """The slots may have grown. Those go that leave no room for them, the oldest first: nobody
-        was asked which, and who has been away the longest may well stay so."""
+        """Drop the oldest kept rows until the memory suffices beside the slots, which may have
+        grown."""
         while self._is_over and self._rows:
             self.let_go([next(iter(self._rows))])
 
     def room(self, num_positions: int) -> int:
-        """Tokens for which there is room beside so many positions of rows; see
-        `SampleGenerated.room`."""
+        """Number of tokens that can be kept beside live rows of `num_positions` positions in all,
+        as reported in `SampleGenerated.room`. Negative: there is too much already."""
         taken = 0 if self._is_wasteful(num_positions) else self._allocated
         most = int((1 - HEADROOM) * self._slots.budget_tokens)
         return most - max(taken, num_positions) - self.num_tokens
@@ -103,5 +106,6 @@ class KeptRows:
         return self._allocated + self.num_tokens > self._slots.budget_tokens
 
     def _is_wasteful(self, num_positions: int) -> bool:
-        """Whether half of the slots would do for so many: what shrinks is soon to grow again."""
+        """Whether `num_positions` fill at most half of the allocated slots. With more in use it is
+        not worth while to shrink them, since they would soon grow again."""
         return 2 * num_positions <= self._allocated

@@ -1,7 +1,8 @@
-"""Keys and values of the live rows, one slot a row, live rows dense at the front.
+"""Keys and values of the live rows, one slot a row. The first slots are in use, without gaps.
 
-Per layer two tensors [slots, key-value heads, width, head_dim]. A row's slot holds its tokens from
-position 0 on; what lies beyond a row's length is finite garbage that attention masks out.
+There are two tensors per layer, [slots, key-value heads, width, head_dim]. A row's slot holds its
+tokens from position 0 on. What lies beyond a row's length is finite garbage that attention masks
+out.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from rollpacker.engines.embedded.attention import Scores, biased_attention, caus
 from rollpacker.engines.embedded.buckets import Bucket
 
 PromptCache = list[Tensor]
-"""The keys [key-value heads, tokens, head_dim] of one row, layer by layer, then its values in the
-same way."""
+"""Copies of the keys [key-value heads, tokens, head_dim] of one row in all layers, followed by
+those of its values in all layers."""
 PAIRWISE_MOVES = 4
 """Most moved rows that are copied one by one, each at its own length. More rows are copied
 together, at the longest length."""
@@ -40,7 +41,7 @@ class LayerShape:
 
 
 class KVSlots:
-    """The storage itself. Grows on demand; what it holds survives."""
+    """The tensors of all slots and all layers. They grow on demand and keep their content then."""
 
     def __init__(
         self,
@@ -67,18 +68,18 @@ class KVSlots:
 
     @property
     def budget_tokens(self) -> int:
-        """Number of positions that keep to the budget."""
+        """Number of cache positions that fit into the memory budget."""
         return self.budget_bytes // self.bytes_per_token
 
     def fits(self, num_slots: int, width: int) -> bool:
-        """Whether so many rows of so many positions keep to the budget."""
+        """Whether `num_slots` rows of `width` positions fit into the memory budget."""
         return num_slots * width * self.bytes_per_token <= self.budget_bytes
 
     def reserve(self, num_slots: int, width: int, beside: int = 0) -> bool:
-        """Make room for `num_slots` rows of `width` positions. True if the storage moved.
+        """Make room for `num_slots` rows of `width` positions. Returns whether the storage moved.
 
-        Keeps the content of these; what exceeds them stays only as far as the budget goes, of which
-        `beside` positions are somebody else's.
+        The content of these slots and positions is kept. Slots and positions beyond them are kept
+        only if they fit the budget, of which `beside` positions are used for something else.
         """
         if num_slots <= self.num_slots and width <= self.width:
             return False
@@ -91,7 +92,7 @@ class KVSlots:
         return True
 
     def shrink(self, num_slots: int, width: int) -> None:
-        """Keep the first rows, and of these the first positions."""
+        """Shrink the storage to the first `num_slots` slots and their first `width` positions."""
         if num_slots and width:
             self._allocate(num_slots, width)
         else:
@@ -115,12 +116,13 @@ class KVSlots:
         }
 
     def free(self) -> None:
-        """Give the memory back. The next `reserve` begins anew."""
+        """Free the memory. The content is lost; `reserve` allocates it again."""
         self.num_slots = self.width = 0
         self.keys, self.values, self._row_offsets, self._bias_lines = {}, {}, {}, {}
 
     def _zeros(self, size: tuple[int, ...]) -> Tensor:
-        """Zeros, not empty: a masked position contributes 0 x garbage, and 0 x NaN is NaN.
+        """Zeros, since uninitialized memory may hold NaN: a masked position contributes 0 times its
+        value, and 0 x NaN is NaN.
 
         On a CPU the memory comes from the system as zero pages, which cost nothing until they are
         touched: a slot as wide as its sample may become takes memory only as the sample grows.
@@ -131,7 +133,8 @@ class KVSlots:
         return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(self.dtype).view(size)
 
     def flat_positions(self, positions: Tensor) -> dict[int, Tensor]:
-        """Where row r's `positions[r]` lies in the flat storage, by number of key-value heads."""
+        """Indices of position `positions[r]` of each row r in the flattened storage, one for each
+        of its heads. The mapping's keys are the layers' different numbers of key-value heads."""
         num_rows, column = positions.shape[0], positions.unsqueeze(1)
         return {
             heads: (offsets.narrow(0, 0, num_rows) + column).view(-1)
@@ -139,10 +142,9 @@ class KVSlots:
         }
 
     def bias_line(self, sliding_window: int | None) -> Tensor:
-        """Minus infinities around zeros: the bias of every row is a stretch of this line.
-
-        [2 x width - 1]; that of a row whose newest token is at position p begins at width - 1 - p.
-        """
+        """A vector [2 x width - 1] of minus infinities around zeros, of which every row's bias is a
+        part. The bias of a row whose newest token is at position p begins at index width - 1 -
+        p."""
         line = self._bias_lines.get(sliding_window)
         if line is None:
             size = (2 * self.width - 1,)
@@ -153,7 +155,8 @@ class KVSlots:
         return line
 
     def move(self, source: list[int], target: list[int], lengths: list[int]) -> None:
-        """Copy rows, each with its first `lengths` positions. Sources and targets are disjoint."""
+        """Copy row source[i] to row target[i], its first lengths[i] positions. No row is both a
+        source and a target."""
         if len(source) <= PAIRWISE_MOVES:
             for store in self._stores():
                 for from_row, to_row, length in zip(source, target, lengths, strict=True):
@@ -162,7 +165,8 @@ class KVSlots:
         self.gather(source, target, max(lengths))
 
     def gather(self, source: list[int], target: list[int], width: int) -> None:
-        """Copy rows at one width, through a temporary: sources and targets may overlap."""
+        """Copy row source[i] to row target[i], the first `width` positions of each. A row may be
+        both a source and a target."""
         source_rows = torch.tensor(source, device=self.device)
         target_rows = torch.tensor(target, device=self.device)
         for store in self._stores():
@@ -170,11 +174,11 @@ class KVSlots:
             part.index_copy_(0, target_rows, part.index_select(0, source_rows))
 
     def snapshot(self, row: int, length: int) -> PromptCache:
-        """A copy of a row's first positions."""
+        """A copy of the row's keys and values at its first `length` positions."""
         return [store[row, :, :length].clone() for store in self._stores()]
 
     def restore(self, cache: PromptCache, rows: slice) -> None:
-        """Give every one of these rows the snapshot's positions."""
+        """Copy the positions of a snapshot into every one of these rows."""
         for store, part in zip(self._stores(), cache, strict=True):
             store[rows, :, : part.shape[1]] = part
 
@@ -182,17 +186,15 @@ class KVSlots:
         return [*self.keys.values(), *self.values.values()]
 
     def clear(self, row: int, first: int = 0) -> None:
-        """Remove NaNs that a row may have left behind, from position `first` on."""
+        """Set a row's positions from `first` on to zero, since there may be NaNs in them."""
         for store in self._stores():
             store[row, :, first:].zero_()
 
 
 class PrefillStep:
     """A forward pass over right-padded prompts, which fills the slots of their samples.
-
-    `prompt_of_row` [new rows] says which prompt of the batch each row, from `first_row` on, belongs
-    to.
-    """
+    `prompt_of_row` [new rows] is the index of each row's prompt in the batch, for the rows from
+    `first_row` on."""
 
     def __init__(self, slots: KVSlots, first_row: int, prompt_of_row: Tensor) -> None:
         self._slots = slots
@@ -210,7 +212,8 @@ class PrefillStep:
 
 
 class DecodeStep:
-    """A forward pass over one new token per row, at `positions` [rows], by width buckets."""
+    """A forward pass over one new token per row, at `positions` [rows]. Each bucket of rows attends
+    over a width of its own."""
 
     def __init__(self, slots: KVSlots, positions: Tensor, buckets: Sequence[Bucket]) -> None:
         self._slots = slots
@@ -246,10 +249,8 @@ class DecodeStep:
         return joined.reshape(num_rows, 1, num_heads, -1)
 
     def _make_biases(self, sliding_window: int | None) -> list[Tensor | None]:
-        """Per bucket [rows, 1, 1, width]: 0 where a row may look, minus infinity elsewhere.
-
-        None where every row of the bucket may look everywhere.
-        """
+        """For each bucket the bias [rows, 1, 1, width]: 0 where a row may look, minus infinity
+        elsewhere. None for a bucket whose rows may all look everywhere."""
         biases: list[Tensor | None] = []
         for start, stop, width, is_even in self._buckets:
             if is_even and (sliding_window is None or width <= sliding_window):
@@ -269,7 +270,7 @@ class LayerProbe:
     def __init__(self) -> None:
         self.shapes: list[LayerShape] = []
         self.calls: list[tuple[int, Scores]] = []
-        """Layer and scores of each call."""
+        """The layer and the scores' settings of each attention call, in order."""
         self.dtype: torch.dtype | None = None
 
     def attend(

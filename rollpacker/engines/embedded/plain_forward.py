@@ -2,9 +2,9 @@
 
 On a small model, or at a few rows, most of a decode step is the dispatch of modules, not their
 arithmetic. `plain_forward` recognises Llama, Mistral, Qwen2 and Qwen3 as transformers builds them,
-down to the class of every module, with or without peft's low-rank adapters on their matrices, and
-nothing else: whatever it does not know (another kind of adapter, a hook, a quantised layer, another
-architecture) runs through the model itself.
+down to the class of every module, with or without peft's low-rank adapters on their matrices. Any
+other model runs through its own modules, as do models with another kind of adapter, a hook or a
+quantised layer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Linear:
 
 @dataclass(frozen=True, slots=True)
 class _Adapter:
-    """A low-rank addition to a matrix, which may have more digits than the matrix."""
+    """A low-rank addition to a matrix. Its dtype may have more digits than the matrix's."""
 
     down: Tensor
     """The matrix [in, rank], a view of the parameter."""
@@ -79,11 +79,9 @@ class _Layer:
 
 
 def plain_forward(model: PreTrainedModel) -> PlainForward | None:
-    """The plain forward pass of `model`, or None where only the model itself knows how to run.
-
-    Reads the weights in place, at every call; it must be made anew when a parameter gets other
-    storage, which `addresses` tells.
-    """
+    """The plain forward pass of `model`, or None if the model has any part that is not known here.
+    It reads the weights in place at every call. It must be made again when a parameter gets other
+    storage, that is when `addresses` differ."""
     family = next(
         (
             part
@@ -107,7 +105,7 @@ def plain_forward(model: PreTrainedModel) -> PlainForward | None:
 
 
 def _is_as_built(model: PreTrainedModel, family: object) -> bool:
-    """Whether every module is exactly transformers' own, and no hook listens in or interferes."""
+    """Whether every module is transformers' own or peft's plain adapter, without any hooks."""
     name = type(model).__name__.removesuffix("ForCausalLM")
     known = {getattr(family, name + part) for part in _PARTS} | _TORCH_PARTS
     modules = list(model.modules())
@@ -123,8 +121,8 @@ def _is_as_built(model: PreTrainedModel, family: object) -> bool:
 
 
 def _is_adapted(module: Any) -> bool:
-    """Whether it is peft's plain low-rank adapter around a plain matrix. Told by name, since peft
-    takes a second to import and need not be there."""
+    """Whether the module is peft's plain low-rank adapter around a plain matrix. The class is
+    compared by name, since peft takes a second to import and need not be installed."""
     kind = type(module)
     return (
         (kind.__module__, kind.__name__) == ("peft.tuners.lora.layer", "Linear")
@@ -138,7 +136,8 @@ def _is_adapted(module: Any) -> bool:
 
 
 class PlainForward:
-    """Prefill and decode steps of one model. Used under `torch.inference_mode`."""
+    """Runs prefill and decode steps of a model as plain tensor calls, under
+    `torch.inference_mode`."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         decoder: Any = model.model
@@ -167,14 +166,12 @@ class PlainForward:
             self._rotations = torch.stack((cos, sin), dim=1)
 
     def decode(self, tokens: Tensor, positions: Tensor, step: RolloutStep) -> Tensor:
-        """Logits [rows, vocabulary] after one token per row, `tokens` at `positions` [rows]."""
+        """Logits [rows, vocabulary] after one token per row: `tokens` at `positions` [rows]."""
         return self._logits(self._hidden(tokens, positions, tokens.shape[0], step))
 
     def prefill(self, tokens: Tensor, ends: Tensor, step: RolloutStep) -> Tensor:
-        """Logits [prompts, vocabulary] after each prompt's last token.
-
-        `tokens` is [prompts, tokens], padded on the right; the last ones are at `ends` [prompts].
-        """
+        """Return the logits [prompts, vocabulary] after each prompt's last token. `tokens` is
+        [prompts, tokens], padded on the right; the last tokens are at `ends` [prompts]."""
         num_prompts, num_tokens = tokens.shape
         positions = torch.arange(num_tokens, device=tokens.device).repeat(num_prompts)
         hidden = self._hidden(tokens.view(-1), positions, num_prompts, step)
@@ -184,8 +181,9 @@ class PlainForward:
     def extend(
         self, tokens: Tensor, positions: Tensor, wanted: Tensor | None, step: RolloutStep
     ) -> Tensor:
-        """Logits [wanted, vocabulary] after those of `tokens` [tokens], at `positions` [tokens],
-        that `wanted` points to (None: all). To `step` they are the tokens of one row."""
+        """Return logits after `tokens` [tokens] at `positions` [tokens]: [wanted, vocabulary], only
+        after the tokens whose indices are in `wanted`. None: after all tokens. `step` sees all
+        tokens as those of one row."""
         hidden = self._hidden(tokens, positions, 1, step)
         return self._logits(hidden if wanted is None else hidden.index_select(0, wanted))
 
@@ -195,8 +193,8 @@ class PlainForward:
     def _hidden(
         self, tokens: Tensor, positions: Tensor, num_rows: int, step: RolloutStep
     ) -> Tensor:
-        """Hidden states [tokens, width] of the tokens of `num_rows` rows, one row after the
-        other."""
+        """Hidden states [tokens, width] after the last layer; the tokens of `num_rows` rows of
+        equal length lie one row after the other."""
         hidden: Tensor = self._embedding.index_select(0, tokens)
         rotations = self._rotations.index_select(0, positions)
         cos, sin = rotations.narrow(1, 0, 1), rotations.narrow(1, 1, 1)
@@ -218,7 +216,7 @@ class PlainForward:
         num_rows: int,
         step: RolloutStep,
     ) -> Tensor:
-        """The outputs of all heads side by side, [tokens, heads x head_dim]."""
+        """Outputs of all heads of a layer's attention side by side: [tokens, heads x head_dim]."""
         head_dim, num_heads = self._head_dim, layer.num_heads
         value = _project(normed, layer.value)
         # Query and key heads are normed and rotated together.
@@ -243,7 +241,7 @@ class PlainForward:
 
 
 def _by_row(heads: Tensor, num_rows: int) -> Tensor:
-    """The heads [rows x tokens, heads, head_dim] in the order [rows, heads, tokens, head_dim]."""
+    """The heads, given as [rows x tokens, heads, head_dim], as [rows, heads, tokens, head_dim]."""
     if heads.shape[0] == num_rows:
         return heads.unsqueeze(2)
     rows = torch.unflatten(heads, 0, (num_rows, -1))
@@ -255,10 +253,9 @@ def _normalize(hidden: Tensor, norm: _Norm) -> Tensor:
 
 
 def _scale_to_unit(hidden: Tensor, norm: _Norm) -> Tensor:
-    """Each last dimension over its root mean square, in the roundings of transformers' RMSNorm.
-
-    The sum of squares comes from a vector norm: on a CPU that takes half the time of a mean.
-    """
+    """Divide each vector along the last dimension by its root mean square, in the roundings of
+    transformers' RMSNorm. The sum of squares comes from a vector norm: on a CPU that takes half the
+    time of a mean."""
     is_wide = hidden.dtype == torch.float32
     wide = hidden if is_wide else hidden.float()
     length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
@@ -279,7 +276,8 @@ def _project(hidden: Tensor, linear: _Linear) -> Tensor:
 
 
 def _add_projected(hidden: Tensor, inner: Tensor, linear: _Linear) -> None:
-    """The residual connection, in place. In half precision with two roundings, as in training."""
+    """Add the projection of `inner` to `hidden` in place (the residual connection). In half
+    precision it rounds twice, as training does."""
     if linear.bias is None and linear.adapter is None and hidden.dtype == torch.float32:
         hidden.addmm_(inner, linear.weight)
     else:

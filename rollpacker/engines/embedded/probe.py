@@ -1,7 +1,7 @@
 """Trial passes of a model that is new to the engine.
 
-They tell what it keeps per layer, and whether it says the same when it decodes with cached keys and
-values, and when it runs as plain calls.
+They find the shapes of the keys and values of each layer, and check that decoding with cached keys
+and values, and the plain forward pass, give the model's own logits.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ from rollpacker.engines.embedded.plain_forward import plain_forward
 logger = logging.getLogger(__name__)
 
 PLAIN_TOLERANCE = {True: 1e-3, False: 5e-2}
-"""Largest difference between plain logits and the model's own, as a share of the largest logit; by
-whether the model computes in float32."""
+"""Largest difference between the logits of the plain forward pass and the model's own, as a share
+of the largest logit. True is for models in float32, False for shorter formats."""
 
 
 def probe(
     model: PreTrainedModel, device: torch.device
 ) -> tuple[list[LayerShape], torch.dtype, int]:
-    """The shapes of all layers that attend; the dtype of the keys; the vocabulary's size.
+    """Return the shapes of all layers that attend, the dtype of the keys, and the vocabulary's
+    size.
 
-    Refuses a model whose decode steps do not repeat what its full forward pass says.
+    Raises `UnsupportedModelError` for a model whose decode steps give other logits than its full
+    forward pass, or logits that are not numbers.
     """
     name = type(model).__name__
     layer_probe = LayerProbe()
@@ -71,7 +73,7 @@ def probe(
 
 
 def plain_agrees(model: PreTrainedModel, device: torch.device) -> bool:
-    """Whether the plain forward pass knows the model and says what its modules say."""
+    """Whether the plain forward pass knows the model and gives the same logits as its modules."""
     plain = plain_forward(model)
     if plain is None:
         return False

@@ -1,9 +1,9 @@
-"""The live rows: who sits in which slot, and what each has generated.
+"""The table of live rows: which request has which slot, and what it has generated.
 
-Everything per row is a column of a numpy array, so that a step's bookkeeping is a handful of
-vector operations whatever the number of rows. The columns that the model and the sampler read are
-seen as tensors too: on a CPU these share the arrays' memory, elsewhere each look at one copies it
-to the device.
+Every property of a row is an entry in a numpy array (a column), so that a step's bookkeeping is a
+handful of vector operations whatever the number of rows. The columns that the model and the sampler
+read are seen as tensors too: on a CPU these share the arrays' memory, elsewhere each reading copies
+the column to the device.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from rollpacker.engines.embedded.sampling import DrawMode, exponentials, noise_s
 from rollpacker.engines.engine import GenerationRequest, Response
 
 ANY_LENGTH = np.iinfo(np.int64).max
-"""A ceiling that is none."""
+"""The ceiling of a row that may become as long as its limit allows."""
 NOISE_BLOCK = 64
-"""Steps whose noise is made at a time."""
+"""Number of steps whose noise is made at a time."""
 NOISE_BLOCK_ENTRIES = 1 << 15
 """Most entries of a block of noise, which has fewer steps if need be: larger blocks leave a CPU's
 caches and take twice as long."""
 NOISE_BLOCK_UNEVEN = 4
-"""Steps of the first block of noise after a step that gave rows several tokens each."""
+"""Number of steps in the first block of noise after a step that gave rows several tokens each."""
 _DEVICE_COLUMNS = {
     "token": np.int64,
     "position": np.int64,
@@ -54,12 +54,13 @@ _HOST_COLUMNS = {
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A request that was taken on; `sequence` counts launches."""
+    """A request that the engine has taken on. `sequence` numbers the launches, that is the
+    submissions of samples to this engine."""
 
     request: GenerationRequest
     sequence: int
     redraws: list[tuple[int, int]] = field(default_factory=list)
-    """`Response.redraws` of the tokens that are generated so far."""
+    """`Response.redraws` for the tokens generated so far."""
 
     @property
     def limit(self) -> int:
@@ -67,7 +68,7 @@ class Pending:
 
     @property
     def width(self) -> int:
-        """Cache positions that the row can need: its last token is never fed back."""
+        """Number of cache positions that the row can need. Its last token is never fed back."""
         return len(self.request.prompt_tokens) + self.limit - 1
 
     @property
@@ -75,43 +76,43 @@ class Pending:
         return bool(self.request.carried and self.request.carried.tokens)
 
     def carried_redraw(self, token: int) -> tuple[int, int | None]:
-        """The redraw whose noise a carried token was drawn with, and the first token of the next
-        redraw. None: there is no later redraw."""
+        """For a carried token, the number of the redraw (set of noise) that it was drawn with, and
+        the number of the first later token of another redraw. None: there is no such token."""
         carried = self.request.carried
         redraws = carried.redraws if carried is not None and carried.verify else ()
         redraw = max([redraw for start, redraw in redraws if start <= token], default=0)
         return redraw, min([start for start, _ in redraws if start > token], default=None)
 
     def key(self, redraw: int) -> int:
-        """The key of its noise in this redraw."""
+        """64-bit key of the request's noise in this redraw. Every redraw has other noise."""
         request = self.request
         whose = request.noise or request.sample
         return sample_key(request.sampling.seed, whose, redraw, request.turn)
 
     def draw_with(self, start: int, redraw: int) -> int:
-        """Note that tokens from `start` on are drawn with noise of this redraw. Returns the
-        redraw's key."""
+        """Note that tokens from number `start` on have the noise of this redraw. Returns its
+        key."""
         self.redraws[:] = [one for one in self.redraws if one[0] < start]
         if redraw != (self.redraws[-1][1] if self.redraws else 0):
             self.redraws.append((start, redraw))
         return self.key(redraw)
 
     def redraw_from(self, start: int) -> int:
-        """Note that tokens from `start` on are drawn with noise of a redraw that was not used yet.
-        Returns the redraw's key."""
+        """Note that tokens from number `start` on are drawn with new noise: that of the first
+        unused redraw. Returns the redraw's key."""
         carried = self.request.carried
         before = (*self.redraws, *(carried.redraws if carried is not None else ()))
         return self.draw_with(start, 1 + max([redraw for _, redraw in before], default=0))
 
 
 class RowTable:
-    """Columns over slots; the first `num_rows` are live.
+    """The columns over all slots, of which the first `num_rows` are live.
 
-    token [slots] is the newest token, log_prob its log-probability, and position [slots] its place,
-    which is where the next step writes its key and value. Of tokens carried into the row, num_kept
-    [slots] came out the same, or -1 if nobody looked; of the prompt's, num_reused [slots] had their
-    keys and values before the row was added; floor and redraw are those of the complement
-    rule (`Carried.floor`).
+    Columns [slots]: token is the newest token, log_prob its log-probability, and position its
+    place, where the next step writes its key and value. num_kept is the number of carried tokens
+    that came out the same (-1: not compared), num_reused the number of prompt tokens whose keys and
+    values were kept from an earlier turn. floor and ceiling are those of the complement rule
+    (`Carried.floor`), and redraw counts its redraws.
     """
 
     def __init__(self, device: torch.device, vocabulary_size: int) -> None:
@@ -128,8 +129,8 @@ class RowTable:
         self._noise = torch.zeros(0)
         self._noise_column = 0
         self._is_uneven = False
-        """Rows went on by different numbers of tokens: the block is no good, and the next one may
-        not be for long."""
+        """Whether rows have got different numbers of tokens since the block of noise was made. The
+        block is then of no use, and the next one may soon be of no use too."""
         self._free_stores: list[int] = []
         self._tokens = np.zeros((0, 0), np.int64)
         self._log_probs = np.zeros((0, 0), np.float32)
@@ -137,7 +138,7 @@ class RowTable:
     # -- storage -----------------------------------------------------------------------------------
 
     def reserve(self, num_slots: int) -> None:
-        """Make room for so many rows."""
+        """Make room for `num_slots` rows."""
         if num_slots <= self._num_slots:
             return
         added = num_slots - self._num_slots
@@ -158,15 +159,15 @@ class RowTable:
         self._noise_column = steps
 
     def device_column(self, name: str) -> Tensor:
-        """The whole column [slots] as it is now, on the device, to be read only."""
+        """The whole column [slots] as a tensor on the device. It may only be read."""
         return self._seen_as_tensors[name].to(self.device)
 
     def host_column(self, name: str) -> np.ndarray:
-        """The live part of a column, which may be written to."""
+        """The entries of a column for the live rows, as an array that may be written to."""
         return self._columns[name][: self.num_rows]
 
     def _set_mode(self) -> None:
-        """Find out which parts of a draw the live rows need. Called after rows came or went."""
+        """Note which parts of a draw the rows need. Called after rows were added or removed."""
         temperature, top_k, top_p = (
             self.host_column(name) for name in ("temperature", "top_k", "top_p")
         )
@@ -199,8 +200,8 @@ class RowTable:
         return exponentials(keys, counts, count, self._noise.shape[2])
 
     def _fill_noise(self, rows: slice | np.ndarray) -> None:
-        """Make the noise of these rows for the rest of the block. Their next token is number
-        `count`."""
+        """Make the noise of these rows for the remaining steps of the block, beginning with the
+        token number in their column `count`."""
         left = self._noise.shape[1] - self._noise_column
         if left > 0:
             where = rows if isinstance(rows, slice) else torch.from_numpy(rows).to(self.device)
@@ -264,7 +265,8 @@ class RowTable:
     def append(
         self, rows: np.ndarray, tokens: np.ndarray, log_probs: np.ndarray, num_new: np.ndarray
     ) -> None:
-        """Give row rows[i] the first num_new[i] >= 1 of its tokens [rows, tokens]."""
+        """Append tokens to rows: row rows[i] gets the first num_new[i] >= 1 of tokens[i]. `tokens`
+        and `log_probs` are [rows, tokens]."""
         columns = self._columns
         store, count = columns["store"][rows], columns["count"][rows]
         while count.max() + tokens.shape[1] > self._tokens.shape[1]:
@@ -281,11 +283,9 @@ class RowTable:
         self._is_uneven = True
 
     def cut(self, rows: np.ndarray, counts: Sequence[int]) -> None:
-        """Go back to the first `counts` tokens of these rows, by noise of their key from there on.
-
-        What the cache holds beyond is garbage like any other. A row without tokens feeds the
-        prompt's last one again.
-        """
+        """Shorten row rows[i] to its first counts[i] tokens. The noise from there on is that of the
+        row's present key. The cache keeps garbage beyond. A row without tokens feeds the prompt's
+        last token again."""
         for row, count in zip(rows.tolist(), counts, strict=True):
             store, prompt = self._columns["store"][row], self.pending[row].request.prompt_tokens
             assert count <= self._columns["count"][row]
@@ -298,13 +298,14 @@ class RowTable:
         self._fill_noise(rows)
 
     def redraw_from(self, row: int, start: int) -> None:
-        """Draw the row's tokens from `start` on with noise of a redraw that was not used yet. Call
-        `cut` first."""
+        """Draw the row's tokens from number `start` on with new noise: that of the first unused
+        redraw. This must come before `cut`, which makes the noise."""
         self._columns["redraw"][row] += 1
         self._columns["key"][row] = self.pending[row].redraw_from(start)
 
     def draw_with(self, row: int, start: int, redraw: int) -> None:
-        """Draw the row's tokens from `start` on with noise of this redraw."""
+        """Draw the row's tokens from number `start` on with the noise of this redraw (0: the first
+        set of noise)."""
         self._columns["key"][row] = self.pending[row].draw_with(start, redraw)
 
     def _widen_outputs(self) -> None:
@@ -313,20 +314,20 @@ class RowTable:
         self._log_probs = np.pad(self._log_probs, ((0, 0), (0, added)))
 
     def tokens(self, row: int, start: int = 0, stop: int | None = None) -> list[int]:
-        """Tokens that a row has generated, from number `start` to before `stop`, by default all."""
+        """Tokens that a row has generated, from number `start` to before `stop` (None: all)."""
         count = int(self._columns["count"][row])
         store = self._columns["store"][row]
         found: list[int] = self._tokens[store, start : count if stop is None else stop].tolist()
         return found
 
     def token_array(self, row: int) -> np.ndarray:
-        """A copy of all that a row generated."""
+        """A copy of all tokens that a row generated."""
         count, store = self._columns["count"][row], self._columns["store"][row]
         tokens: np.ndarray = self._tokens[store, :count].copy()
         return tokens
 
     def first_broken(self, row: int, start: int) -> int | None:
-        """The first token from number `start` on whose log-probability is NaN."""
+        """Number of the first token, from `start` on, whose log-probability is NaN; None: none."""
         count, store = int(self._columns["count"][row]), self._columns["store"][row]
         broken = np.flatnonzero(np.isnan(self._log_probs[store, start:count]))
         return start + int(broken[0]) if len(broken) else None
@@ -347,7 +348,8 @@ class RowTable:
         )
 
     def remove(self, gone: np.ndarray) -> tuple[list[int], list[int]]:
-        """Take rows out; the last rows fill their places. Returns the moves, as (from, to)."""
+        """Remove rows. The last rows fill their places: row i of the first list returned has moved
+        to row i of the second."""
         remaining = self.num_rows - len(gone)
         self._free_stores.extend(self._columns["store"][gone].tolist())
         dead = np.zeros(self.num_rows, np.bool_)
@@ -361,7 +363,7 @@ class RowTable:
         return movers.tolist(), holes.tolist()
 
     def rearrange(self, source: np.ndarray, target: np.ndarray) -> None:
-        """Move rows: row source[i] becomes row target[i]."""
+        """Move rows: row source[i] takes the place of row target[i]."""
         if not len(source):
             return
         for column in self._columns.values():

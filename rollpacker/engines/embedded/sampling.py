@@ -1,15 +1,17 @@
-"""Drawing tokens, with noise that depends on the sample and on nothing else.
+"""Draws tokens, with noise that depends on the sample and on nothing else.
 
-Each sample has a key; the noise for its token number t is a hash of (key, t, place): exponentials,
-of which every token gets one, and the smallest over its token's probability wins (known as the
-Gumbel trick). When the weights change a little, the same noise gives the same token almost as often
-as is possible at all. benchmarks/results/noise.json compares it to one uniform that is inverted
-through the cumulative distribution, where a change of any earlier entry moves all borders behind
-it. Who shares the batch, how many slots there are and which device computes has no part in it.
+Each sample has a key. The noise for its token number t is a hash of (key, t, place): every token of
+the vocabulary gets a standard exponential, and the token with the smallest ratio of exponential to
+probability is drawn (the Gumbel trick). When the weights change a little, the same noise gives the
+same token almost as often as is possible at all. benchmarks/results/noise.json compares this to one
+uniform number inverted through the cumulative distribution, where a change of any earlier entry
+moves all borders behind it. The other samples of the batch, the number of slots and the device have
+no influence.
 
 A wide vocabulary is drawn from in two rounds, which takes a few hundred exponentials in place of a
-hundred thousand: token j belongs to group j modulo the number of groups; a group wins by its
-probability, then a token of it. Neighbours, which are often alike, so are in different groups.
+hundred thousand: token j belongs to group j modulo the number of groups; first a group is drawn by
+its probability, then a token of the group. Neighbours in the vocabulary, which are often alike, so
+are in different groups.
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ from torch import Tensor
 from rollpacker.core.ids import SampleId
 
 WIDE_VOCABULARY = 64
-"""A larger one is drawn from in two rounds."""
+"""Largest vocabulary that is drawn from in one round; a larger one is drawn from in two."""
 AT_ONCE = 1 << 18
-"""Logits drawn from together, for each of torch's threads on a CPU: 2 MiB as float64 stay in its
-cache, where 64 rows of a wide vocabulary would be memory that is asked for anew at each token."""
+"""Most logits drawn from together on a CPU, per torch thread: as float64 these are 2 MiB, which
+stay in the thread's cache. All rows of a wide vocabulary at once would need new memory at each
+token."""
 # The constants of SplitMix64 (Steele, Lea and Flood 2014), as signed numbers.
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
@@ -35,31 +38,33 @@ _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 def sample_key(seed: int, sample: SampleId, redraw: int = 0, turn: int = 1) -> int:
-    """64-bit key of a sample's noise; every further redraw has noise of its own, and every further
-    turn."""
+    """64-bit key of a sample's noise. Different redraws and different turns have different keys."""
     text = f"{seed}|{sample}" if redraw == 0 else f"{seed}|{sample}|{redraw}"
     text = text if turn == 1 else f"{text}|turn {turn}"
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def num_groups(vocabulary_size: int) -> int:
-    """Number of groups in the first round, or the vocabulary's size if there is but one round."""
+    """Number of groups that the first of two rounds chooses from; the vocabulary's size if there is
+    only one round."""
     if vocabulary_size <= WIDE_VOCABULARY:
         return vocabulary_size
     return 1 << math.ceil(math.log2(vocabulary_size) / 2)
 
 
 def noise_size(vocabulary_size: int) -> int:
-    """Number of exponentials per token: one per group, then one per token of a group."""
+    """Number of exponentials that one draw takes: one per group, then one per token of a group."""
     groups = num_groups(vocabulary_size)
     return groups if groups == vocabulary_size else groups - (-vocabulary_size // groups)
 
 
 def exponentials(keys: Tensor, first: Tensor, count: int, size: int) -> Tensor:
-    """Noise for tokens first[i] ... first[i] + count - 1 of the samples with these keys (int64).
+    """Noise for the tokens first[i] ... first[i] + count - 1 of sample i, whose key (int64) is
+    keys[i].
 
-    Returns float64 [samples, count, size], standard exponentials. The hash of a token is two rounds
-    of the SplitMix64 finalizer, the key entering before each; it seeds one more, per place.
+    Returns standard exponentials, float64 [samples, count, size]. A token's number and key are
+    hashed in two rounds of the SplitMix64 finalizer, the key entering before each; a third round
+    hashes the result with each place.
     """
     counter = first[:, None] + torch.arange(1, count + 1, device=keys.device)
     key = keys[:, None]
@@ -78,14 +83,14 @@ def _mix(bits: Tensor) -> Tensor:
 
 
 def _shifted(bits: Tensor, by: int) -> Tensor:
-    """Shift to the right with zeros coming in; torch's own shift repeats the sign."""
+    """The 64-bit numbers shifted right, with zeros coming in; torch's shift repeats the sign."""
     return (bits >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class DrawMode:
-    """The parts of `draw` that some row of a batch needs. Rows that do not need a part come out the
-    same with it, bit for bit."""
+    """Which parts of `draw` the rows of a batch need. A row that does not need a part gets the same
+    result with and without it, bit for bit."""
 
     greedy: bool = False
     tempered: bool = False
@@ -95,12 +100,13 @@ class DrawMode:
 def draw(
     logits: Tensor, noise: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mode: DrawMode
 ) -> tuple[Tensor, Tensor]:
-    """One token per row, and its log-probability under the distribution that it was drawn from.
+    """Draw one token per row. Returns the tokens and their log-probabilities under the distribution
+    that they were drawn from, int64 and float64 [rows].
 
     logits [rows, vocabulary]; noise float64 [rows, `noise_size`]; temperature, top_p float64
-    [rows]; top_k int64 [rows], the vocabulary's size where it is off. A temperature of 0 is greedy:
-    log-probability under the plain softmax. Returns int64 and float64 [rows]; the log-probability
-    is NaN if the row's logits hold a NaN.
+    [rows]; top_k int64 [rows], the vocabulary's size where it is off. At temperature 0 the
+    likeliest token is taken, and its log-probability is that under the plain softmax. The
+    log-probability is NaN if the row's logits hold a NaN.
     """
     at_once = max(AT_ONCE * torch.get_num_threads() // logits.shape[1], 1)
     if logits.device.type == "cpu" and len(logits) > at_once:
@@ -125,7 +131,8 @@ def draw(
 
 
 def _winners(probs: Tensor, noise: Tensor) -> Tensor:
-    """Tokens [rows, 1]: the smallest exponential over probability wins, and 0 never does."""
+    """Return the drawn tokens [rows, 1]: in each row that with the smallest ratio of exponential to
+    probability. A token of probability 0 is never drawn."""
     size = probs.shape[-1]
     groups = num_groups(size)
     if groups == size:
@@ -144,8 +151,8 @@ def _winners(probs: Tensor, noise: Tensor) -> Tensor:
 
 
 def _truncate(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Keep the top_k likeliest tokens, and of these the fewest that reach top_p. The result is
-    normalized."""
+    """Keep in each row the top_k likeliest tokens, and of these the fewest whose probabilities
+    reach top_p in sum. Returns the probabilities, normalized again."""
     ranked, order = probs.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(probs.shape[-1], device=probs.device)
     ranked = ranked.masked_fill(rank >= top_k[:, None], 0.0)

@@ -1,5 +1,5 @@
-"""Low-rank adapters in vLLM. It gets the base once; beside it lies one adapter, and an update puts
-the next one in its place. vLLM takes adapters from files only: they are there while it reads."""
+"""Low-rank adapters in vLLM. vLLM gets the base model once and one adapter beside it, which every
+update replaces. vLLM reads adapters from files only, which exist just while it reads them."""
 
 from __future__ import annotations
 
@@ -24,23 +24,20 @@ _INSTEAD = "or set rollout.engine.name=torch"
 
 
 def has_adapter(model: PreTrainedModel) -> bool:
-    """Whether it has peft's adapters."""
+    """Whether the model has adapters of peft's."""
     return bool(getattr(model, "peft_config", None))
 
 
 def base_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """All parameters but the adapter's, under the names that they have without one."""
+    """Yield all parameters but the adapter's, named as in a model without adapter."""
     for name, parameter in model.named_parameters():
         if ".lora_" not in name:
             yield name.replace(".base_layer.", "."), parameter.detach()
 
 
 def adapter_arguments(model: PreTrainedModel, *, on_cpu: bool) -> dict[str, Any]:
-    """Arguments that tell vLLM at its start about the model's adapter; empty for a model without
-    one.
-
-    Raises `UnsupportedModelError` for an adapter, or with one for a dtype, that it cannot run.
-    """
+    """Arguments of vLLM's start that describe the model's adapter; empty for a model without one.
+    Raises `UnsupportedModelError` for an adapter that vLLM cannot run, or not with this dtype."""
     if not has_adapter(model):
         return {}
     from vllm.config.lora import MaxLoRARanks
@@ -67,7 +64,7 @@ def adapter_arguments(model: PreTrainedModel, *, on_cpu: bool) -> dict[str, Any]
 
 
 def lora_request(model: PreTrainedModel) -> LoRARequest | None:
-    """The request that names the adapter to vLLM. None for a model without one."""
+    """The request that names the adapter to vLLM. None for a model without an adapter."""
     if not has_adapter(model):
         return None
     from vllm.lora.request import LoRARequest
@@ -76,8 +73,8 @@ def lora_request(model: PreTrainedModel) -> LoRARequest | None:
 
 
 def load_adapter(model: PreTrainedModel, vllm: LLMEngine) -> None:
-    """Put the model's adapter in the place of the one that vLLM has. Raises `EngineError` if vLLM
-    has no adapters for a module, or nothing can be written."""
+    """Replace vLLM's adapter by the model's. Raises `EngineError` if vLLM has no place for the
+    adapter of some module, or the files cannot be written."""
     from vllm.lora.request import LoRARequest
 
     (places,) = {frozenset(found) for found in vllm.apply_model(_places)}
@@ -121,13 +118,13 @@ def _configs(model: Any) -> list[Any]:
 
 
 def _adapted(model: PreTrainedModel) -> list[str]:
-    """The modules that have adapters."""
+    """The names of the modules that have adapters."""
     names = (name for name, _ in model.named_parameters())
     return sorted({name.partition(".lora_")[0] for name in names if ".lora_" in name})
 
 
 def _places(model: torch.nn.Module) -> set[str]:
-    """The modules of vLLM's model that can have adapters, by their names in files. Runs in vLLM's
+    """The names, as in files, of the modules of vLLM's model that can have adapters. Runs in vLLM's
     process."""
     loras: Any = model.lora_manager
     packed: dict[str, list[str]] = loras.packed_modules
@@ -137,5 +134,5 @@ def _places(model: torch.nn.Module) -> set[str]:
 
 def _is_one_of(name: str, places: frozenset[str]) -> bool:
     """Whether this name, or a longer one that ends with it, is among the places: where vLLM's code
-    for a model also sees, names have something before them."""
+    handles images too, the names have a prefix."""
     return name in places or any(place.endswith(f".{name}") for place in places)

@@ -1,13 +1,13 @@
-"""Tokens of vLLM drawn with our own noise, in a logits processor.
+"""Draws vLLM's tokens with RollPacker's own noise, in a logits processor.
 
 The processor draws every row's token from its logits with the noise of its sample and position
 (`engines/embedded/sampling.py`), as the embedded engine does, and leaves vLLM's greedy sampler
-nothing but that token. So a token depends on who shares the batch no more than there, a preempted
-request goes on with the tokens that it had, and the log-probability that is kept here is that of
-the distribution drawn from.
+nothing but that token. So a token does not depend on the other samples of its batch, a preempted
+request goes on with the tokens that it had, and the log-probability noted here is that of the
+distribution drawn from.
 
-vLLM's own `processed_logprobs` would say the same of an undisturbed sampler, but of one that is
-handed noise, or a chosen token, they are not the policy's.
+vLLM's own `processed_logprobs` would be the same with an undisturbed sampler, but not with one that
+is handed noise or a chosen token.
 """
 
 from __future__ import annotations
@@ -26,56 +26,57 @@ if TYPE_CHECKING:
     from vllm.v1.sample.logits_processor import LogitsProcessor
 
 NUMBER, DRAW = "rollpacker", "rollpacker_draw"
-"""The extra arguments of a vLLM request: its number, and its `Draw`, of which a worker in a process
-of its own keeps a copy."""
+"""Names of the extra arguments of a vLLM request: its number, and its `Draw`, of which a worker in
+a process of its own keeps a copy."""
 
 
 class Anew:
-    """Response tokens that a request's prompt ends with, to be drawn anew as the prompt is read
-    (engines/vllm/verify.py)."""
+    """Carried response tokens at the end of a request's prompt, which are to be drawn again while
+    vLLM reads the prompt (engines/vllm/verify.py)."""
 
     __slots__ = ("keys", "log_probs", "tokens")
 
     def __init__(self, keys: Sequence[int]) -> None:
-        """`keys`: the key of each token's noise."""
+        """`keys`: the 64-bit key of each carried token's noise, in their order."""
         self.keys = [_signed(key) for key in keys]
         self.tokens: list[int] = []
-        """Tokens that were drawn in the places of the carried ones so far."""
+        """The tokens that have been drawn so far in the places of the carried ones."""
         self.log_probs: list[float] = []
 
 
 class Draw:
-    """The parameters and the noise of one request, and what has been drawn so far."""
+    """How one request's tokens are drawn (parameters and noise), and what was drawn so far."""
 
     __slots__ = ("anew", "key", "log_probs", "offset", "sampling", "tokens")
 
     def __init__(
         self, sampling: SamplingParams, key: int, *, offset: int = 0, anew: Anew | None = None
     ) -> None:
-        """`offset`: number of response tokens that the request's prompt ends with. `anew`: these
-        tokens, if they are drawn too."""
+        """`offset`: number of response tokens at the end of the request's prompt. `anew`: describes
+        these tokens if they are to be drawn again, else None."""
         assert anew is None or len(anew.keys) == offset
         self.sampling = sampling
         self.key = _signed(key)
         self.offset = offset
         self.anew = anew
         self.tokens: Sequence[int] = ()
-        """vLLM's own list of the tokens that it took, which grows."""
+        """vLLM's own list of the tokens that it generated for the request, which grows."""
         self.log_probs: list[float] = []
-        """Log-probabilities of these tokens, and maybe of one more token that vLLM threw away."""
+        """Log-probabilities of `tokens`, and maybe of one more token that vLLM threw away."""
 
 
 class Draws:
-    """The requests of one vLLM engine, by number."""
+    """The `Draw`s of one vLLM engine's requests, by the request's number."""
 
     def __init__(self) -> None:
         self.by_number: dict[int, Draw] = {}
         self.broken: list[int] = []
-        """Numbers of the requests whose logits were not numbers, since this was last emptied."""
+        """Numbers of the requests whose logits held a NaN, since the list was last emptied."""
 
 
 def drawing_with(draws: Draws) -> type[LogitsProcessor]:
-    """The logits processor that draws for these requests, for `EngineArgs.logits_processors`."""
+    """The class of a logits processor that draws tokens for these requests, to be given to vLLM as
+    `EngineArgs.logits_processors`."""
     from vllm.v1.sample.logits_processor import LogitsProcessor
     from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
@@ -138,9 +139,9 @@ class Settings:
     def draw(
         self, logits: Tensor, keys: Tensor, places: Tensor, requests: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """A token per row of logits [rows, vocabulary] and its log-probability, with the noise of
-        its key and place in its response (int64 [rows]). `requests` int64 [rows]: which of them a
-        row is for; None: one row each."""
+        """Draw one token per row of logits [rows, vocabulary], with the noise of keys[row] at
+        response token places[row] (int64 [rows]). Returns tokens and log-probabilities [rows].
+        `requests` int64 [rows]: index of each row's request; None: row i is of request i."""
         noise = exponentials(keys, places, 1, self._noise_size)[:, 0]
         temperature, top_k, top_p = (
             column if requests is None else column[requests] for column in self._columns
@@ -149,7 +150,7 @@ class Settings:
 
 
 class _Batch:
-    """Requests that are decoded together. Made anew when they change."""
+    """Requests that are decoded together. A new batch is made when they change."""
 
     def __init__(
         self, rows: Sequence[tuple[int, Draw]], vocabulary_size: int, device: torch.device
@@ -160,8 +161,8 @@ class _Batch:
         self._keys = torch.tensor([one.key for _, one in rows], device=device)
 
     def draw(self, logits: Tensor, broken: list[int]) -> Tensor:
-        """A token per row, int64 [rows]. Notes log-probabilities, and who has logits that are not
-        numbers."""
+        """Draw a token per row, int64 [rows], and note its log-probability. The numbers of requests
+        whose logits hold a NaN are appended to `broken`."""
         counts = [len(one.tokens) for _, one in self._rows]
         places = [n + one.offset for n, (_, one) in zip(counts, self._rows, strict=True)]
         tokens, log_probs = self._settings.draw(

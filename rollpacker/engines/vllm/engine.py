@@ -3,12 +3,11 @@
     requests, aborts    engines/inbox.py, engines/loop.py: as the embedded engine's
     scheduling, cache   vLLM's: continuous batching, preemption, prefix cache
     tokens              engines/vllm/draws.py: keyed noise, in a logits processor
-    carried tokens      engines/vllm/live.py, drawn anew in engines/vllm/verify.py
-    endings             end tokens and limits by vLLM, stop strings here
-    (engines/embedded/endings.py) weights             engines/vllm/weights.py: of the transformers
-    module that it was given
+    carried tokens      engines/vllm/live.py, drawn again in engines/vllm/verify.py
+    endings             end tokens and limits by vLLM, stop strings by engines/embedded/endings.py
+    weights             engines/vllm/weights.py: copied from the given transformers module
 
-It was tried on a CPU; that a GPU's vLLM obeys the same calls follows from its source.
+The engine was tried on a CPU; that vLLM on a GPU obeys the same calls follows from vLLM's source.
 """
 
 from __future__ import annotations
@@ -48,18 +47,18 @@ if TYPE_CHECKING:
 
 
 class VllmEngine(LoopEngine):
-    """An `Engine` (engines/engine.py) that has vLLM sample from a copy of `model`'s weights.
+    """An `Engine` (engines/engine.py) that lets vLLM sample from a copy of `model`'s weights.
 
-    `update_weights` brings that copy up to date, and compares what both say of a fixed prompt
-    before anything is sampled: parameters can all be equal while vLLM computes with what it made of
+    `update_weights` renews that copy, and then compares the log-probabilities that both sides give
+    a fixed prompt: all parameters can be equal while vLLM computes with something derived from
     older ones. The model is the trainer's own, or is compared with it by `weight_probe`.
 
-    Carried tokens become the end of the prompt, and come out of it anew where they are to be
-    verified (engines/vllm/live.py). One such engine a process. Set torch's thread count before it
-    is made.
+    Carried tokens, which an earlier launch generated, become the end of the prompt, and are drawn
+    again there if they are to be verified (engines/vllm/live.py). There can be one such engine in a
+    process. Set torch's thread count before it is made.
 
     Raises:
-        MissingPackageError: there is no vLLM.
+        MissingPackageError: vLLM is not installed.
         UnsupportedModelError: vLLM cannot run the model here; the message says why.
     """
 
@@ -75,8 +74,8 @@ class VllmEngine(LoopEngine):
         sleeps: bool = False,
     ) -> None:
         """`tokenizer` is needed for stop strings only. `tensor_parallel`: number of devices that
-        share the engine, each with a process of vLLM's. `sleeps`: whether `offload` can empty the
-        devices, which a CPU does not need."""
+        share the engine, each with a process of vLLM's. `sleeps`: whether `offload` must be able to
+        empty the devices; without effect on a CPU."""
         super().__init__(model)
         text = model.config.get_text_config()
         self._max_positions = getattr(text, "max_position_embeddings", None)
@@ -97,7 +96,7 @@ class VllmEngine(LoopEngine):
         # The worker's own.
         self._live: dict[int, Live] = {}
         self._num_ended = 0
-        """Number of generated tokens of responses that have left."""
+        """Number of tokens generated for responses that have left vLLM."""
         self._num_steps = 0
         self._is_closed = False
         try:
@@ -109,7 +108,7 @@ class VllmEngine(LoopEngine):
     # -- the protocol ------------------------------------------------------------------------------
 
     def status(self) -> EngineStatus:
-        """See `Engine`."""
+        """Return counts of samples, tokens and steps; see `Engine.status`."""
         self._inbox.check_open()
         num_in_flight = self._inbox.num_in_flight
         num_running = min(len(self._scheduler.running), num_in_flight)
@@ -123,10 +122,10 @@ class VllmEngine(LoopEngine):
         )
 
     def let_go(self, samples: Sequence[SampleId]) -> None:
-        """See `Engine`. What its prefix cache keeps, vLLM lets go of when it needs the room."""
+        """Do nothing; see `Engine.let_go`. vLLM frees its prefix cache when it needs the room."""
 
     async def close(self) -> None:
-        """See `Engine`. vLLM lets go of its memory."""
+        """End the worker thread and free vLLM's memory; see `Engine.close`."""
         await super().close()
         if not self._is_closed:
             self._is_closed = True
@@ -139,7 +138,7 @@ class VllmEngine(LoopEngine):
 
     @property
     def _scheduler(self) -> Any:
-        """vLLM's scheduler. It holds the record of every request that has not ended."""
+        """vLLM's scheduler, which holds vLLM's records of all requests that have not ended."""
         return self._vllm.engine_core.engine_core.scheduler
 
     # -- the worker --------------------------------------------------------------------------------
@@ -160,8 +159,8 @@ class VllmEngine(LoopEngine):
         return outputs
 
     def _add(self, entry: Pending) -> Numbered | None:
-        """Hand a request to vLLM. Returns the output to report at once, if there is nothing to
-        generate."""
+        """Hand a request to vLLM. Returns its output if nothing is to be generated for it, because
+        it can never run or its carried tokens are a whole response. Else None."""
         reason = self._why_impossible(entry)
         if reason is not None:
             return failure(entry, reason)
@@ -173,7 +172,7 @@ class VllmEngine(LoopEngine):
         return None
 
     def _begin_live(self, live: Live) -> None:
-        """Hand a response to vLLM, which goes on from the tokens that it has."""
+        """Hand a response to vLLM, which continues it after the tokens that it has."""
         entry, given = live.entry, live.begin()
         # What comes from the prefix cache is not read, and so not drawn anew.
         draws_anew = live.draw.anew is not None
@@ -238,7 +237,7 @@ class VllmEngine(LoopEngine):
         return reason
 
     def _is_over(self, entry: Pending, tokens: Sequence[int]) -> Literal["stop", "length"] | None:
-        """How a response that was carried in has ended. None: it goes on."""
+        """How a response consisting of these carried tokens has ended. None: it has not ended."""
         if self._stops(entry, tokens, len(tokens)):
             return "stop"
         if len(tokens) < entry.limit:
@@ -246,7 +245,8 @@ class VllmEngine(LoopEngine):
         return "length" if _may_stop(entry) else "stop"
 
     def _stops(self, entry: Pending, tokens: Sequence[int], count: int) -> bool:
-        """Whether the first `count` of these tokens have just ended a response."""
+        """Whether the first `count` of these tokens have just ended the response, by an end token
+        or a stop string."""
         if count == 0 or not _may_stop(entry):
             return False
         stops = entry.request.sampling.stop
@@ -287,8 +287,9 @@ class VllmEngine(LoopEngine):
         return outputs
 
     def _look(self) -> dict[int, int]:
-        """Take what was drawn in the places of carried tokens. Returns the numbers of the requests
-        that vLLM cannot go on with, each with the number of tokens that are kept."""
+        """Accept the tokens that were drawn in the places of carried ones, where vLLM has read them
+        all. Returns the numbers of the requests that vLLM cannot continue because one came out
+        differently, each with the number of tokens that are kept."""
         seen = [
             live
             for live in self._live.values()
@@ -306,14 +307,14 @@ class VllmEngine(LoopEngine):
         return {number: count for number, count in cuts.items() if count is not None}
 
     def _broken(self) -> list[int]:
-        """Numbers of the requests whose newest token was drawn from logits that are not numbers.
+        """Numbers of the requests for which vLLM has generated a token from logits with a NaN.
         Empties `Draws.broken`."""
         broken, self._draws.broken = self._draws.broken, []
         return [one for one in broken if one in self._live and self._live[one].is_broken]
 
     def _end(self, live: Live, reason: str | None) -> Numbered | None:
-        """The output to report of a response that has left vLLM for this reason. None if the
-        response goes on in vLLM."""
+        """The output of a response that vLLM has ended for this reason (None: it was taken out of
+        vLLM). Returns None if the response is not over: it is then handed to vLLM again."""
         if reason not in (None, "stop", "length"):
             return failure(live.entry, f"vLLM ended it: {reason}")
         if live.first_broken is not None:
@@ -347,8 +348,8 @@ class VllmEngine(LoopEngine):
         ]
 
     def _take_out(self, numbers: Sequence[int], unended: Sequence[int]) -> list[Live]:
-        """Take these responses out of vLLM and return them. The ones in `unended` have not ended
-        there and are dropped by vLLM."""
+        """Take these responses out of vLLM and return them. `unended` are those that vLLM has not
+        ended by itself, and must be made to drop."""
         states = self._vllm.output_processor.request_states
         for number in unended:
             state = states.get(self._live[number].request.request_id)
@@ -363,8 +364,9 @@ class VllmEngine(LoopEngine):
         return found
 
     def _forget(self, numbers: Sequence[int]) -> None:
-        """Drop the `Draw`s of these requests, which have left vLLM. Their log-probabilities stay in
-        the `Draw`s that others refer to."""
+        """Drop the table's entries for these requests, which have left vLLM. `Draw`s that are
+        referred to elsewhere keep their log-probabilities, which are fetched from worker processes
+        first."""
         draws = [self._draws.by_number.pop(number) for number in numbers]
         if self._workers is not None and numbers:
             for draw, log_probs in zip(draws, self._workers.take_log_probs(numbers), strict=True):
@@ -392,6 +394,6 @@ def _may_stop(entry: Pending) -> bool:
 
 
 def _failed(live: Live) -> Numbered:
-    """A failure for logits that are not numbers, which names the first token without a
+    """The output for a response with NaN logits, which names the first token without a
     log-probability."""
     return failure(live.entry, f"{NOT_NUMBERS} at response token {live.first_broken}")

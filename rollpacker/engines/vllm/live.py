@@ -1,12 +1,12 @@
-"""A response on its way through vLLM, which may have it several times over.
+"""A response while vLLM generates it, perhaps in several requests to vLLM one after the other.
 
-    begin       vLLM gets the prompt and what the response has; carried tokens that are to be drawn
-                anew come out as vLLM reads them (engines/vllm/verify.py)
-    look        vLLM's first new token is there: how far do the carried ones hold?
-    leave       vLLM is done with it, or is made to be: its tokens are here
-    cut, begin  and again, where a carried token came out differently, or an end is not taken
+    begin       vLLM gets the prompt and the response's tokens; carried tokens (of an earlier
+                launch) that are to be verified are drawn again (engines/vllm/verify.py)
+    look        once vLLM's first new token is there: how many carried tokens came out the same?
+    leave       the response has left vLLM: its tokens are kept here
+    cut, begin  once more, if a carried token came out differently, or an end is refused
 
-What comes of carried tokens, and when an end is not taken, is as in engines/embedded/extend.py.
+Which carried tokens are kept, and which ends are refused, is as in engines/embedded/extend.py.
 """
 
 from __future__ import annotations
@@ -25,62 +25,61 @@ if TYPE_CHECKING:
 
 
 class Live:
-    """A response on its way through vLLM."""
+    """One response while vLLM generates it, perhaps in several requests one after the other."""
 
     draw: Draw
     request: Request
-    """vLLM's own record of the request while vLLM has it. It says which tokens vLLM has taken and
-    how often the request was put back."""
+    """vLLM's own record of the request while vLLM has it, with the tokens generated and the number
+    of preemptions."""
 
     def __init__(self, entry: Pending) -> None:
         carried = entry.request.carried or Carried(tokens=(), log_probs=(), verify=False)
         self.entry = entry
         self.carried = carried
         self.given = list(carried.tokens)
-        """Tokens that it has without what vLLM has added since it was handed over; ..."""
+        """The response's tokens, without those that vLLM is generating in its present request."""
         self.log_probs = list(carried.log_probs)
-        """Log-probabilities of these tokens."""
+        """Log-probabilities of the tokens in `given`."""
         self.num_kept: int | None = None
-        """Number of carried tokens that came out the same. None: they have not been drawn anew
-        yet."""
+        """Number of carried tokens that came out the same when drawn again. None: that has not been
+        done."""
         self.num_redraws = 0
         entry.draw_with(0, entry.carried_redraw(0)[0])
         self.num_preemptions = 0
-        """Number of preemptions before vLLM's current record."""
+        """Number of preemptions, without those in vLLM's current record."""
         self.num_reused = 0
-        """Number of tokens before a later turn that vLLM found in its prefix cache."""
+        """Number of prompt tokens of a later turn that vLLM found in its prefix cache."""
 
     @property
     def is_unseen(self) -> bool:
-        """Whether the carried tokens still come out the same is not known yet."""
+        """Whether there are carried tokens to verify whose outcome is not known yet."""
         return self.num_kept is None and self.carried.verify and bool(self.carried.tokens)
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """All tokens of the response while vLLM has it."""
+        """All tokens of the response so far, while vLLM has it."""
         new = () if self.is_unseen else self.request.output_token_ids
         return (*self.given, *new)
 
     @property
     def is_broken(self) -> bool:
-        """vLLM, which has it, took a token of it from logits that are not numbers. Workers in
-        processes of their own say so when it is over."""
+        """Whether vLLM, which has the response, generated a token of it from logits that are not
+        numbers. With worker processes this is known only when the response has left vLLM."""
         num_new = 0 if self.is_unseen else len(self.request.output_token_ids)
         return any(map(math.isnan, self.draw.log_probs[:num_new]))
 
     @property
     def first_broken(self) -> int | None:
-        """Number of the first token that was drawn from logits that are not numbers, once the
-        response has left vLLM. None: there is none."""
+        """Number of the first token with a NaN log-probability, once the response has left vLLM.
+        None: there is none."""
         return next((n for n, one in enumerate(self.log_probs) if math.isnan(one)), None)
 
     # -- vLLM gets it and gives it back ------------------------------------------------------------
 
     def begin(self) -> list[int]:
-        """Make its `draw`. Returns what vLLM's prompt is to end with.
-
-        The last carried token is left to vLLM's first step, which then never has nothing to do.
-        """
+        """Make the response's `draw`, and return the response tokens that vLLM's prompt is to end
+        with. If carried tokens are to be verified, the last of them is left for vLLM's first step
+        to generate, which so always has something to do."""
         entry = self.entry
         if not self.is_unseen:
             key = entry.key(entry.redraws[-1][1] if entry.redraws else 0)
@@ -95,10 +94,12 @@ class Live:
         return self.given[:-1]
 
     def look(self, ends: Callable[[Sequence[int], int], bool]) -> int | None:
-        """Take what came out in the places of the carried tokens; vLLM's first new token is there.
+        """Compare the tokens drawn in the places of the carried ones with these. vLLM's first new
+        token must be there.
 
-        `ends`: whether so many of these tokens have just ended the response. Returns how many
-        tokens there are to go on from, without vLLM's new ones; None if vLLM goes on by itself.
+        `ends(tokens, count)`: whether the first `count` tokens have just ended the response.
+        Returns the number of tokens to continue from in a new request, without vLLM's new ones;
+        None if vLLM can continue by itself.
         """
         anew, carried = self.draw.anew, self.carried.tokens
         assert anew is not None and len(anew.tokens) == len(carried) - 1
@@ -129,13 +130,13 @@ class Live:
         return num_tokens
 
     def note_reused(self, num_tokens: int | None) -> None:
-        """Note that vLLM, which has the response, found so many tokens in its prefix cache."""
+        """Note how many of the prompt's tokens vLLM found in its prefix cache. None: unknown."""
         request = self.entry.request
         if request.turn > 1 and num_tokens:
             self.num_reused = min(num_tokens, len(request.prompt_tokens))
 
     def leave(self) -> None:
-        """Take over what vLLM has generated, since vLLM no longer has the response."""
+        """Add vLLM's new tokens to `given`, once the response has left vLLM."""
         self.num_preemptions += self.request.num_preemptions
         if not self.is_unseen:
             new = self.request.output_token_ids
@@ -157,12 +158,13 @@ class Live:
 
     @property
     def is_too_long(self) -> bool:
-        """Whether vLLM, which has the response, has taken it beyond its ceiling."""
+        """Whether the response, which vLLM has, is longer than its ceiling and may be redrawn."""
         return len(self.tokens) > self._ceiling and self.num_redraws < MAX_REDRAWS
 
     def draw_again(self, *, stopped: bool) -> bool:
-        """The complement rule, for one that has left vLLM, or was stopped there: whether it goes
-        on, from fewer tokens and with other noise."""
+        """Apply the complement rule (`Extender.draw_again`) to a response that has left vLLM.
+        Returns whether it must be continued, from fewer tokens and with new noise. `stopped`:
+        whether it ended by itself."""
         count = len(self.given)
         floor = self.carried.floor if self.carried.verify else 0
         is_wrong = (stopped and count <= floor) or count > self._ceiling
@@ -179,7 +181,7 @@ class Live:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Fields of the response's event beside its tokens."""
+        """Fields of the response's event: preemptions, carried tokens kept, and redraws."""
         return {
             "preemptions": self.num_preemptions,
             "num_kept": self.num_kept,
@@ -187,7 +189,7 @@ class Live:
         }
 
     def response(self, reason: Literal["stop", "length", "aborted"], version: int) -> Response:
-        """The `Response` of a response that has left vLLM."""
+        """The `Response` made of this response, which has left vLLM."""
         request = self.entry.request
         return Response(
             sample=request.sample,

@@ -1,10 +1,10 @@
 """vLLM's own processes, where several devices share an engine (tensor parallelism).
 
     the engine's process   vLLM's scheduler and cache tables, one model as transformers has it
-    a worker a device      vLLM's model, cut; draws tokens, keeps what they are worth until asked
+    a worker a device      its part of vLLM's model; draws tokens, keeps log-probs until asked
 
-Weights go through memory that the workers map (`rollpacker/weights/buffer.py`): what vLLM sends
-them as an argument may not be tensors.
+Weights go through shared memory that the workers map (`rollpacker/weights/buffer.py`), since the
+arguments of vLLM's calls to them may not be tensors.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Workers:
         self._num_loads = 0
 
     def load(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Give the workers these weights."""
+        """Copy these weights, pairs of name and tensor, into the workers' models."""
         self._num_loads += 1
         with self._buffer.writing(self._num_loads) as shared:
             for name, tensor in named:
@@ -47,19 +47,19 @@ class Workers:
         self._call("load_shared", self._buffer.layout.source(self._num_loads))
 
     def take_log_probs(self, numbers: Sequence[int]) -> list[list[float]]:
-        """Log-probabilities of each of these requests, which the workers then forget."""
+        """The log-probabilities of the generated tokens of each of these requests. The workers
+        forget the requests."""
         found: list[list[float]] = self._agreed("take_log_probs", tuple(numbers))
         return found
 
     def drawn_anew(self, numbers: Sequence[int]) -> list[tuple[list[int], list[float]]]:
-        """Tokens drawn in the places of each request's carried tokens, and their
+        """For each request the tokens drawn in the places of its carried tokens, and their
         log-probabilities."""
         found: list[tuple[list[int], list[float]]] = self._agreed("drawn_anew", tuple(numbers))
         return found
 
     def _agreed(self, method: str, argument: Any) -> Any:
-        """The answer that all workers give to this call. Raises `EngineError` if their answers
-        differ."""
+        """The answer that all workers give to this call. Raises `EngineError` if answers differ."""
         first, *others = self._call(method, argument)
         if any(repr(other) != repr(first) for other in others):  # NaN is NaN here
             raise EngineError("the devices of an engine of vLLM have drawn different tokens")
@@ -73,8 +73,8 @@ class Workers:
 
 def watch_processes(engine: LLMEngine, on_error: Callable[[EngineError], None]) -> threading.Event:
     """Call `on_error`, in a thread of its own, when one of the engine's worker processes ends by
-    itself. Nothing is called once the event that this returns is set. vLLM's own watch says so some
-    ten seconds later."""
+    itself. The event that this returns is set to say that processes may end: then nothing is
+    called. vLLM's own watch would notice some ten seconds later."""
     executor: Any = engine.engine_core.engine_core.model_executor
     processes = [worker.proc for worker in executor.workers]
     family = [os.getpid(), *(one.pid for one in processes)]
@@ -93,7 +93,7 @@ def watch_processes(engine: LLMEngine, on_error: Callable[[EngineError], None]) 
 
 
 def _shared_memory(pid: int) -> Iterator[Path]:
-    """The named memory of vLLM's and of Python's that a process has mapped."""
+    """The files in /dev/shm of vLLM and of Python's multiprocessing that a process has mapped."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
             _, slash, name = line.partition("/dev/shm/")

@@ -1,5 +1,5 @@
-"""Opens a vLLM engine in this process: the required versions, its arguments, and the settings of
-this process that it may not change."""
+"""Opens a vLLM engine in this process: checks versions, chooses vLLM's arguments, and protects
+settings of this process that vLLM would change."""
 
 from __future__ import annotations
 
@@ -34,20 +34,21 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 TESTED = {"vllm": ((0, 32), (0, 33)), "transformers": ((5, 16), (5, 20))}
-"""Versions that the engine is written for: from the first to before the second. The engine reads
-vLLM's own records of its requests, which are nobody's interface."""
+"""Supported versions of each package: from the first version to before the second. The engine reads
+vLLM's records of its requests, which are not a public interface."""
 BLOCK_TOKENS = 32
-"""Tokens of a block of keys and values. Prompts that are shorter share none."""
+"""Number of tokens in one block of vLLM's cache. Shorter prompts share no block."""
 KV_CACHE_GIB = 1.0
-"""Memory for keys and values on a CPU, in GiB. On a GPU vLLM takes what is left of the memory."""
+"""Memory for keys and values on a CPU, in GiB, if the config sets none. On a GPU vLLM uses the rest
+of the memory."""
 SHARE_OF_FREE = 0.9
-"""Share of the GPU memory that is free when vLLM starts, which vLLM may take."""
+"""Largest share of the free GPU memory that vLLM may use, measured when vLLM starts."""
 _NEED_TORCHVISION = ("qwen3_5_text", "qwen3_5_moe_text")
-"""Kinds of hybrid models whose code vLLM shares with models that see."""
+"""Types of hybrid models whose code vLLM shares with models for images (torchvision)."""
 _HYBRIDS_ON_CPU = ("qwen3_5_text",)
 _STATE_SIZES_ON_CPU = (64, 128)
-"""Sizes of heads for which vLLM's linear attention on a CPU has kernels, the same for keys and
-values."""
+"""Sizes of heads for which vLLM's linear attention on a CPU has kernels. Keys and values must have
+the same size."""
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -59,13 +60,13 @@ _ENVIRONMENT = {
     RUNNER_VARIABLE: "0",
 }
 _OF_MEMORY = re.compile(r"memory|KV cache|cache blocks", re.IGNORECASE)
-"""Matches the `ValueError` with which vLLM says that the memory for keys and values does not
+"""Matches a `ValueError` of vLLM's which says that the memory for keys and values does not
 suffice."""
 
 
 _the_only_one = threading.Lock()
-"""Held while there is an engine: vLLM keeps what an engine shares with its workers in globals of
-the process."""
+"""Held while this process has a vLLM engine. There can be one, since vLLM keeps in globals of the
+process what an engine shares with its workers."""
 
 
 def open_vllm(
@@ -76,13 +77,13 @@ def open_vllm(
     *,
     sleeps: bool = False,
 ) -> LLMEngine:
-    """An engine for this architecture in this process, which takes the tokens of `draws`; of more
-    than one device, in a process for each of them, which draw from what a request says. Its weights
-    are still random.
+    """Open a vLLM engine for this model's architecture in this process; with `tensor_parallel` > 1
+    its devices have a worker process each. It draws tokens as `draws` says. Its weights are still
+    random.
 
-    Raises `MissingPackageError` if there is no vLLM, `UnsupportedModelError` for a model that it
-    cannot run, or not with so little memory, or only with a model runner that we have no code for,
-    and `ValueError` for versions that nobody tried.
+    Raises `MissingPackageError` if vLLM is not installed, `UnsupportedModelError` if vLLM cannot
+    run the model here, lacks memory for it or runs it only with a model runner that is unknown
+    here, and `ValueError` for versions that are not supported or if there is an engine already.
     """
     sentence = missing("vllm", extra="vllm", what="rollout.engine.name=vllm")
     if sentence is not None:
@@ -103,14 +104,14 @@ def open_vllm(
 
 
 def close_vllm(engine: LLMEngine) -> None:
-    """Free the engine's memory. Called once."""
+    """Shut the engine down and free its memory. May be called once."""
     engine.engine_core.shutdown()
     _the_only_one.release()
 
 
 def pack_output_layer(model: torch.nn.Module) -> None:
-    """Renew vLLM's copy of the output matrix, with which it computes logits on a CPU. A reload does
-    not renew it where the matrix is the embedding's."""
+    """Renew vLLM's packed copy of the output matrix, from which it computes logits on a CPU. vLLM's
+    own reload does not renew it where the output matrix is also the embedding."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for layer in model.modules():
@@ -119,7 +120,8 @@ def pack_output_layer(model: torch.nn.Module) -> None:
 
 
 def _of_workers(tensor_parallel: int) -> dict[str, str]:
-    """Environment variables of vLLM's worker processes, which share out this process's threads."""
+    """Environment variables for vLLM's worker processes, which divide this process's number of
+    threads among them. Empty for one device."""
     if tensor_parallel == 1:
         return {}
     threads = max(torch.get_num_threads() // tensor_parallel, 1)
@@ -189,8 +191,8 @@ def _open(
 
 
 def _watch_runners(engine: LLMEngine, draws: Draws, tensor_parallel: int) -> None:
-    """Raises `UnsupportedModelError`, with the engine shut down, if it has a model runner that
-    cannot be watched."""
+    """Make the engine's model runners draw carried tokens again (verify.py). If a runner is of an
+    unknown class, shuts the engine down and raises `UnsupportedModelError`."""
     refusals = engine.collective_rpc(
         "watch" if tensor_parallel > 1 else lambda worker: watch(worker, draws)
     )
@@ -201,7 +203,7 @@ def _watch_runners(engine: LLMEngine, draws: Draws, tensor_parallel: int) -> Non
 
 
 def _why_it_does_not_start(error: ValueError, config: EngineConfig) -> str:
-    """Return vLLM's reason in one line. Only a reason that is about memory names our key for it."""
+    """vLLM's reason in one line, with our setting for memory if the reason is about memory."""
     reason = " ".join(str(error).split())
     if not _OF_MEMORY.search(reason):
         return f"vLLM does not start with this model: {reason}"
@@ -212,14 +214,14 @@ def _why_it_does_not_start(error: ValueError, config: EngineConfig) -> str:
 
 
 def _share_of_memory() -> float:
-    """vLLM takes a share of the device's whole memory, and refuses to start if less is free: the
-    model that this process has may be there, too."""
+    """The share of the device's whole memory that vLLM may use. vLLM refuses to start if less than
+    that is free, and this process's own model may lie on the device, too."""
     free, total = torch.cuda.mem_get_info()
     return SHARE_OF_FREE * free / total
 
 
 def check_versions() -> None:
-    """Raises `ValueError` for a vLLM or a transformers outside of the range that was tried."""
+    """Raise `ValueError` if the installed vLLM or transformers is not a supported version."""
     for name, (lowest, end) in TESTED.items():
         found = _version(name)
         if not lowest <= tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < end:
@@ -270,8 +272,8 @@ def _check_head_size(model: PreTrainedModel) -> None:
 
 
 def check_hybrid(model: PreTrainedModel, *, on_cpu: bool) -> None:
-    """Raise `UnsupportedModelError` if this vLLM lacks what a model needs that has other layers
-    than attention."""
+    """Raise `UnsupportedModelError` if this vLLM lacks what this model with other layers than
+    attention needs."""
     config, name = model.config.get_text_config(), type(model).__name__
     kind = config.model_type
     if kind in _NEED_TORCHVISION and find_spec("torchvision") is None:
@@ -302,9 +304,9 @@ def check_hybrid(model: PreTrainedModel, *, on_cpu: bool) -> None:
 
 @contextmanager
 def _environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """Let these hold while vLLM is imported and set up, and take back what that changes for the
-    rest of the process: variables (its children would preload libraries), torch's thread count,
-    which vLLM forbids to set, and the state of random numbers, which it seeds."""
+    """Set these environment variables while vLLM is imported and set up. Afterwards restore what
+    vLLM changes in the process: the environment (child processes would preload libraries), torch's
+    function to set its thread count, which vLLM disables, and the states of random numbers."""
     before, set_num_threads = dict(os.environ), torch.set_num_threads
     of_python, of_numpy = random.getstate(), np.random.get_state()
     os.environ.update(settings)

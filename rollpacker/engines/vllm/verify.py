@@ -1,12 +1,11 @@
-"""Carried tokens drawn anew by vLLM while it reads them as the end of a prompt.
+"""Makes vLLM draw carried tokens again while it reads them as the end of a prompt.
 
-vLLM computes logits after a prompt's last token only. So its model runner is watched: after each
-step this draws the tokens that a prompt ends with, as far as that step has read it, from the hidden
-states before each of them, with the noise that plain generation has there (`Anew`). A prompt comes
-in several steps where it is long, and from its beginning where it was put back.
+vLLM computes logits after a prompt's last token only. So a method of its model runner is wrapped:
+after each step, the carried tokens that the step has read are drawn from the hidden states before
+them, with the noise that plain generation has there (`Anew`). A long prompt is read in several
+steps, and from its beginning if the request was preempted.
 
-The one method that is wrapped is nobody's interface: `vllm_setup.TESTED` says which versions have
-it.
+The wrapped method is not a public interface: `setup.TESTED` says which versions have it.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from rollpacker.engines.embedded.extend import DRAW_LOGITS
 from rollpacker.engines.vllm.draws import NUMBER, Anew, Draw, Draws, Settings
 
 RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
-"""vLLM's class of model runners that this code is written for. Its runner for CPUs derives from
-it; its second runner, of `vllm.v1.worker.gpu`, does not."""
+"""vLLM's class of model runners that this code is written for. vLLM's runner for CPUs is a
+subclass; its second runner, in `vllm.v1.worker.gpu`, is not."""
 RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
-"""The environment variable that makes vLLM choose `RUNNER` where it is 0."""
+"""The environment variable that makes vLLM choose `RUNNER` when its value is 0."""
 
 
 def watch(worker: Any, draws: Draws) -> str | None:
-    """Let the model runner of this worker of vLLM's draw what these requests want drawn anew.
-    Returns None, or a sentence that says why it cannot: the runner is of a class that this code is
-    not written for."""
+    """Make the model runner of one of vLLM's workers draw the carried tokens of these requests
+    again. Returns None, or a sentence that says why that cannot be done: the runner is of another
+    class than this code is written for."""
     runner = worker.model_runner
     classes = [f"{one.__module__}.{one.__qualname__}" for one in type(runner).__mro__]
     if RUNNER not in classes:
@@ -52,8 +51,9 @@ def watch(worker: Any, draws: Draws) -> str | None:
 def _draw_anew(
     runner: Any, draws: Draws, hidden_states: Tensor, num_scheduled: Mapping[str, int]
 ) -> None:
-    """Draw carried tokens from the hidden states before them. `hidden_states` [tokens of the step,
-    hidden]; `num_scheduled` says how many of these are each request's."""
+    """Draw the carried tokens that this step has read, from the hidden states before them.
+    `hidden_states` is [tokens of the step, hidden]; `num_scheduled` is the number of these tokens
+    by request."""
     found: list[_Piece] = []
     for name, num_tokens in num_scheduled.items():
         state = runner.requests[name]
@@ -75,15 +75,15 @@ def _draw_anew(
 
 
 class _Piece(NamedTuple):
-    """Carried tokens of one request that a step has read."""
+    """Carried tokens of one request that the current step has read."""
 
     draw: Draw
     anew: Anew
     place: int
-    """Number of the first token in the response."""
+    """Number of the piece's first token in the response."""
     num_tokens: int
     row: int
-    """Row of the hidden state before the first token."""
+    """Index in the step's hidden states of the state before the first token."""
 
 
 def _draw_all(runner: Any, found: list[_Piece], hidden_states: Tensor) -> None:

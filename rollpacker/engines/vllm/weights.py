@@ -1,6 +1,6 @@
-"""vLLM's copy of the weights: it is brought up to date with the transformers module that the engine
-was given, and then says the same of a fixed prompt, or nothing is generated. Also after its sleep,
-in which another has the device."""
+"""vLLM's copy of the weights. After every update, and after vLLM's sleep, its log-probabilities of
+a fixed prompt are compared with those of the transformers module; nothing is generated if they
+differ."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 PROBE_TOKENS = 16
-"""The fixed prompt after which both sides' log-probabilities are compared."""
+"""Number of tokens in the fixed prompt whose log-probabilities both sides compute."""
 TOLERANCE = {torch.float32: 1e-3}
 TOLERANCE_HALF = 1.0
-"""Largest difference between both sides' log-probabilities, in float32 and in any shorter
-format."""
+"""Largest allowed difference between both sides' log-probabilities: `TOLERANCE` in float32, this in
+any shorter format."""
 
 
 class Copy:
@@ -41,8 +41,9 @@ class Copy:
         hand_over: Callable[..., object],
         forget: Callable[[Sequence[int]], None],
     ) -> None:
-        """`workers`: there are some where several devices share the engine. `hand_over` and
-        `forget` are the engine's: they let vLLM have a request, and forget those that ended."""
+        """`workers`: the worker processes if several devices share the engine, else None.
+        `hand_over` and `forget` are the engine's methods: to hand vLLM a request, and to drop ended
+        ones."""
         self._model = model
         self._vllm = vllm
         self._workers = workers
@@ -52,8 +53,9 @@ class Copy:
 
     @torch.no_grad()
     def load(self) -> None:
-        """Bring vLLM's copy up to date with the model, and see that it computes the same. Of a
-        model with an adapter that is the only part that changes. Raises `EngineError`."""
+        """Copy the model's weights into vLLM, and raise `EngineError` if vLLM then computes
+        something else. Of a model with an adapter only the adapter is copied after the first
+        time."""
         if not (self._has_base and has_adapter(self._model)):
             self._load_base()
             self._has_base = True
@@ -63,7 +65,7 @@ class Copy:
         self._compare()
 
     def _load_base(self) -> None:
-        """Give vLLM all weights but the adapter's. vLLM drops the adapter."""
+        """Copy all weights but the adapter's into vLLM, which then drops its adapter."""
         named = list(base_weights(self._model))
         if self._workers is not None:
             self._workers.load(named)
@@ -73,18 +75,18 @@ class Copy:
 
     @property
     def can_sleep(self) -> bool:
-        """Whether vLLM was opened such that it can free its memory."""
+        """Whether vLLM was opened with the ability to free its memory."""
         return bool(self._vllm.model_config.enable_sleep_mode)
 
     def sleep(self) -> None:
-        """Weights go to host memory; keys and values are dropped. Level 2 would drop the weights,
-        too, and with them what is no parameter and never sent again."""
+        """Move vLLM's weights to host memory and drop its keys and values. (Level 2 would drop the
+        weights too, with buffers that are never sent again.)"""
         self._vllm.sleep(level=1)
 
     def wake_up(self) -> None:
-        """Undo that, in two stages, between which nothing may run: its cache is not there yet.
-        Raises `EngineError` if vLLM is not whole afterwards, or says something else than the
-        model."""
+        """Undo `sleep`, in two stages between which nothing may run, since the cache is missing.
+        Raises `EngineError` if some of vLLM's memory is not there afterwards, or vLLM computes
+        something else than the model."""
         for stage in ("weights", "kv_cache"):
             is_whole = self._vllm.wake_up(tags=[stage])
         if not is_whole or self._vllm.is_sleeping():
@@ -98,7 +100,7 @@ class Copy:
 
     @torch.no_grad()
     def _compare(self) -> None:
-        """Raises `EngineError` if vLLM and the model differ in what they say of a fixed prompt."""
+        """Raise `EngineError` if vLLM's log-probabilities of a fixed prompt are not the model's."""
         config = self._model.config.get_text_config()
         max_positions = getattr(config, "max_position_embeddings", None) or PROBE_TOKENS
         size = min(PROBE_TOKENS, config.vocab_size, max_positions - 1)
@@ -117,7 +119,7 @@ class Copy:
             )
 
     def _model_says(self, prompt: list[int]) -> Tensor:
-        """Log-probabilities of the prompt's tokens from the second one on."""
+        """The model's log-probabilities of the prompt's tokens from the second one on."""
         ids = torch.tensor([prompt], device=self._model.device)
         was_training = self._model.training
         self._model.train(False)
@@ -127,8 +129,7 @@ class Copy:
         return log_probs[:, 0].cpu()
 
     def _vllm_says(self, prompt: list[int]) -> Tensor:
-        """Log-probabilities of the prompt's tokens from the second one on, as vLLM computes
-        them."""
+        """vLLM's log-probabilities of the prompt's tokens from the second one on."""
         number = -1
         draw = Draw(SamplingParams(max_response_tokens=1, temperature=0.0), key=0)
         self._hand_over(number, draw, prompt, max_tokens=1, prompt_logprobs=0)

@@ -1,8 +1,9 @@
-"""One of the processes that share an engine of vLLM: how it draws tokens and takes weights.
+"""Code for the worker processes of a vLLM engine that several devices share: how they draw tokens
+and load weights.
 
-Each draws every token itself, from logits and noise that all of them have, so that none has to be
-told what another one drew. vLLM imports this by name, in such a process (`engines/vllm/parallel.py`
-speaks to it), and nothing else does.
+Every worker draws every token itself, from logits and noise that all workers have, so that no
+result need be sent around. Only vLLM imports this module, by name; its methods are called by
+`engines/vllm/parallel.py`.
 """
 
 from __future__ import annotations
@@ -25,28 +26,29 @@ DrawTokens = drawing_with(_draws)
 
 
 class Extension:
-    """Methods that vLLM's worker gets from here."""
+    """Methods that are added to vLLM's worker class."""
 
     def take_log_probs(self, numbers: Sequence[int]) -> list[list[float]]:
-        """Log-probabilities of each of these requests, which have ended and are forgotten here.
-        Empty for a request that was never drawn for."""
+        """Return the log-probabilities of each of these ended requests, and forget the requests.
+        Empty for a request of which no token was drawn."""
         _draws.broken.clear()  # nobody looks at it here
         found = [_draws.by_number.pop(number, None) for number in numbers]
         return [[] if one is None else one.log_probs for one in found]
 
     def drawn_anew(self, numbers: Sequence[int]) -> list[tuple[list[int], list[float]]]:
-        """Tokens drawn in the places of each request's carried tokens, and their
+        """For each request the tokens drawn in the places of its carried tokens, and their
         log-probabilities."""
         found = [_draws.by_number[number].anew for number in numbers]
         return [(one.tokens, one.log_probs) for one in found if one is not None]
 
     def watch(self: Any) -> str | None:
-        """Watch this worker's model runner; called once, before there are requests. Returns a
-        sentence if the runner is not one that can be watched, else None."""
+        """Watch this worker's model runner (see `verify.watch`); called once, before there are
+        requests. Returns a sentence if the runner cannot be watched, else None."""
         return watch(self, _draws)
 
     def load_shared(self: Any, source: WeightSource) -> None:
-        """Take this worker's part of these weights. Raises `StaleWeightsError`."""
+        """Load this worker's part of these weights. Raises `StaleWeightsError` if the source holds
+        another version by now."""
         with _reader.reading(source) as weights:
             self.reload_weights(weights_iterator=iter(weights.items()))
         self.apply_model(pack_output_layer)

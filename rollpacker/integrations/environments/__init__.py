@@ -1,11 +1,14 @@
-"""Environments of other packages, as `Environment`: `gem:NAME`, `gymnasium:NAME`, `openenv:URL`,
-`reasoning-gym:TASK`, `verifiers:NAME`; and `program:COMMAND`, which needs none.
+"""Environments of other packages, in the form of `Environment`: `gem:NAME`, `gymnasium:NAME`,
+`openenv:URL`, `reasoning-gym:TASK`, `verifiers:NAME`; and `program:COMMAND`, which needs no
+package.
 
-One module each, which alone imports its package; nothing here does. Each has `factory(name,
-arguments)` and `rows(name, arguments)`, which this module calls. Their environments have, beside
-`reset` and `step`, the attribute `deterministic` (the same seed and actions bring the same answers)
-and perhaps `tools` (the schemas that the model is told of) and `close`, to be called when an
-episode is over or given up. A factory with `is_quick = True` makes them without blocking."""
+There is one module (an adapter) for each, which alone imports its package. Every module has
+`factory(name, arguments)` and `rows(name, arguments)`, which this module calls. Its environments
+have, beside `reset` and `step`, the attribute `deterministic` (whether the same seed and actions
+lead to the same answers), and perhaps `tools` (schemas to show to the model) and `close`, to be
+called at the end of an episode. A factory's result with `is_quick = True` makes environments
+without blocking.
+"""
 
 from __future__ import annotations
 
@@ -25,32 +28,33 @@ PACKAGES = {
     "reasoning-gym": "reasoning_gym",
     "verifiers": "verifiers",
 }
-"""The module here for each name before the colon."""
+"""Name of the module in this package, by the name before the colon."""
 
 __all__ = ["PACKAGES", "AdapterError", "is_adapted", "load", "rows"]
 
 
 def is_adapted(name: str) -> bool:
-    """Whether `name` is `package:NAME` of one of `PACKAGES`, rather than a function of somebody."""
+    """Whether `name` is `package:NAME` with a package of `PACKAGES`, not a function's place."""
     package, colon, rest = name.partition(":")
     return bool(colon and rest) and package in PACKAGES
 
 
 def load(name: str, arguments: Mapping[str, Any]) -> Callable[[], Environment]:
-    """The function that makes an episode's environment, to be called in the process that plays it.
+    """Return the function that makes an episode's environment, to be called in the process that
+    plays it.
 
-    `name`: `package:NAME`. `arguments`: those of the adapter (its module's docstring) and, where
-    its package takes any, those of the environment. Imports the package. Raises `AdapterError` for
-    a name or argument that cannot be, `MissingPackageError` naming the extra.
+    `name`: `package:NAME`. `arguments`: those of the adapter (see its module's docstring), and, if
+    its package has any, those of the environment. Imports the package. Raises `AdapterError` for an
+    impossible name or argument, and `MissingPackageError` with the extra to install.
     """
     module, rest = _module_of(name)
     return module.factory(rest, dict(arguments))  # type: ignore[no-any-return]
 
 
 def rows(name: str, arguments: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The rows that the package's environment brings along, so that a run needs no dataset: each
-    goes to `reset`, with a `seed`. None if it has none of its own. `arguments` and errors as with
-    `load`; `num_rows` says how many rows to make where their number is free."""
+    """The rows that the package's environment provides, so that a run needs no dataset. A row is
+    given to `reset`, with a `seed`. None: it has no rows of its own. `arguments` and errors are
+    those of `load`; `num_rows` is the number of rows if that is not fixed."""
     module, rest = _module_of(name)
     return module.rows(rest, dict(arguments))  # type: ignore[no-any-return]
 

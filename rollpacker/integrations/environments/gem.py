@@ -1,9 +1,9 @@
 """Environments of GEM (`gem-llm`): `gem:game:GuessTheNumber-v0-easy`.
 
-Arguments: `system_prompt`, `num_rows`, and those of the environment. What the environment says is a
-message of its own each turn: GEM's wrappers, which write the whole game into every observation, are
-not needed, and its tools, which run a model's code without a sandbox, are not offered. Rewards are
-per turn, as GEM gives them. Its `math:`, `code:` and `qa:` environments fetch data sets from a hub.
+Arguments: `system_prompt`, `num_rows`, and those of the environment. Every observation becomes one
+message: GEM's wrappers, which write the whole game into every observation, are not needed, and its
+tools, which run a model's code without a sandbox, are not offered. Rewards are per turn, as GEM
+gives them. Its `math:`, `code:` and `qa:` environments fetch data sets from a hub.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class GemEnvironment:
         return opening(_with_affixes(observation, info), system_prompt=self._system_prompt)
 
     def step(self, message: Message) -> tuple[Sequence[Message], float, bool, bool, dict[str, Any]]:
-        """Play one step. Returns Gymnasium's five values, of which GEM's are made; the last is
-        empty."""
+        """Play one step. Returns the five values of Gymnasium's `step`, on which GEM's is modelled;
+        the last is empty."""
         with self._randomness.drawn_from():
             observation, reward, terminated, truncated, info = self._env.step(text_of(message))
         is_over = terminated or truncated
@@ -79,7 +79,7 @@ class GemEnvironment:
 
 
 def _with_affixes(observation: str, info: Mapping[str, Any]) -> str:
-    """The observation between the texts that GEM gives in `info` for before and behind it."""
+    """The observation between the prefix and the suffix that GEM's `info` holds for it."""
     body = observation if not observation or observation.endswith("\n") else observation + "\n"
     return str(info.get("prefix", "")) + body + str(info.get("suffix", ""))
 
@@ -93,7 +93,7 @@ def _check_name(name: str) -> None:
 
 
 def _import_gem() -> Any:
-    """The module `gem`, imported without the handler and level that it gives the process's log."""
+    """Import and return the module `gem`, without the log handler and level that it installs."""
     require("gem", extra="gem", what="an environment of gem")
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level

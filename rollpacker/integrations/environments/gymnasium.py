@@ -1,10 +1,10 @@
 r"""Environments of Gymnasium that can be played in text: `gymnasium:FrozenLake-v1`.
 
-What the model reads: an observation that is a text; else, of an environment that draws itself in
-text (`render_mode="ansi"`), the observation as JSON and the drawing, what is coloured in brackets;
-else the observation as JSON. What it does: in a `Text` space all that it says, in a `Discrete` one
-the last number, or name of `actions`, that it says. Anything else is answered with what can be
-done, without a step of the environment.
+The model reads an observation as it is if it is a text, else as JSON; if the environment draws
+itself in text (`render_mode="ansi"`), the drawing follows, with coloured parts in brackets. The
+model's action is its whole message in a `Text` space, and in a `Discrete` space the last number, or
+name of `actions`, in the message. A message without an action is answered with the list of actions,
+without a step of the environment.
 
 Arguments: `actions` (names of the actions of a `Discrete` space, in order), `instructions` (text
 before the first observation), `system_prompt`, `num_rows`, and those of the environment.
@@ -34,7 +34,7 @@ from rollpacker.integrations.environments.messages import (
 )
 
 _MARKED = re.compile(r"\x1b\[[\d;]*m(.*?)\x1b\[0m", re.DOTALL)
-"""Matches text that is drawn in colour: the player's place, in Gymnasium's own environments."""
+"""Matches text drawn in colour: in Gymnasium's own environments the player's place."""
 
 
 def factory(name: str, arguments: dict[str, Any]) -> Callable[[], GymnasiumEnvironment]:
@@ -63,7 +63,7 @@ def rows(name: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The adapter's own arguments."""
+    """The adapter's own arguments, which the module's docstring describes."""
 
     actions: tuple[str, ...] = ()
     instructions: str | None = None
@@ -71,7 +71,7 @@ class Settings:
 
 
 class GymnasiumEnvironment:
-    """One episode of a Gymnasium environment, which it owns."""
+    """One episode of a Gymnasium environment. It closes the environment at its end."""
 
     deterministic = True
 
@@ -92,7 +92,8 @@ class GymnasiumEnvironment:
     def step(
         self, message: Message
     ) -> tuple[Sequence[Message], float | None, bool, bool, dict[str, Any]]:
-        """Play one step. Returns Gymnasium's five values; the last is empty."""
+        """Play one step. Returns Gymnasium's five values; the last is empty. A message that names
+        no action is answered without a step."""
         action = text_of(message) if self._is_text else self._action(text_of(message))
         if action is None:
             return said(f"That names no action. {self._choices()}"), None, False, False, {}
@@ -104,7 +105,7 @@ class GymnasiumEnvironment:
         self._env.close()
 
     def _action(self, text: str) -> int | None:
-        """The action that is named last, by its own name or number."""
+        """The action that the text names last, by name or number. None: it names none."""
         known = {one.casefold(): index for index, one in enumerate(self._names)}
         known |= {one.casefold(): index for index, one in enumerate(self._settings.actions)}
         longest_first = sorted(known, key=len, reverse=True)
@@ -138,7 +139,7 @@ def _settings(name: str, arguments: dict[str, Any]) -> tuple[Settings, dict[str,
 
 
 def _make(name: str, arguments: Mapping[str, Any]) -> Any:
-    """A new environment, which draws itself in text if it can. Raises `AdapterError`."""
+    """Make a new environment, which draws itself in text if it can. Raises `AdapterError`."""
     ident = _check_name(name)
     import gymnasium
     from gymnasium.envs.registration import load_env_creator
@@ -154,7 +155,8 @@ def _make(name: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def _check_name(name: str) -> str:
-    """The id of the environment. `module:Id-v0` imports the module, which registers it."""
+    """The environment's id. For `module:Id-v0` the module is imported, which registers the id.
+    Raises `AdapterError` for an unknown id."""
     require("gymnasium", extra="gymnasium", what="an environment of gymnasium")
     import gymnasium
 

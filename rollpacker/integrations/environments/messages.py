@@ -1,5 +1,4 @@
-"""Parts that all adapters share: their own arguments, the first messages, the model's text,
-seeds."""
+"""Parts that all adapters use: their own arguments, first messages, the model's text, and seeds."""
 
 from __future__ import annotations
 
@@ -14,15 +13,15 @@ from rollpacker.did_you_mean import did_you_mean
 from rollpacker.environments.environment import Message
 
 DEFAULT_NUM_ROWS = 1024
-"""Number of rows of an environment that is made of a seed alone, unless the config says another."""
+"""Number of rows of an environment that needs only a seed, if the config does not set it."""
 
 
 class AdapterError(ValueError):
-    """The environment that a config names cannot be had; the message says why and what to do."""
+    """The environment that a config names cannot be used; the message says why and what to do."""
 
 
 class OwnArguments:
-    """An adapter's own arguments, taken out of those of a config; what is left is the package's."""
+    """Takes an adapter's own arguments out of the config's; the rest is for the package."""
 
     def __init__(self, name: str, arguments: dict[str, Any]) -> None:
         self._name = name
@@ -30,8 +29,8 @@ class OwnArguments:
         self._own: list[str] = []
 
     def take(self, key: str, default: Any, *kinds: type) -> Any:
-        """The argument's value. Raises `AdapterError` if it is not of these kinds (None is what
-        `default` may be, not what a config may say)."""
+        """Remove and return the argument `key`, or `default` if it is not set. Raises
+        `AdapterError` if its value is not of these kinds."""
         self._own.append(key)
         value = self._arguments.pop(key, default)
         wrong = isinstance(value, bool) and bool not in kinds
@@ -41,14 +40,15 @@ class OwnArguments:
         return value
 
     def take_num_rows(self) -> int:
-        """The argument `num_rows`. Raises `AdapterError` if it is no positive whole number."""
+        """Remove and return the argument `num_rows`. Raises `AdapterError` if it is no positive
+        whole number."""
         number: int = self.take("num_rows", DEFAULT_NUM_ROWS, int)
         if number < 1:
             raise AdapterError(f"{self._name}: num_rows is {number}; it must be at least 1.")
         return number
 
     def check_nothing_left(self) -> None:
-        """Raises `AdapterError` for an argument that nobody takes."""
+        """Raise `AdapterError` if an argument is left that is not the adapter's."""
         for key in self._arguments:
             raise AdapterError(
                 f"{self._name} takes no argument {key}.{did_you_mean(key, self._own)}"
@@ -57,24 +57,25 @@ class OwnArguments:
 
 
 def numbered_rows(number: int) -> list[dict[str, Any]]:
-    """Rows of an environment that is made of its seed alone."""
+    """Rows for an environment that needs only a seed: their single column is a number."""
     return [{"episode": index} for index in range(number)]
 
 
 def seed_of(row: Mapping[str, Any]) -> int:
-    """The row's seed, such as every package takes it: below 2**31."""
+    """The row's seed, below 2**31 as every package requires."""
     return int(row.get("seed", 0)) % 2**31
 
 
 def opening(*parts: str | None, system_prompt: str | None) -> list[Message]:
-    """The first messages of an episode, whose user says these parts as far as there are any."""
+    """The first messages of an episode: the system prompt (None: none), and a user's message with
+    these parts, without those that are None or empty."""
     text = "\n\n".join(part for part in parts if part)
     system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
     return [*system, {"role": "user", "content": text}]
 
 
 def said(text: str) -> list[Message]:
-    """One message of the environment with this text; no message for an empty text."""
+    """A user's message with this text, in a list; an empty list for an empty text."""
     return [{"role": "user", "content": text}] if text else []
 
 
@@ -88,7 +89,7 @@ def text_of(message: Message) -> str:
 
 
 def plain(value: Any) -> Any:
-    """The value without arrays and scalars of numpy, which JSON has not."""
+    """The value for JSON: arrays and scalars of numpy become lists and numbers."""
     if isinstance(value, Mapping):
         return {str(key): plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -97,7 +98,7 @@ def plain(value: Any) -> Any:
 
 
 def as_text(value: Any) -> str:
-    """An observation as the model reads it: a text as it is, all else as JSON."""
+    """An observation as text for the model: a text as it is, everything else as JSON."""
     return value if isinstance(value, str) else json.dumps(plain(value), default=str)
 
 
@@ -105,10 +106,10 @@ _random_lock = threading.Lock()
 
 
 class OwnRandomness:
-    """The process's random numbers (`random`, `numpy.random`), for one episode alone.
+    """The random numbers of the process (`random`, `numpy.random`), for one episode alone.
 
-    Some packages seed and draw from them; episodes that share a process would otherwise draw from
-    one another's. Around every call into the package, one at a time.
+    Some packages seed them and draw from them; episodes in one process would otherwise disturb each
+    other. Every call into the package is made within `drawn_from`, one at a time.
     """
 
     def __init__(self) -> None:

@@ -1,12 +1,13 @@
-"""Environments that an OpenEnv server has: `openenv:http://127.0.0.1:8000`.
+"""Environments on an OpenEnv server: `openenv:http://127.0.0.1:8000`.
 
-Every episode is a session of the server. What the model says is one field of an action; what it
-reads is one field of an observation, or the whole as JSON. What the server says of an action that
-is none goes to the model. Starting a server, from an image or a hub, is left to OpenEnv.
+Every episode is a session of the server. The model's text becomes one field of an action; the model
+reads one field of the observation, or all of it as JSON. If the server refuses an action, its
+message goes to the model. Starting a server, from an image or a hub, is left to OpenEnv.
 
-Arguments: `action` (the field of the action: "message"), `observation` (the field of the
-observation; all of it), `instructions` (text before the first observation), `system_prompt`,
-`reset` (what the environment is reset with, besides the seed), `num_rows`.
+Arguments: `action` (name of the action's field, by default "message"), `observation` (name of the
+observation's field, by default all of it), `instructions` (text before the first observation),
+`system_prompt`, `reset` (further arguments of the environment's reset, beside the seed),
+`num_rows`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _HEALTH_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The adapter's own arguments."""
+    """The adapter's own arguments, which the module's docstring describes."""
 
     action: str = "message"
     observation: str | None = None
@@ -65,7 +66,7 @@ def rows(name: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 class OpenEnvEnvironment:
-    """One session of an OpenEnv server."""
+    """One episode: a session of an OpenEnv server."""
 
     deterministic = False
 
@@ -110,7 +111,7 @@ def _require() -> None:
 
 
 def _check_server(url: str) -> None:
-    """Raises `AdapterError` if no server answers there."""
+    """Raise `AdapterError` if no server answers at this address."""
     if not url.startswith(("http://", "https://")):
         raise AdapterError(f"openenv:{url}: write openenv:http://HOST:PORT, where its server is.")
     try:

@@ -1,14 +1,15 @@
-"""A program of its own as an environment: `program:python my_agent.py`, started for each episode.
+"""A user's program as an environment: `program:python my_agent.py`, started for each episode.
 
-It calls the policy as any program calls OpenAI's API, at `OPENAI_BASE_URL` with `OPENAI_API_KEY`:
-its first call is the prompt, with its tools; what it says behind the model's message in its next
-call is what `step` returns; the episode is over when it ends. The row is in `ROLLPACKER_ROW`, as
-JSON (a row of more than 96 KiB only at `GET OPENAI_BASE_URL/row`). Its reward is what it posted, or
-the last line that it printed, if that is {"reward": NUMBER}; there may be none. It ends with its
-episode, with all that it started; one that fails is a lost episode.
+The program uses the policy as any program uses OpenAI's API, at `OPENAI_BASE_URL` with
+`OPENAI_API_KEY`. Its first call is the prompt, with its tools; what its next call adds behind the
+model's message is what `step` returns; the episode is over when the program ends. The row is in
+`ROLLPACKER_ROW`, as JSON (a row of more than 96 KiB only at `GET OPENAI_BASE_URL/row`). The reward
+is what the program posted, or the last line that it printed, if that is {"reward": NUMBER}; there
+may be none. The program is ended with its episode, with all processes that it started; if it fails,
+the episode is lost.
 
 Sampling is the run's own, whatever a call asks for, and tokens are not counted (`usage` is 0).
-Argument: `variables`, more of its environment variables.
+Argument: `variables`, further environment variables of the program.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from rollpacker.serving.http import LOOPBACK
 from rollpacker.workers.child import Child
 
 MAX_ROW_BYTES = 96 << 10
-"""Most bytes of a row in an environment variable; systems take a little more."""
+"""Most bytes of a row in an environment variable. Systems allow a little more."""
 MAX_LINE_BYTES = 64 << 10
-"""Bytes of a program's latest output that are kept."""
+"""Number of bytes that are kept of a program's latest output."""
 MAX_ERROR_CHARS = 600
 _LOOK_S = 0.005
 
@@ -49,11 +50,11 @@ def factory(name: str, arguments: dict[str, Any]) -> Programs:
 
 
 def rows(name: str, arguments: dict[str, Any]) -> None:
-    """A program brings no rows."""
+    """Return None: a program provides no rows."""
 
 
 class Programs:
-    """Makes the episodes of a process."""
+    """Makes episodes, which share the command and an endpoint."""
 
     is_quick = True
 
@@ -67,7 +68,7 @@ class Programs:
 
 
 class Program:
-    """One episode. All of its methods are called in one event loop."""
+    """One episode with a program. All of its methods are called in one event loop."""
 
     deterministic = False
 
@@ -93,7 +94,7 @@ class Program:
         return await self._until_called()
 
     async def close(self) -> None:
-        """End the program and all that it started."""
+        """End the program and all processes that it started."""
         process, self._process = self._process, None
         session, self._session = self._session, None
         try:
@@ -117,8 +118,8 @@ class Program:
         return {**os.environ, **known, **self._programs.variables}
 
     async def _until_called(self) -> tuple[Sequence[Message], Any, bool]:
-        """Wait until the program calls the model again, or has ended. Returns what `step`
-        returns."""
+        """Wait until the program calls the model again or has ended, and return the result of
+        `step`: new messages, the reward or None, and whether the episode is over."""
         session, process = self._session, self._process
         assert session is not None and process is not None
         called = session.called
@@ -139,7 +140,7 @@ class Program:
 
 
 class _Process:
-    """The program, what it prints last, and its end."""
+    """A running program: its latest output, and how it ends."""
 
     def __init__(self, command: Sequence[str], variables: Mapping[str, str]) -> None:
         """Starts the program. Raises `OSError`."""
@@ -162,10 +163,10 @@ class _Process:
             os.close(errors.writer)
         self._output, self._errors = output, errors
         self.ended: asyncio.Future[str] = asyncio.ensure_future(self._end())
-        """Done with how the program ended, once all that it printed was read."""
+        """Gets how the program ended, such as "exit status 0", after all its output was read."""
 
     def reward(self) -> Any:
-        """The reward in the program's last line. None: that line has no reward."""
+        """The reward in the program's last line of output. None: there is none in it."""
         try:
             told = json.loads(self._output.last_line())
         except (ValueError, RecursionError):
@@ -194,7 +195,7 @@ class _Process:
 
 
 class _Tail:
-    """The end of what is written to a pipe; all before is let go of."""
+    """Keeps the end of what is written to a pipe, and drops everything before."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -202,7 +203,7 @@ class _Tail:
         os.set_blocking(self._reader, False)
         self._kept = b""
         self.over: asyncio.Future[None] = self._loop.create_future()
-        """Done when nobody can write to the pipe any more."""
+        """Done when no process can write to the pipe any more."""
         self._loop.add_reader(self._reader, self._read)
 
     @property
@@ -224,7 +225,7 @@ class _Tail:
                 self.over.set_result(None)
 
     def close(self) -> None:
-        """Stop reading and close the pipe. Idempotent."""
+        """Stop reading, and close the pipe. Idempotent."""
         if self._reader >= 0:
             self._loop.remove_reader(self._reader)
             os.close(self._reader)
@@ -233,7 +234,7 @@ class _Tail:
 
 
 def _command(name: str) -> list[str]:
-    """The words of a command, its program by its path. Raises `AdapterError`."""
+    """The words of a command, the first of them a path. Raises `AdapterError`."""
     try:
         words = shlex.split(name)
     except ValueError as error:

@@ -1,13 +1,13 @@
-"""The endpoint that programs of their own talk to while they are trained: one server in a process
-of environments, on the loopback address, with a session and a token for each episode.
+"""The endpoint through which users' programs call the model in training: one server in an
+environment process, on the loopback address, with a session and a token for each episode.
 
     program -- POST /v1/chat/completions --> a call of the model: `reset` or `step` returns with it
             <-- the model's message -------- given to the next `step`
-            -- POST /v1/reward ------------> {"reward": 1.0}, unless its last line says so
+            -- POST /v1/reward ------------> {"reward": 1.0}, else read from its last line
             -- GET /v1/row ----------------> the dataset's row
 
-A session is one dialogue that grows. A call that does not go on from the one before, or comes
-before that was answered, ends the episode; the one place that decides so is `Session.call`.
+A session is one dialogue that grows. A call that does not continue the call before it, or comes
+before that call was answered, ends the episode; `Session.call` decides that.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from rollpacker.serving.http import (
 )
 
 _IN_VAIN = {"x-should-retry": "false"}
-"""Headers of an error, which tell OpenAI's clients not to repeat the request."""
+"""Headers of an error, by which OpenAI's clients know not to repeat the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The model is called."""
+    """A program's call of the model."""
 
     messages: tuple[dict[str, Any], ...]
-    """The messages behind the model's last one."""
+    """The messages that the call adds behind the model's last message."""
     tools: tuple[dict[str, Any], ...]
 
 
 class Session:
-    """One program's dialogue with the model."""
+    """The dialogue of one program with the model."""
 
     def __init__(self, row: Mapping[str, Any]) -> None:
         self.token = secrets.token_urlsafe(24)
@@ -55,21 +55,22 @@ class Session:
         self.reward: Any = None
         """The reward that the program posted. None: it posted none."""
         self.called: asyncio.Future[Call] = asyncio.get_running_loop().create_future()
-        """Done with the program's next call. It fails if the program did something that cannot be
-        trained on."""
+        """Gets the program's next call, or a `ProgramError` if the program did something that
+        cannot be trained on."""
         self._said: list[str] = []
-        """All messages so far, the model's too, as `chat.as_said` has them."""
+        """All messages so far, with the model's, each as text from `chat.as_said`."""
         self._tools: tuple[dict[str, Any], ...] = ()
         self._pending: asyncio.Future[dict[str, Any]] | None = None
         self._asked: list[str] = []
-        """The messages of the call that is pending, or was answered last."""
+        """The messages of the latest call, as text."""
         self._num_turns = 0
         self._failure: ProgramError | None = None
 
     # -- for the environment -----------------------------------------------------------------------
 
     def answer(self, message: Mapping[str, Any]) -> None:
-        """Answer the call with the model's message. `called` is then the next call."""
+        """Answer the pending call with the model's message. `called` is then a new future, for the
+        next call."""
         assert self._pending is not None, "the model was not called"
         wire = chat.on_wire(message)
         self._said.append(chat.as_said(chat.read_back(wire)))
@@ -89,8 +90,8 @@ class Session:
     # -- for the program ---------------------------------------------------------------------------
 
     async def call(self, asked: ChatRequest, *, is_retry: bool) -> dict[str, Any]:
-        """The model's message, as on the wire. Raises `ApiError`, and has the episode fail, for a
-        call that does not go on from the last one."""
+        """Return the model's message, in the API's form, once it is there. Raises `ApiError`, and
+        lets the episode fail, for a call that does not continue the last one."""
         messages = chat.with_names(asked.messages)
         said = [chat.as_said(one) for one in messages]
         if is_retry and said == self._asked:
@@ -141,11 +142,11 @@ class Session:
 
 
 class ProgramError(Exception):
-    """A program did something that cannot be trained on."""
+    """The program did something that cannot be trained on; the message says what."""
 
 
 class ProgramEndpoint:
-    """The endpoint of a process. Its server is open while any session is."""
+    """The endpoint of a process. Its server is open as long as there are sessions."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
@@ -153,7 +154,7 @@ class ProgramEndpoint:
         self._port: asyncio.Future[int] | None = None
 
     async def enter(self, row: Mapping[str, Any]) -> tuple[Session, str]:
-        """A new session, and the base URL for its program."""
+        """Open a session. Returns the session, and the base URL for its program."""
         session = Session(row)
         self._sessions[session.token] = session
         if self._server is None:
@@ -167,7 +168,7 @@ class ProgramEndpoint:
             raise
 
     async def leave(self, session: Session) -> None:
-        """Close a session, and the server with the last one. Idempotent."""
+        """Close a session, and the server if it was the last one. Idempotent."""
         session.close()
         self._sessions.pop(session.token, None)
         if not self._sessions and self._server is not None:
@@ -184,7 +185,7 @@ class ProgramEndpoint:
         return api(routes, error_headers=_IN_VAIN)
 
     def _session(self, request: Request) -> Session:
-        """The session of a request's token, which was looked at before."""
+        """The session that a request's token belongs to. Raises `ApiError` if it is over."""
         session = self._sessions.get(token_of(request))
         if session is None:
             raise ApiError("the episode is over", status=410)

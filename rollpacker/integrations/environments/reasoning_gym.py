@@ -1,14 +1,14 @@
-"""Tasks of reasoning-gym in two turns: `reasoning-gym:chain_sum`. The model answers; where it is
-wrong it is given a hint, and answers again.
+"""Tasks of reasoning-gym in two turns: `reasoning-gym:chain_sum`. If the model's answer is wrong,
+it gets a hint and answers again.
 
-The reward comes at the end: the task's score of the first answer if it is right, else that of the
-second times `second_weight`. Arguments: `hint` (a text, in which `{answer}`, `{first}` and
-`{length}` stand for the right answer, its first character and its number of characters),
-`second_weight` (0.5), `right_at` (the score from which an answer is right: 1), `answer_regex`,
-`allow_evaluation` (as in the reward `reasoning_gym`), `instructions` (after the question),
-`system_prompt`, `num_rows`, `seed` of the rows, and the options of the task.
+The reward comes at the end: the task's score of the first answer if that is right, else the score
+of the second answer times `second_weight`. Arguments: `hint` (a text, in which `{answer}`,
+`{first}` and `{length}` stand for the right answer, its first character and its number of
+characters), `second_weight` (0.5), `right_at` (the score from which an answer is right: 1),
+`answer_regex`, `allow_evaluation` (as in the reward `reasoning_gym`), `instructions` (after the
+question), `system_prompt`, `num_rows`, `seed` of the rows, and the options of the task.
 
-Rows of data of kind `reasoning_gym` do as well, whatever task is named: each says its own.
+Rows of data of kind `reasoning_gym` can be used, too; each of them names its own task.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HINT = "That is not right. The answer has {length} characters and begins with {f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The adapter's own arguments."""
+    """The adapter's own arguments, which the module's docstring describes."""
 
     hint: str = HINT
     second_weight: float = 0.5
@@ -67,7 +67,7 @@ def rows(name: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 class ReasoningGymEnvironment:
-    """One question, and two answers to it at most."""
+    """One episode: a question, and at most two answers to it."""
 
     deterministic = True
 
@@ -97,7 +97,8 @@ class ReasoningGymEnvironment:
 def _split(
     name: str, arguments: dict[str, Any]
 ) -> tuple[Settings, ReasoningGymConfig, tuple[int, int], dict[str, Any]]:
-    """The adapter's settings, the scorer's, number and seed of the rows, the task's options."""
+    """The arguments split into the adapter's settings, the scorer's config, number and seed of the
+    rows, and the options of the task."""
     require("reasoning_gym", extra="gym", what="an environment of reasoning-gym")
     own = OwnArguments(f"reasoning-gym:{name}", arguments)
     settings = Settings(

@@ -2,8 +2,8 @@
 taskset, and perhaps an environment of its own.
 
 An episode is played by verifiers itself, with its tasks' setup, tools, users, stops and rewards;
-the model that it calls is whoever calls `step`. So the reward comes at the end. Tools are called by
-verifiers: `step` with a message that calls some returns what they answered.
+when it calls the model, the caller of `step` gives the answer. So the reward comes at the end.
+Verifiers executes tool calls: `step` with a message that has some returns the tools' results.
 
 Arguments: `num_rows`, `env` (an environment of verifiers to pair the taskset with, by its id) and
 those of the taskset's config. Rows are the taskset's tasks, in the column `verifiers_task`.
@@ -59,8 +59,8 @@ def rows(name: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 class Servers:
-    """The servers that verifiers needs for its episodes (its own endpoint, tools that tasks share).
-    All episodes share them; they are open while any episode is."""
+    """The servers that verifiers needs for its episodes: its own endpoint, and tools that tasks
+    share. All episodes share them; they run while there are any."""
 
     def __init__(self, config: Any) -> None:
         self._config = config
@@ -68,7 +68,8 @@ class Servers:
 
     @asynccontextmanager
     async def for_an_episode(self) -> AsyncIterator[Any]:
-        """The environment of verifiers, served. Raises what it raised when it was started."""
+        """A context for one episode, in which the servers run; its value is verifiers' environment.
+        Raises the error with which they failed to start."""
         running = self._running = self._running or _Running(self._config)
         running.num_episodes += 1
         try:
@@ -83,8 +84,8 @@ class Servers:
 
 
 class _Running:
-    """The time from the first open episode to the last, in which verifiers' servers run. They are
-    entered and left in one task, as verifiers requires."""
+    """One period in which verifiers' servers run, from the first open episode to the last. They are
+    started and stopped in a single task, as verifiers requires."""
 
     def __init__(self, config: Any) -> None:
         from verifiers.v1.utils.loaders import load_environment
@@ -113,7 +114,7 @@ class _Running:
 
 
 class VerifiersEnvironment:
-    """One episode. All of its methods are called in one event loop."""
+    """One episode of verifiers. All of its methods are called in one event loop."""
 
     deterministic = False
 
@@ -145,7 +146,7 @@ class VerifiersEnvironment:
         return await self._until_called()
 
     async def close(self) -> None:
-        """Give the episode up; its servers and processes are gone when this returns."""
+        """Give up the episode. Its servers and processes have ended when this returns."""
         if self._episode is not None:
             self._episode.cancel()
             await asyncio.gather(self._episode, return_exceptions=True)
@@ -167,8 +168,8 @@ class VerifiersEnvironment:
                 del clients[config.model_dump_json()]
 
     async def _until_called(self) -> tuple[Sequence[Message], float | None, bool]:
-        """Wait until verifiers calls the model again, or the episode is over. Returns what `step`
-        returns."""
+        """Wait until verifiers calls the model again or the episode is over, and return the result
+        of `step`: new messages, the reward or None, and whether the episode is over."""
         assert self._episode is not None and self._client is not None
         called = self._client.called
         await asyncio.wait({called, self._episode}, return_when=asyncio.FIRST_COMPLETED)
@@ -180,8 +181,8 @@ class VerifiersEnvironment:
         return self._what_is_new(call.messages), None, False
 
     def _what_is_new(self, messages: list[dict[str, Any]]) -> list[Message]:
-        """The messages since the model's last one. Raises `RuntimeError` if any message before was
-        rewritten."""
+        """The messages since the model's last one. Raises `RuntimeError` if an earlier message was
+        changed."""
         number = len(self._seen)
         behind = number + 1 if number else 0  # the model's own message, which its caller has
         is_extended = messages[:number] == self._seen and (
@@ -197,9 +198,9 @@ class VerifiersEnvironment:
 
 
 def _tools_of(config: Any, name: str) -> tuple[ToolSchema, ...]:
-    """The schemas of the tools that the model is told of. Verifiers knows them when a tool's server
-    runs, so an episode of the first task is begun and given up, in a thread, since the caller may
-    have an event loop. Nothing is begun where there are no tools."""
+    """The schemas of the tools to show to the model. Verifiers knows them only when a tool's server
+    runs, so an episode of the first task is begun and given up. This is done in a thread, since the
+    caller may have an event loop, and not at all if there are no tools."""
     from verifiers.v1.utils.loaders import load_taskset
 
     taskset = load_taskset(config.taskset)
@@ -227,8 +228,8 @@ def _tools_of(config: Any, name: str) -> tuple[ToolSchema, ...]:
 
 
 def _reward_of(episode: Any) -> float:
-    """The reward of an episode. Raises `RuntimeError` for an episode that failed: an error of the
-    environment is no reward of zero."""
+    """The reward of an episode. Raises `RuntimeError` if it failed, since an error is no reward of
+    zero."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok:
         said = f"{errors[-1].type}: {errors[-1].message}" if errors else "no reason is given"
@@ -237,7 +238,7 @@ def _reward_of(episode: Any) -> float:
 
 
 def _config(name: str, arguments: dict[str, Any]) -> tuple[Any, int | None, bool]:
-    """The config of the environment, how many rows, and whether that was said."""
+    """Config of verifiers' environment, number of rows, and whether the arguments set it."""
     require("verifiers", extra="verifiers", what="an environment of verifiers")
     if not (found := version("verifiers")).startswith("0.4."):
         raise AdapterError(

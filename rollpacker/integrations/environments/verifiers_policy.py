@@ -1,10 +1,10 @@
-"""The two ends between which verifiers plays an episode for us: the program that holds the dialogue
+"""The two parts through which verifiers plays an episode here: the program that holds the dialogue
 (a *harness*) and the model that it calls (a *client*).
 
-Verifiers' own programs for a dialogue are run by `uv`, in a process each, which fetches packages.
-This one is a loop in the process, of the same protocol: every call of the model goes through
-verifiers' own server on the loopback address, which keeps the trace, the limits and the hooks of a
-task. Verifiers finds it by `HARNESS_ID` once this module has that name, too.
+Verifiers' own programs are run by `uv`, in a process each, which downloads packages. This program
+is a loop in this process with the same protocol: every call of the model goes through verifiers'
+own server on the loopback address, which keeps the trace, the limits and the hooks of a task.
+Verifiers imports a harness as the module `HARNESS_ID`, so this module has that name, too.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ sys.modules.setdefault(HARNESS_ID.replace("-", "_"), sys.modules[__name__])
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The model is called."""
+    """A call of the model by verifiers."""
 
     messages: list[dict[str, Any]]
-    """The whole dialogue, as on the wire."""
+    """The whole dialogue, in the API's form."""
     tools: tuple[dict[str, Any], ...]
     answer: asyncio.Future[Mapping[str, Any]]
-    """The future that is to be given the model's next message."""
+    """The future that must get the model's next message."""
 
 
 class PolicyHarness(Harness[HarnessConfig]):  # type: ignore[misc]
-    """A dialogue with tools of the task: ends with a message that calls none."""
+    """A harness for a dialogue with the task's tools, up to a message without tool calls."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
@@ -60,7 +60,7 @@ class PolicyHarness(Harness[HarnessConfig]):  # type: ignore[misc]
 
 
 class _PolicySession(HarnessSession):  # type: ignore[misc]
-    """One dialogue, through all turns of whoever plays its user."""
+    """One dialogue, over all turns of its (perhaps simulated) user."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
@@ -113,8 +113,8 @@ class _PolicySession(HarnessSession):  # type: ignore[misc]
             self._servers = (found[0], found[1])
 
     async def _ask(self) -> dict[str, Any] | None:
-        """The model's next message; None where the task, a limit or an error ends the dialogue,
-        which the trace knows."""
+        """Call the model and return its message. None: the task, a limit or an error has ended the
+        dialogue, as verifiers' trace says."""
         assert self._http is not None
         body: dict[str, Any] = {"model": self.ctx.model, "messages": self._messages}
         if self._tools:
@@ -128,7 +128,8 @@ class _PolicySession(HarnessSession):  # type: ignore[misc]
             raise RuntimeError(f"a call of the model failed: {await response.text()}")
 
     async def _call(self, function: Mapping[str, str]) -> Any:
-        """The result of a tool, or a text for the model that says what is wrong with the call."""
+        """Call a tool and return its result, or a text for the model that says what is wrong with
+        the call."""
         dispatch, servers = self._servers
         try:
             arguments = json.loads(function["arguments"] or "{}")
@@ -142,11 +143,11 @@ class _PolicySession(HarnessSession):  # type: ignore[misc]
 
 
 class PolicyClient(Client):  # type: ignore[misc]
-    """The model, as verifiers calls it: each call waits for whoever plays it."""
+    """The model, as verifiers calls it: a call waits until its `Call.answer` is set."""
 
     def __init__(self) -> None:
         self.called: asyncio.Future[Call] = asyncio.get_running_loop().create_future()
-        """Done when the model is called. Whoever takes the call puts a new future here."""
+        """Done when the model is called. The caller of `step` then puts a new future here."""
 
     async def get_response(self, dialect: Any, body: dict[str, Any], *_: Any, **__: Any) -> Any:
         if self.called.done():
@@ -176,7 +177,7 @@ class PolicyClient(Client):  # type: ignore[misc]
 def _as_on_the_wire(
     message: Mapping[str, Any], calls: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """An assistant's message as OpenAI's API writes it: arguments of calls are a text, and calls
+    """An assistant's message in the form of OpenAI's API: arguments of calls are text, and calls
     have ids."""
     wire: dict[str, Any] = {"role": "assistant", "content": message.get("content") or ""}
     if message.get("reasoning_content"):

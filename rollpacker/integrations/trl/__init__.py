@@ -15,12 +15,12 @@ from packaging.specifiers import SpecifierSet
 from rollpacker.imports import require
 
 SUPPORTED = ">=1.12,<1.17,!=1.15.*"
-"""Versions of TRL that the tests ran with. `rollout_func` is experimental, and what happens around
-it changes between versions. (1.15 cannot train on a CPU, so no test ran with it.)"""
+"""Supported versions of TRL, which the tests ran with. `rollout_func` is experimental, and the code
+around it changes between versions. (1.15 cannot train on a CPU, so it was not tested.)"""
 
 
 def check_version(found: str) -> None:
-    """Raises `ValueError` for a version of TRL that nobody has tried."""
+    """Raise `ValueError` for a version of TRL that is not supported."""
     if not SpecifierSet(SUPPORTED).contains(found):
         raise ValueError(
             f"rollpacker.integrations.trl works with trl {SUPPORTED}, and {found} is installed: "

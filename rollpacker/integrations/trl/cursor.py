@@ -1,4 +1,4 @@
-"""The order of the prompts: TRL's own, up to the last step of its training."""
+"""The order of the prompts, which is TRL's own, up to the last step of its training."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ SOURCE = "train"
 
 
 class SamplerCursor:
-    """Every row that TRL's sampler would draw, in its order. As there, what is left of an epoch
-    that does not fill a step is not trained on.
+    """The rows that TRL's sampler would draw, in its order. As there, the end of an epoch that does
+    not fill a step is not trained on.
 
-    It ends with the last step's prompts: whatever was begun early for a later one, no step would
-    be left for it.
+    It ends with the prompts of the last step, since a prompt begun early for a later step would
+    never be trained on.
     """
 
     def __init__(
         self, num_rows: int, *, prompts_per_step: int, num_steps: int, shuffle: bool, seed: int
     ) -> None:
-        """`num_steps`: the number of times that TRL asks for responses."""
+        """`num_steps`: number of times that TRL asks for responses."""
         self._sampler = RepeatSampler(
             range(num_rows),
             mini_repeat_count=1,
@@ -38,7 +38,8 @@ class SamplerCursor:
         self._begin_epoch()
 
     def take(self, count: int) -> tuple[tuple[PromptId, ...], bool, bool]:
-        """See `Cursor`."""
+        """Return up to `count` prompts, and whether the epoch and all epochs ended
+        (`Cursor.take`)."""
         if self.ended:
             return (), True, True
         count = min(count, self._left)
@@ -53,15 +54,15 @@ class SamplerCursor:
 
     @property
     def ended(self) -> bool:
-        """Whether no step is left for another prompt."""
+        """Whether the prompts of all steps have been taken."""
         return self._left == 0
 
     def state(self) -> dict[str, Any]:
-        """The cursor's place, for `restore`."""
+        """The cursor's present place, for `restore`."""
         return {"epoch": self._epoch, "position": self._position, "order": len(self._order)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from there. Of a new cursor only.
+        """Continue from a place that `state` returned. Only for a new cursor.
 
         Raises `ValueError` if the data or the batch has another size.
         """

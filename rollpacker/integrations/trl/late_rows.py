@@ -1,9 +1,9 @@
-"""A data set whose rows are decided when they are looked at.
+"""A data set whose rows are chosen only when they are read.
 
 TRL's data loader draws a step's rows before the step before has been trained on, so responses made
-when a row is drawn would come from old weights. What is drawn here are therefore places: a
-`LateRow` asks which row it stands for when TRL first reads one of its columns, which it does right
-before the step's responses are generated.
+when a row is drawn would come from old weights. So only places are drawn here: a `LateRow` finds
+out which row it stands for when TRL first reads one of its columns, right before the step's
+responses are generated.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 from datasets import Dataset
 
 Row = dict[str, Any]
-"""The columns of a row of the user's data."""
+"""A row of the user's data: values by column."""
 
 
 class LateRows:
-    """The rows of one generation. Only those of the batches that TRL looks into are ever asked
-    for: it draws each batch as often as it trains on it."""
+    """The rows of one generation, chosen when the first of them is read. Batches that TRL draws and
+    never reads are never chosen: it draws each batch as often as it trains on it."""
 
     def __init__(self, count: int, decide: Callable[[], list[Row]]) -> None:
         self._count = count
@@ -35,8 +35,8 @@ class LateRows:
 
 
 class LateRow:
-    """A row as TRL, and a reward through it, uses one. No `Mapping`: the data loader would copy
-    it, and so look at it."""
+    """A row as TRL and its rewards use it. Not a `Mapping`: the data loader would copy, and so
+    read, it."""
 
     __slots__ = ("_place", "_rows")
 
@@ -61,12 +61,11 @@ class LateRow:
 
 
 class LateDataset(Dataset):  # type: ignore[misc]
-    """The user's data set in all but one way: a data loader that asks for a batch gets late
-    rows."""
+    """The user's data set, except that a data loader gets `LateRow`s."""
 
     @classmethod
     def of(cls, dataset: Dataset, decide: Callable[[], list[Row]]) -> LateDataset:
-        """The data set with rows that are decided late: `decide` returns the rows of the next
+        """The data set with rows chosen late: `decide` chooses and returns the rows of the next
         generation."""
         late = cls.__new__(cls)
         late.__dict__.update(dataset.__dict__)

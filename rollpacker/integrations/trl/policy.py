@@ -1,8 +1,8 @@
-"""An engine on a model that TRL trains, lent for as long as responses are generated.
+"""An engine on a model that TRL trains. The model is lent to it while responses are generated.
 
 TRL trains with attention masks, transformers' own attention and a forward pass that it has
 replaced; RollPacker's engine has an attention of its own and runs the modules as they were built.
-Both use the same weights, so each gets the model as it needs it.
+Both use the same weights, so the model is switched between the two forms.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from rollpacker.engines.engine import EngineConfig
 
 
 class LentModel:
-    """A trainer's model and the engine that decodes with it."""
+    """A trainer's model, and the engine that generates with it."""
 
     def __init__(
         self, model: Any, tokenizer: PreTrainedTokenizerBase, config: EngineConfig
     ) -> None:
-        """`model` may be wrapped by peft.
+        """Makes the engine. `model` may be wrapped by peft.
 
         Raises `UnsupportedModelError` for an architecture that cannot run in the engine.
         """
@@ -35,12 +35,12 @@ class LentModel:
             self.engine = TorchEngine(model=self._model, tokenizer=tokenizer, config=config)
 
     def is_of(self, model: Any) -> bool:
-        """Whether it is this trainer's model."""
+        """Whether `model` is the model that was lent, with or without peft's wrapper."""
         return _without_wrapper(model) is self._model
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """A context in which the model is the engine's, and the trainer must not run it."""
+        """A context in which the engine can use the model, and the trainer must not run it."""
         model = self._model
         attention = model.config._attn_implementation
         replaced = vars(model).pop("forward", None)
@@ -54,7 +54,7 @@ class LentModel:
 
 
 def close(engine: TorchEngine) -> None:
-    """End the engine's thread. Its memory is free once nobody refers to the engine."""
+    """End the engine's thread. Its memory is freed once nothing refers to the engine."""
     thread = threading.Thread(target=asyncio.run, args=(engine.close(),))
     thread.start()  # in a notebook this thread has an event loop that runs
     thread.join()
@@ -69,8 +69,8 @@ def _without_wrapper(model: Any) -> PreTrainedModel:
 def prompt_tokens(
     prompts: Sequence[Any], tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: dict[str, Any]
 ) -> list[tuple[int, ...]]:
-    """The tokens of these prompts, as TRL makes them: of a text as it is, of messages by the chat
-    template."""
+    """The token ids of these prompts, as TRL makes them: from texts as they are, from messages by
+    the chat template."""
     encoded: Any
     if isinstance(prompts[0], str):
         encoded = tokenizer(text=list(prompts))

@@ -1,11 +1,11 @@
-"""One training's rollouts: the core, driven between the steps of somebody else's trainer.
+"""The rollouts of one training: the core, driven between the steps of TRL's trainer.
 
     next_step()   RunStarted or Committed -> FetchPrompts -> Launch -> ... -> TrainOn: its groups
     trained()     Trained -> SyncWeights -> Commit, held until the next step is asked for
 
-The ports answer at once, in whatever thread the command comes: prompts lie ready, the engine reads
-the trainer's own weights, and the rewards are the trainer's business, so that the core is told of a
-verdict that says nothing. Whoever asks for a step waits here, under a deadline.
+The core's commands are executed at once, in the thread in which they are given: prompts are ready,
+the engine reads the trainer's own weights, and every sample gets a verdict of 0, since TRL computes
+the rewards. The caller of `next_step` waits for the step, under a deadline.
 """
 
 from __future__ import annotations
@@ -74,21 +74,21 @@ from rollpacker.run.ports.carried import CarriedTokens, KeptByPrompt, read_carri
 from rollpacker.run.ports.clock import RealClock
 
 FOLDER = "rollpacker"
-"""The folder in a checkpoint of TRL's that holds what waits for its next launch."""
+"""Name of the folder in TRL's checkpoints that holds the prompts which wait for another launch."""
 TOKENIZER = "that of the checkpoint"
 
 LIMIT = "generation_s of rollout_function"
 LOOKS = 20
-"""Looks at the engine for a sign of life, per deadline."""
+"""Number of times, per deadline, that the engine is checked for a sign of life."""
 
 Groups = list[list[Response]]
-"""The samples of each prompt, in launch order."""
+"""The responses of each prompt, in launch order."""
 Found = queue.SimpleQueue[Groups | BaseException]
 
 
 class Rollouts:
-    """The rollouts of one training. Belongs to the thread that trains; outputs come in the engine's
-    thread."""
+    """The rollouts of one training. Belongs to the thread that trains; outputs arrive in the
+    engine's thread."""
 
     def __init__(
         self,
@@ -101,12 +101,12 @@ class Rollouts:
         generation_s: float,
         waiting: KeptByPrompt | None = None,
     ) -> None:
-        """`prompts`: the prompt of each row. `waiting`: the tokens of deferred prompts when the job
-        was saved."""
+        """`prompts`: the prompt of each row. `waiting`: tokens kept of deferred prompts (which wait
+        for another launch) when the job was saved; None for a new job."""
         self.engine = engine
         self.cursor = cursor
         self.waiting: KeptByPrompt = waiting or {}
-        """Tokens of prompts that wait for their next launch, as of the last step that was trained
+        """Tokens kept of prompts that wait for another launch, as of the last step that was trained
         on."""
         self._history = History()
         self._history.last_step = job.step
@@ -142,9 +142,11 @@ class Rollouts:
         }
 
     def next_step(self) -> Groups:
-        """The responses to train on, `samples_per_prompt` to each of `prompts_per_step` prompts.
+        """Generate the next step, and return its responses: `samples_per_prompt` for each of
+        `prompts_per_step` prompts.
 
-        Raises `DeadlineExceeded`, and `EngineError` for a sample that the engine cannot produce.
+        Raises `DeadlineExceeded`, and `EngineError` for a sample that the engine cannot
+        generate.
         """
         job = self.bus.job
         if job.phase is Phase.TRAINING:  # the trainer trains several times before it steps
@@ -157,7 +159,7 @@ class Rollouts:
         return wait_for(self._found, self.engine, self._generation_s, job.waiting_for)
 
     def trained(self) -> dict[str, float]:
-        """The step is trained on, and the weights are new. Returns its metrics."""
+        """Note that the step was trained on and the weights are new. Returns the step's metrics."""
         job = self.bus.job
         self.bus.take(Trained(time_s=0.0, step=job.step + 1, version=job.version + 1))
         return self._metrics()
@@ -167,7 +169,7 @@ class Rollouts:
         return self._time.seconds(self._history.step.peak_live)
 
     def report(self) -> str:
-        """The seconds of the training so far, by cause, in one line."""
+        """The seconds of the training so far, by cause, as one line of text."""
         seconds = self.seconds()
         wall = sum(seconds.values())
         parts = []
@@ -177,8 +179,8 @@ class Rollouts:
         return f"rollpacker: {self.bus.job.version} steps in {wall:.1f} s: {', '.join(parts)}"
 
     def save(self, checkpoint: Path) -> None:
-        """Save the job and what waits beside what TRL saves. Saves nothing in the middle of the
-        updates of one generation: a resume could not go on from there."""
+        """Save the job and its waiting prompts beside TRL's checkpoint. Does nothing between the
+        updates of one generation, from where a training cannot resume."""
         job, folder = self.bus.job, checkpoint / FOLDER
         if job.phase is not Phase.COMMITTING:
             return
@@ -224,7 +226,7 @@ class Rollouts:
     # -- what is heard -------------------------------------------------------------------------
 
     def _on_outputs(self, outputs: Sequence[EngineOutput]) -> None:
-        """Called in the engine's thread, between two decode steps."""
+        """Handle the outputs of a decode step. Called in the engine's thread, between two steps."""
         with self.bus.lock:
             for output in outputs:
                 event = output.event
@@ -264,10 +266,10 @@ class Rollouts:
 
 
 def restore(checkpoint: Path, config: JobConfig, cursor: Cursor) -> tuple[Job, KeptByPrompt] | None:
-    """The job that `Rollouts.save` saved there, and what its prompts had; the cursor goes on where
-    it was. None: there is none.
+    """The job that `Rollouts.save` saved in this checkpoint, and the tokens kept of its waiting
+    prompts. `cursor` continues from its saved place. None: no job was saved.
 
-    Raises `ValueError` if it does not fit the data, or cannot be read.
+    Raises `ValueError` if the job does not fit the data, or cannot be read.
     """
     folder = checkpoint / FOLDER
     if not (folder / "state.json").exists():
@@ -288,15 +290,15 @@ CAUSES = {
     "between_steps": ("checkpoint",),
     "controller": ("controller", "sync"),
 }
-"""The time book's causes of seconds, by the names that they have here: training is TRL's rewards
-and gradients, and between two steps are its evaluations, logs and checkpoints."""
+"""Causes of seconds in the time book, by the names used here. training is TRL's rewards and
+gradients; between_steps is its evaluations, logs and checkpoints."""
 
 
 def wait_for(found: Found, engine: Engine, limit_s: float, what: Callable[[], str]) -> Groups:
-    """Wait for the groups that the engine's thread puts there, as long as the engine shows signs of
-    life.
+    """Wait for the groups that the engine's thread puts into `found`, as long as the engine shows
+    signs of life.
 
-    Raises `DeadlineExceeded`, and whatever exception is put there.
+    Raises `DeadlineExceeded` after `limit_s` seconds without one, and any exception put there.
     """
     steps, last_sign = -1, time.monotonic()
     while True:
@@ -317,7 +319,8 @@ def wait_for(found: Found, engine: Engine, limit_s: float, what: Callable[[], st
 def collect(
     engine: Engine, requests: Sequence[GenerationRequest], generation_s: float
 ) -> list[Response]:
-    """The responses to requests of which no job knows, in their order. Raises as `next_step`."""
+    """Generate responses outside of any job, in the order of the requests. Raises like
+    `next_step`."""
     responses: dict[SampleId, Response] = {}
     found = Found()
 
@@ -337,8 +340,8 @@ def collect(
 
 
 def at_once(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Run what has nothing to wait for. No event loop: in a notebook this thread has one that
-    runs."""
+    """Run a coroutine that has nothing to wait for. No event loop is used, since in a notebook one
+    runs already."""
     try:
         coroutine.send(None)
     except StopIteration:

@@ -1,4 +1,4 @@
-"""Programs as answers: run in the sandbox, judged outside of it, from bytes."""
+"""Programs as answers: they are run in the sandbox, and their output is judged outside of it."""
 
 from rollpacker.rewards.code.grading import CodeConfig, CodeReward, extract, grade
 

@@ -1,6 +1,6 @@
-"""The tests of a programming task: reading them from a dataset, in the shapes that are in use.
+"""Reads the tests of a programming task from a dataset, in the formats that are in use.
 
-`docs/rewards-code.md` lists the shapes. Tests are trusted as data; nothing of them is run here.
+`docs/rewards-code.md` lists the formats. Tests are trusted as data; their code is not run here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rollpacker.rewards.code.harness import Tree
 from rollpacker.rewards.code.values import plain, same
 
 EVALUATES = frozenset({"eval", "exec", "__import__", "builtins", "pickle", "marshal", "runpy"})
-"""Names that test code must not use: it would run what a program returned."""
+"""Names that test code must not use, since they could run text that a program returned."""
 
 IMPORTS = {
     **dict.fromkeys(("Counter", "OrderedDict", "defaultdict", "deque"), "collections"),
@@ -28,8 +28,8 @@ IMPORTS = {
     "Decimal": "decimal",
     "Fraction": "fractions",
 }
-"""Modules of names that test code often has from the program's own imports. Here it imports them
-itself."""
+"""Modules of names that test code often expects the program to have imported. The test's own code
+is made to import them."""
 
 
 _IO = ("stdin", "input", "stdout", "output")
@@ -39,17 +39,17 @@ _KEYS = {
     "functional": ("input", "output", "fn_name", "function"),
     "assert": ("code", "setup", "functions"),
 }
-"""Keys that a test of each type may have."""
+"""Keys that a test may have, by its type."""
 _SHAPES = {
     "inputs": ("inputs", "outputs", "fn_name"),
     "test_list": ("test_list", "test_setup_code", "test_imports"),
     "test": ("test", "entry_point"),
     "input": ("input", "output"),
 }
-"""Keys that a test without a type may have, by the key by which its shape is recognised."""
+"""Keys that a test without a type may have, by the key from which its format is recognised."""
 _WHOLE_ROWS = ("test_list", "test")
-"""Keys of MBPP's and HumanEval's tests: such a test may be the data set's whole row, with much else
-in it."""
+"""Keys from which the tests of MBPP and HumanEval are recognised. Such a test may be a whole row of
+the data set, with many other keys."""
 # fmt: off
 _ABOUT = frozenset({
     "call_type", "category", "challenge_test_list", "comment", "comments", "contract",
@@ -61,16 +61,16 @@ _ABOUT = frozenset({
     "title", "version", "visible", "weight",
 })
 # fmt: on
-"""Keys with which data sets describe a test. They change nothing here."""
+"""Keys with which data sets describe a test. They are ignored."""
 
 
 class BadTests(ValueError):
-    """Tests cannot be used. The message says which ones and why."""
+    """The tests cannot be used. The message says which ones and why."""
 
 
 @dataclass(frozen=True, slots=True)
 class IoTest:
-    """The whole program: this in, that out."""
+    """A test of a whole program: with `stdin` as its input it must print `stdout`."""
 
     stdin: bytes
     stdout: bytes
@@ -78,31 +78,32 @@ class IoTest:
 
 @dataclass(frozen=True, slots=True)
 class CallTest:
-    """A call of one function, or of a method of a class `Solution`."""
+    """A test that calls one function, or one method of a class `Solution`."""
 
     function: str
     args: tuple[Tree, ...]
     kwargs: Mapping[str, Tree]
     expected: tuple[Tree, ...]
-    """Right results: any of them passes."""
+    """Right results, any of which passes."""
 
 
 @dataclass(frozen=True, slots=True)
 class AssertTest:
-    """Code that calls the program and asserts."""
+    """A test that is code, which calls the program and asserts something of the results."""
 
     code: str
     names: tuple[str, ...]
-    """Names that the code takes from the program."""
+    """Names that the code needs from the program."""
     classes: tuple[str, ...]
-    """Names that stand for classes: they begin with a capital letter."""
+    """Those of `names` that stand for classes: they begin with a capital letter."""
     first_calls: list[Tree] = field(default_factory=list, compare=False)
-    """Calls that the code needs first, the same for every program. They are filled in when the test
-    is first run."""
+    """Calls to the program that the code makes before it knows any result; they are the same for
+    every program. Empty until the test is first run."""
 
     @property
     def ordered(self) -> bool:
-        """Whether calls are made one by one, in their order, since objects have a state."""
+        """Whether calls are made one by one, in their order. With classes they are, since objects
+        have a state."""
         return bool(self.classes)
 
 
@@ -110,16 +111,16 @@ Test = IoTest | CallTest | AssertTest
 
 
 def read_tests(tests: Any) -> list[Test]:
-    """The tests of one row: a list or a mapping in a known shape, or JSON text of one.
+    """Read the tests of one row: a list or a mapping in a known format, or JSON text of one.
 
-    Raises `BadTests`.
+    Raises `BadTests` if they cannot be used.
     """
     return list(_read_text(tests)) if isinstance(tests, str) else _read(tests)
 
 
 @functools.lru_cache(1024)
 def _read_text(text: str) -> tuple[Test, ...]:
-    """The tests in a JSON text. They are kept for the other responses to the prompt."""
+    """Read the tests in a JSON text. The result is cached for other responses to the prompt."""
     try:
         return tuple(_read(json.loads(text)))
     except (ValueError, RecursionError) as error:
@@ -181,7 +182,8 @@ def _of_mapping(test: Any) -> Iterator[Test]:
 
 
 def _check_keys(test: Mapping[str, Any], kind: Any) -> None:
-    """A misspelt key would be a test without what it says: `arg` one that passes nothing."""
+    """Raise `BadTests` for an unknown key. A misspelt key would be ignored, and the test would then
+    test something else."""
     if kind is None:
         shape = next((key for key in _SHAPES if key in test), None)
         if shape is None:
@@ -213,7 +215,7 @@ def _need(test: Mapping[str, Any], *names: str) -> Any:
 
 
 def _pairs(test: Mapping[str, Any]) -> Iterator[Test]:
-    """The tests in lists of inputs and outputs, as APPS and TACO have them."""
+    """The tests in parallel lists of inputs and outputs, as APPS and TACO have them."""
     inputs, outputs = test["inputs"], _need(test, "outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list):
         raise BadTests("inputs and outputs must be lists")
@@ -286,7 +288,7 @@ def _json(text: Any) -> Any:
 
 
 def _json_lines(text: Any) -> list[Any]:
-    """The arguments in a text with one JSON value a line, as LiveCodeBench has them."""
+    """The arguments in a text with one JSON value per line, as in LiveCodeBench."""
     if not isinstance(text, str):
         raise BadTests("input must be text with one JSON value a line")
     return [_json(line) for line in text.split("\n") if line.strip()]
@@ -318,7 +320,7 @@ def _assert(code: Any, setup: Any, functions: Any) -> AssertTest:
 
 
 def _is_module(name: str, tree: ast.AST) -> bool:
-    """A module that the code takes attributes of, and does not import itself."""
+    """Whether the name is a module of the standard library of which the code uses attributes."""
     return name in sys.stdlib_module_names and any(
         isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Name)
@@ -348,7 +350,7 @@ def _all_names(tree: ast.AST) -> set[str]:
 
 
 def _free_names(tree: ast.AST) -> set[str]:
-    """Names that are read and bound nowhere: what the program must have."""
+    """Names that the code reads and never binds: the program must have them."""
     read: set[str] = set()
     bound = {*dir(builtins), "__name__"}
     for node in ast.walk(tree):
@@ -366,9 +368,9 @@ def _free_names(tree: ast.AST) -> set[str]:
 
 
 class _Rewritten(ast.NodeTransformer):
-    """Test code as `harness.judge` runs it: attributes that are read, not called, go through
-    `_value_of`; and where calls may be made in any order, an assert that needs a result not known
-    yet is passed over, so that one pass finds the calls of all."""
+    """Rewrites test code for `harness.judge`. Attributes that are read, not called, go through
+    `_value_of`. With `postponed` (calls may be made in any order), an assert that needs a result
+    not known yet is skipped, so that one pass finds the calls of all asserts."""
 
     def __init__(self, *, postponed: bool) -> None:
         self.postponed = postponed

@@ -1,7 +1,8 @@
-"""Grading programs: `grade` for one answer, `CodeReward` for a run. Policy: docs/rewards-code.md.
+"""Grades programs: `grade` for one answer, `CodeReward` for a run. Policy: docs/rewards-code.md.
 
-The verdict is computed here, outside the sandbox, from bytes. What a test expects never enters a
-sandbox that the program runs in, and how the program exits is no evidence.
+The verdict is computed here, outside the sandbox, from the bytes that a run printed. What a test
+expects never enters a sandbox that the program runs in, and how the program exits is no
+evidence.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ MAX_PROGRAM_BYTES = 200_000
 MAX_COMPLETION_CHARACTERS = 4_000_000
 PYTHON = frozenset({"python", "python3", "py", "py3"})
 _NAMED = 5
-"""Most bad rows that a message names."""
+"""Most bad rows that one message names."""
 
 _FENCE = re.compile(r" {0,3}(`{3,})([^`\n]*)")
 
@@ -40,8 +41,9 @@ _FENCE = re.compile(r" {0,3}(`{3,})([^`\n]*)")
 def extract(completion: str) -> str | None:
     """The program in a completion; None if there is none.
 
-    What follows the last `</think>` counts. In it: the last fenced block marked as Python, else the
-    last fenced block, else all of it. A block whose fence is not closed reaches to the end.
+    Only the text after the last `</think>` is looked at. The program is the last fenced block
+    marked as Python, else the last fenced block, else the whole text. A block whose fence is not
+    closed reaches to the end.
     """
     text = completion[-MAX_COMPLETION_CHARACTERS:].rpartition("</think>")[2]
     blocks = _blocks(text)
@@ -63,8 +65,8 @@ def extract(completion: str) -> str | None:
 
 
 def _blocks(text: str) -> list[tuple[str, str]]:
-    """Language and content of each fenced block. A fence stands at the begin of its line, and only
-    a line of at least as many backquotes, with nothing behind them, closes it."""
+    """Language and content of each fenced code block. A fence begins its line, and is closed by a
+    line of at least as many backquotes with nothing behind them."""
     blocks: list[tuple[str, str]] = []
     lines: list[str] = []
     language = fence = ""
@@ -92,12 +94,12 @@ async def grade(
     partial: bool = False,
     max_tests: int | None = None,
 ) -> Scored | Failed:
-    """Judge the program in a completion by its tests (in any shape that `cases.read_tests` takes).
+    """Judge the program in a completion by its tests (in any format that `cases.read_tests` knows).
 
-    1.0 if it passes all of them, which stops at the first that fails, else 0.0; `partial`: the
-    share of tests passed, where those after one that ran out of time count as failed. `limits` are
-    those of one run. Never raises for what the program does; tests that cannot be used are a
-    `Failed`.
+    The value is 1.0 if the program passes all tests, else 0.0; running stops at the first test that
+    fails. With `partial` it is the share of tests passed, and tests after one that ran out of time
+    count as failed. `limits` apply to each single run. Nothing that the program does raises an
+    error; for tests that cannot be used the result is a `Failed`.
     """
     if not isinstance(tests, _Read):
         try:
@@ -111,7 +113,7 @@ async def grade(
 
 
 class _Read(list[Test]):
-    """Tests that are read already."""
+    """Tests that have been read already."""
 
 
 async def _graded(
@@ -146,20 +148,20 @@ class CodeConfig:
     """The `arguments` of the built-in reward `code`. Raises `ValueError`."""
 
     tests_column: str = "tests"
-    """The column with the row's tests."""
+    """The column with the tests of the row."""
     language: str = "python"
-    """Language of the programs: python."""
+    """Language of the programs. Only python is supported."""
     partial: bool = False
-    """The share of tests passed, instead of all or nothing."""
+    """Whether the value is the share of tests passed. False: 1 if all tests pass, else 0."""
     reference_column: str | None = "reference_solution"
-    """The column with a correct solution for rows that have one, run before training. None: do not
-    run them."""
+    """The column with a correct solution, for rows that have one. The solutions are run before
+    training, to check the tests. None: they are not run."""
     allow_bad_tests: float = 0.0
-    """Share of the reference solutions that may fail their tests."""
+    """Share of the reference solutions, 0 to 1, that may fail their tests."""
     max_tests: int | None = None
-    """Tests of a row that are run, from the first on. None: all."""
+    """Most tests of a row that are run, from the first on. None: all."""
     memory_mb: int | None = None
-    """Memory of one run in MiB. None: what the sandbox is set to."""
+    """Memory of one run in MiB. None: the sandbox's own setting."""
 
     def __post_init__(self) -> None:
         if self.language != "python":
@@ -171,7 +173,7 @@ class CodeConfig:
 
 
 class CodeReward:
-    """The built-in reward `code`: programs are judged by the tests of their row. Meets
+    """The built-in reward `code`: judges programs by the tests of their row. Meets the protocol
     `RewardPart`."""
 
     DEADLINE = AdaptiveDeadlineConfig()
@@ -188,14 +190,14 @@ class CodeReward:
         self._shared = shared
         self._box: Sandbox | None = None
         self._has_references = False
-        """Whether rows that were checked before had reference solutions. Rows of an evaluation may
-        then do without."""
+        """Whether an earlier check found rows with reference solutions. Rows checked later, such as
+        those of an evaluation, then need none."""
 
     # -- before the run ----------------------------------------------------------------
 
     def check(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Raise `RewardError` if nothing isolates programs here, a row's tests cannot be used, or
-        tests fail their own reference solution."""
+        """Raise `RewardError` if a row's tests cannot be used or fail their own reference solution,
+        and `SandboxUnavailable` if nothing isolates programs on this machine."""
         self._shared.check_sandbox()
         tests, bad = {}, {}
         for number, row in enumerate(rows):
@@ -253,7 +255,7 @@ class CodeReward:
         )
 
     async def _failing(self, known: Sequence[tuple[int, str, _Read]]) -> dict[int, str]:
-        """Numbers of the rows whose reference solution is not right, each with the reason."""
+        """Numbers of the rows whose reference solution fails their tests, each with the reason."""
         box = await self._shared.sandbox()
         limits = self._limits(self._longest_s())
         left = list(reversed(known))
@@ -291,7 +293,7 @@ class CodeReward:
     async def score(
         self, samples: Sequence[RewardInput], *, timeout_s: float | None = None
     ) -> list[Scored | Failed | None]:
-        """One verdict for each sample. `timeout_s` limits every run of a program; without it the
+        """Return one verdict for each sample. `timeout_s` limits every run of a program; None: the
         deadline's `max_s` does."""
         await self.open()
         limits = self._limits(timeout_s or self._longest_s())
@@ -325,14 +327,14 @@ class CodeReward:
         return self._shared.outage()
 
     async def close(self) -> None:
-        """The sandbox is shared; whoever made it closes it."""
+        """Do not use the sandbox any more. It stays open, since other rewards share it."""
         self._box = None
 
 
 async def _why_wrong(
     solution: str, tests: Sequence[Test], box: Sandbox, limits: Limits
 ) -> str | None:
-    """The reason why a reference solution is not right. None: it is right."""
+    """The reason why a reference solution fails its tests. None: it passes all."""
     program = extract(solution)
     if program is None:
         return "the reference solution is no program"
@@ -359,7 +361,7 @@ def _counted(bad: int, total: int) -> str:
 
 
 def _listed(bad: Mapping[int, str]) -> str:
-    """Text that names rows by number, and each reason once."""
+    """Text that names the first bad rows by number, grouped by reason."""
     rows: dict[str, list[str]] = {}
     for number, reason in list(bad.items())[:_NAMED]:
         rows.setdefault(reason, []).append(str(number))

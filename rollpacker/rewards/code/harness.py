@@ -1,12 +1,12 @@
-"""Code that runs beside a program inside the sandbox: the grader sends the source text of this
-file.
+"""Code that runs inside the sandbox: the grader sends the source text of this file.
 
-`answer` runs the program and then calls it, and says what came back. `judge` runs the code of a
-test, in a sandbox that the program never enters: each call to the program is answered from what
-`answer` said, and calls that are not known yet are asked for. Both write one JSON list to stdout.
+`answer` runs the program, then makes the calls asked for, and prints what they returned. `judge`
+runs the code of a test, in a sandbox that the program never enters: a call to the program gets its
+result from what `answer` printed before, and calls whose result is not known yet are asked for.
+Both print one JSON list to stdout.
 
-A program can reach everything in `answer`. That is harmless: nothing in there says what is
-expected, so that whatever it makes `answer` say is just its answer.
+A program can reach everything in `answer`. That is harmless: the expected results are not in there,
+so whatever the program makes `answer` print is only its answer.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from typing import Any
 
 MAX_DEPTH = 100
 MAX_ITEMS = 200_000
-"""Most items that are taken from an iterator."""
+"""Most items that are read from an iterator."""
 MAX_BITS = 400_000
-"""Most bits of an integer: about 120,000 digits."""
+"""Most bits of an integer, about 120,000 decimal digits."""
 SMALL = 10**15
 
 Tree = Any
-"""A value as JSON: null, true, false, a string, a small integer, or a list that begins with a tag:
-i integer, f float, c complex, b bytes, l list, t tuple, s set, z frozenset, d dict, q fraction,
-m decimal; h (in calls only) an object that stays with the program."""
+"""A value in its plain form, as JSON: null, true, false, a string, a small integer, or a list that
+begins with a tag: i integer, f float, c complex, b bytes, l list, t tuple, s set, z frozenset, d
+dict, q fraction, m decimal; h (only in calls) an object that stays with the program."""
 
 
 class Refused(Exception):
-    """A value that has no plain form."""
+    """A value cannot be put into plain form."""
 
 
 def encode(value: Any, depth: int = 0) -> Tree:
-    """The plain form of a value. Only methods of the builtin types are asked; an instance of a
-    subclass counts as what it is for them. Raises `Refused`."""
+    """The plain form of a value. Only methods of builtin types are called; an instance of a
+    subclass is treated as one of the builtin type. Raises `Refused` for other values."""
     kind = type(value)
     if value is None or kind is bool or kind is str:
         return value
@@ -99,7 +99,8 @@ def limited(items: Any) -> list[Any]:
 
 
 def decode(tree: Tree, objects: Any = ()) -> Any:
-    """The value of a plain form."""
+    """The value whose plain form is `tree`; the inverse of `encode`. `objects`: the program's
+    objects by their numbers."""
     if type(tree) is not list:
         return tree
     tag, rest = tree[0], tree[1:]
@@ -128,7 +129,7 @@ def decode(tree: Tree, objects: Any = ()) -> Any:
 
 
 def take_stdout() -> int:
-    """A descriptor for the result; what is printed from now on is lost."""
+    """Return a descriptor for the result. What is printed to stdout afterwards is lost."""
     out = os.dup(1)
     try:
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -149,7 +150,7 @@ def emit(out: int, said: Tree) -> None:
 
 
 def answer(payload: str) -> None:
-    """Run the program as a module, then the calls in order, and say what each gave."""
+    """Run the program as a module, make the calls in order, and print the result of each."""
     out = take_stdout()
     task = json.loads(payload)
     module = types.ModuleType("solution")
@@ -214,11 +215,11 @@ def builtin_name(kind: type) -> str:
 
 
 class Pending(BaseException):
-    """The result of a call is not known yet."""
+    """The result of a call to the program is not known yet."""
 
 
 class Calls:
-    """The calls that a test makes, answered from what is known."""
+    """The calls that a test makes to the program. They get their results from an earlier run."""
 
     def __init__(self, known: list[Any], ordered: bool) -> None:
         self.ordered = ordered
@@ -269,8 +270,8 @@ def change(old: Any, new: Any) -> None:
 
 
 class Object:
-    """Stands for an object that the program made; its methods are calls to the program. Equal to
-    nothing but itself: what an object says about its equality is no evidence."""
+    """Stands in a test for an object that the program made; its methods are calls to the program.
+    It is equal only to itself: what the program's object says about equality is no evidence."""
 
     __iter__ = None  # else an IndexError of __getitem__ would end a loop before its first turn
 
@@ -285,7 +286,7 @@ class Object:
 
 
 class Member:
-    """An attribute of such an object, called or (by `value_of`) read."""
+    """An attribute of an `Object`, which the test calls or (through `value_of`) reads."""
 
     def __init__(self, calls: Calls, number: int, name: str) -> None:
         self.read: Any = lambda: calls.ask("get", number, name, (), {})
@@ -311,7 +312,8 @@ def value_of(member: Any) -> Any:
 
 
 def judge(payload: str) -> None:
-    """Run a test: "passed" with the nonce, "failed", or the calls to be made first."""
+    """Run the code of a test and print "passed" with the nonce, "failed", "unfit", or "ask" and the
+    calls whose results are needed."""
     out = take_stdout()
     task = json.loads(payload)
     calls = Calls(task["known"], task["ordered"])

@@ -1,4 +1,4 @@
-"""One test of a program: its runs in the sandbox, and the verdict on the bytes that come out."""
+"""Runs one test of a program in the sandbox, and judges the bytes that come out."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from rollpacker.rewards.code.values import BadValue, check_tree, has_nan, read_l
 from rollpacker.sandbox.sandbox import Limits, RunResult, Sandbox, Status
 
 MAX_CALLS = 1000
-"""Most calls that one test may make."""
+"""Most calls to the program that one test may make."""
 MAX_PASSES = 200
-"""Most times that the code of one test is run to find its calls."""
+"""Most times that the code of one test is run to find out which calls it makes."""
 INLINE_BYTES = 1 << 15
-"""Most bytes of output that are read in the event loop. Longer output is read in a thread, so that
-the loop goes on."""
+"""Most bytes of output that are parsed in the event loop. Longer output is parsed in a thread, so
+that the loop is not held up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,23 +32,24 @@ class Outcome:
 
     passed: bool
     seconds: float
-    """Seconds of the program's slowest run."""
+    """Duration of the program's slowest run, in seconds."""
     timed_out: bool = False
     sandbox_error: str | None = None
-    """The machinery failed: there is no verdict."""
+    """The reason why the sandbox itself failed, so that there is no verdict. None: it worked."""
     unfit: str | None = None
-    """The test cannot be used, whatever the program: there is no verdict."""
+    """The reason why the test cannot be used with any program, so that there is no verdict. None:
+    it can be used."""
 
 
 class _Ended(Exception):
-    """A run that decides the outcome: nothing can be read from it."""
+    """The outcome is decided by how a run ended, whatever it printed."""
 
     def __init__(self, outcome: Outcome) -> None:
         self.outcome = outcome
 
 
 async def run_test(source: str, test: Test, box: Sandbox, limits: Limits) -> Outcome:
-    """Judge a program by one test. Every run is a fresh one."""
+    """Judge a program by one test. Every run is in a new sandbox process."""
     try:
         match test:
             case IoTest():
@@ -80,8 +81,8 @@ def _any_same(expected: Sequence[Tree], got: Tree) -> bool:
 
 
 async def _run_assert(source: str, test: AssertTest, box: Sandbox, limits: Limits) -> Outcome:
-    """The test's code and the program take turns, each in sandboxes of its own: the code says which
-    calls it needs, the program answers them, until the code comes to its end."""
+    """Run the test's code and the program by turns, in separate sandboxes: the code asks for calls,
+    the program makes them, until the code comes to its end."""
     calls: list[Tree] = []
     results: list[Tree] = []
     slowest = 0.0
@@ -113,8 +114,8 @@ async def _run_assert(source: str, test: AssertTest, box: Sandbox, limits: Limit
 async def _judged(
     test: AssertTest, known: list[Any], nonce: str, box: Sandbox, limits: Limits
 ) -> list[Any]:
-    """Run the test's code without the program. Returns what the code said and its details: passed,
-    failed, ask or unfit."""
+    """Run the test's code without the program. Returns passed, failed, ask or unfit, followed by
+    details such as the calls asked for."""
     payload = {
         "code": test.code,
         "names": test.names,
@@ -135,7 +136,7 @@ async def _judged(
 async def _answers(
     source: str, calls: list[Tree], box: Sandbox, limits: Limits
 ) -> tuple[list[Tree], RunResult]:
-    """The results of these calls to the program, and the run that gave them."""
+    """Make these calls to the program. Returns their results, and the run that gave them."""
     payload = {"source": source, "calls": calls}
     result = _ended(await box.run(_program("answer", payload), limits=limits))
     try:
@@ -168,8 +169,8 @@ def _read_results(data: bytes, count: int) -> list[Tree]:
 
 
 def _ended(result: RunResult) -> RunResult:
-    """The run, if its output counts: only limits and the sandbox's own failures say that it does
-    not. Exit status and signals are the program's choice, and no evidence."""
+    """Return the run if its output counts. Raises `_Ended` if a limit was exceeded or the sandbox
+    failed. Exit status and signals are chosen by the program, and are no evidence."""
     if result.status is Status.SANDBOX_ERROR:
         raise _Ended(Outcome(False, result.wall_s, sandbox_error=result.detail or "no detail"))
     if result.status in (Status.TIMEOUT, Status.MEMORY, Status.OUTPUT) or result.truncated:
@@ -189,8 +190,8 @@ def _program(role: str, payload: Any) -> str:
 
 @functools.cache
 def _source_of(role: str) -> str:
-    """The part of `harness` that a role needs, without docstrings and annotations, which take
-    time to compile in every run."""
+    """The part of the source of `harness` that a role (answer or judge) needs, without docstrings
+    and annotations, which would cost time to compile in every run."""
     text = Path(__file__).with_name("harness.py").read_text(encoding="utf-8")
     shared, _, rest = text.partition("# -- with the program")
     answer, _, judge = rest.partition("# -- without the program")

@@ -1,7 +1,7 @@
-"""Values that come out of the sandbox, as data: read strictly, compared without ever being built.
+"""Reads and compares values that come out of the sandbox, without ever building them.
 
-What a program returned stays in its plain form (see `harness`), a tree of JSON lists. No
-object of it is made here: no hash of its choosing, no method of its own, no `eval`, no pickle.
+What a program returned stays in its plain form (see `harness`), a tree of JSON lists. No object is
+made of it: no hash or method of its choosing is called, and there is no `eval` and no pickle.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 from rollpacker.rewards.code.harness import MAX_BITS, MAX_DEPTH, Refused, Tree, encode
 
 TOLERANCE = 1e-6
-"""A float is right within this, absolute or relative to the expected value."""
+"""Largest difference between a float and the expected value, absolute or relative to that value."""
 MAX_LOOSE = 50
-"""Most members of a set that may be equal within the tolerance only."""
+"""Most members of a set that are matched with the tolerance. The others must be exactly equal."""
 MAX_FRACTION_DIGITS = 4096
-"""Most hexadecimal digits of a fraction; reducing one takes time in their square."""
+"""Most hexadecimal digits of a fraction. Reducing a fraction takes time in their square."""
 
 _HEX = re.compile(rb"-?[0-9a-f]{1,%d}" % (MAX_BITS // 4 + 1))
 _EXPONENT = r"p(\+[0-9]{1,3}|\+10[01][0-9]|\+102[0-3]|-[0-9]{1,4})"
@@ -32,11 +32,11 @@ _MAX_NUMBER_CHARACTERS = 400
 
 
 class BadValue(ValueError):
-    """Bytes that are no plain form of a value."""
+    """Bytes that are not the plain form of a value."""
 
 
 def plain(value: Any) -> Tree:
-    """The plain form of a value of our own (an expected one). Raises `ValueError`."""
+    """The plain form of a value that is expected. Raises `ValueError` if there is none."""
     try:
         tree = encode(value)
     except Refused as error:
@@ -49,8 +49,8 @@ def plain(value: Any) -> Tree:
 
 
 def read_list(data: bytes, name: str) -> list[Any]:
-    """The members behind `name` of the JSON list that `data` must be. They are not checked yet.
-    Raises `BadValue`."""
+    """Parse `data`, a JSON list that must begin with `name`, and return its other members. They are
+    not checked yet. Raises `BadValue` for anything else."""
     try:
         said = json.loads(
             data.decode("ascii"),
@@ -77,8 +77,8 @@ def _refuse(text: str) -> Any:
 
 
 def check_tree(tree: Tree, depth: int = 0, key_depth: int = 0) -> None:
-    """Raise `BadValue` unless this is a plain form. `key_depth`: number of sets and dict keys that
-    it is a part of."""
+    """Raise `BadValue` unless this is the plain form of a value. `key_depth`: number of sets and
+    dict keys around it."""
     if tree is None or type(tree) in (bool, int, str):
         return
     if type(tree) is not list or not tree or max(depth, 12 * key_depth) > MAX_DEPTH:
@@ -129,11 +129,11 @@ def _is_hex(text: str) -> bool:
 
 
 def same(expected: Tree, got: Tree) -> bool:
-    """Whether a program's value is the expected one; both checked plain forms.
+    """Whether a program's value equals the expected one. Both are checked plain forms.
 
-    int and float are equal where their values are; a float is expected within `TOLERANCE`, an int
-    exactly. nan equals nothing, a bool only a bool. list and tuple are the same, and set and
-    frozenset, in any order; the order of a dict does not matter.
+    A number equals another by value, whatever its type; if a float is expected, it may differ by
+    `TOLERANCE`. nan equals nothing, and a bool only a bool. A list may stand for a tuple and a set
+    for a frozenset; sets and dicts are equal in any order.
     """
     if type(expected) is not list and type(expected) is not int:
         return type(got) is type(expected) and got == expected
@@ -191,7 +191,7 @@ def _as_complex(number: int | float | Fraction | complex) -> complex:
 
 
 def _close(expected: float, got: float) -> bool:
-    """Whether two floats are equal within the tolerance. inf equals inf, nan nothing."""
+    """Whether two floats are equal within the tolerance. inf equals inf; nan equals nothing."""
     if not (math.isfinite(expected) and math.isfinite(got)):
         return expected == got
     return abs(expected - got) <= TOLERANCE * max(1.0, abs(expected))
@@ -215,15 +215,16 @@ def number_of(tree: Tree) -> int | float | Fraction | complex:
 
 
 def has_nan(tree: Tree) -> bool:
-    """Whether there is a nan in it: test code such as `not abs(got - want) > 1e-6` holds for it."""
+    """Whether the value contains a nan: test code like `not abs(got - want) > 1e-6` holds for
+    it."""
     if type(tree) is not list:
         return False
     return (tree[0] in ("f", "c") and "nan" in tree[1:]) or any(map(has_nan, tree[1:]))
 
 
 def key_of(tree: Tree) -> str:
-    """A text that two plain forms share if they are equal without tolerance (2 and 2.0, list and
-    tuple)."""
+    """A text that is the same for plain forms which are equal without tolerance, such as those of 2
+    and 2.0, or of a list and a tuple."""
     kind = _kind(tree)
     if kind == "simple":
         return json.dumps(tree)
@@ -273,9 +274,9 @@ def _same_set(expected: list[Tree], got: list[Tree]) -> bool:
 def same_text(expected: bytes, got: bytes) -> bool:
     """Whether a program's output is the expected one.
 
-    Line ends may be CRLF; blanks at the end of a line and blank lines at the end do not count. In a
-    line that differs, blanks of any number separate tokens, and where the expected token is a float
-    (with a point or an exponent) a number within `TOLERANCE` is right.
+    Line ends may be CRLF; blanks at the end of a line and blank lines at the end are ignored. A
+    line that differs is compared by its tokens, which blanks separate, if a float (with a point or
+    an exponent) is among the expected ones: a number within `TOLERANCE` of a float is right.
     """
     wanted, found = _lines(expected), _lines(got)
     return len(wanted) == len(found) and all(map(_same_line, wanted, found))

@@ -1,8 +1,9 @@
-"""Rewards from plain functions: called in worker processes, judged by what they return.
+"""Rewards that are plain functions: called in worker processes, judged by what they return.
 
-A function gets only what its signature takes. None means "not applicable"; whatever goes wrong
-means "no verdict" for the samples it hits, with a reason that names function and cause. Neither is
-ever a zero. This process does not even import the function.
+A function gets only the arguments that its signature has. If it returns None for a sample, the
+reward does not apply to it; any error means "no verdict" for the samples concerned, with a reason
+that names function and cause. Neither is ever counted as zero. This process does not even import
+the function.
 """
 
 from __future__ import annotations
@@ -34,20 +35,21 @@ logger = logging.getLogger(__name__)
 Check = Callable[[Sequence[Mapping[str, Any]]], None]
 PROGRAM = "rollpacker.rewards.functions.worker_program"
 _MAX_REASON = 400
-"""The most characters of a reason. What the worker quotes in it is shorter."""
+"""Most characters of a reason."""
 
 Verdict = Scored | Failed | None
 
 
 class RewardFunction:
-    """Meets `RewardPart` with one function in workers of its own, whose mistakes become reasons."""
+    """A reward made of one function, called in worker processes of its own; its errors become
+    reasons for missing verdicts. Meets the protocol `RewardPart`."""
 
     def __init__(
         self, config: RewardConfig, *, factory: str | None = None, check: Check | None = None
     ) -> None:
-        """Starts a worker to look at the function; `RewardError` if it cannot be used. `factory`
-        (`module:Class`) is called with the config's arguments to make the function; `check` is
-        asked about rows too."""
+        """Starts a worker to inspect the function. Raises `RewardError` if the function cannot be
+        used. `factory` (`module:Class`) is called with the config's arguments to make the function;
+        None: the config names it. `check`: a further check of rows, or None."""
         self._config = config if factory is None else dataclasses.replace(config, arguments={})
         self._own_check = check
         self._is_built_in = factory is not None
@@ -63,7 +65,7 @@ class RewardFunction:
         self._spares[0].rename(f"{self.name}-1")
         self._is_async: bool = hello["is_async"]
         self.source: str | None = None if factory is not None else hello.get("file")
-        """The file that the function is in; a built-in has none."""
+        """The file that the function is defined in. None: unknown, or the reward is built in."""
         try:
             self._binding = Binding(self._config, Signature.of(hello["parameters"]))
         except RewardError:
@@ -96,7 +98,7 @@ class RewardFunction:
         raise RewardError(f"reward {why}")
 
     def check(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Raise `RewardError` if a row lacks a column that the function cannot do without."""
+        """Raise `RewardError` if a row lacks a column that the function needs."""
         rows = list(rows)
         of_its_own = "" if self._config.tasks is None else " of those it judges"
         for number, row in enumerate(rows):
@@ -112,8 +114,9 @@ class RewardFunction:
             self._own_check(rows)
 
     async def try_out(self, row: RewardInput) -> str | None:
-        """Call the function once for a row, with made-up completions. Returns what may be wrong
-        with it. Raises `RewardError` if no response could get a verdict."""
+        """Call the function once for a row, with made-up completions. Returns a warning if
+        something may be wrong with the function, else None. Raises `RewardError` if no response
+        could get a verdict."""
         self.check([row.columns])
         limit = _Limit.of(self._config.timeout_s, None)
         samples, replies = made_up(row), []
@@ -141,8 +144,8 @@ class RewardFunction:
     # -- workers ----------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Make the pool of this loop. It gets the worker that exists already, or starts one when a
-        call comes."""
+        """Make the pool of workers for the running event loop. A worker that exists already is
+        used; others are started when calls come."""
         self._pool()
 
     def _pool(self) -> WorkerPool:
@@ -172,11 +175,11 @@ class RewardFunction:
         return None
 
     def broken(self) -> str | None:
-        """The reason why the function will not be called any more. None: it is still called."""
+        """The reason why the function is not called any more. None: it still is."""
         return self._patience.ended
 
     async def close(self) -> None:
-        """End every worker. Scoring again starts new ones."""
+        """End all workers. Scoring again starts new ones."""
         for loop, pool in list(self._pools.items()):
             if loop.is_closed():
                 self._spares += pool.give_idle()
@@ -193,8 +196,8 @@ class RewardFunction:
     async def score(
         self, samples: Sequence[RewardInput], *, timeout_s: float | None = None
     ) -> list[Verdict]:
-        """Return one verdict per sample. If a call as a whole fails, each sample gets its own
-        call."""
+        """Return one verdict per sample, in their order. If a call for several samples fails, there
+        is another call for each of them alone."""
         if not samples:
             return []
         limit = _Limit.of(self._config.timeout_s, timeout_s)
@@ -238,8 +241,8 @@ class RewardFunction:
         return self._count(self._verdicts(reply, len(samples)))
 
     def _count(self, verdicts: list[Verdict], *, even_so: bool = False) -> list[Verdict]:
-        """Count the verdicts of a call and return them. After too many calls without a verdict the
-        function is not called again."""
+        """Count the verdicts of a call, and return them. After too many calls in a row without a
+        verdict the function is not called again. `even_so`: count infrastructure failures, too."""
         if self._patience.saw(verdicts, even_so=even_so) and self._patience.ended is not None:
             for pool in self._pools.values():
                 pool.give_up_waiting(self._patience.ended)
@@ -260,8 +263,8 @@ class RewardFunction:
         error: Overran | WorkerLost,
         alone: bool,
     ) -> Verdict:
-        """Find out whether this sample, another one in the same worker, or neither made a single
-        call fail: ask once more where that is open and there is time."""
+        """Return the verdict on a sample whose call failed. Where another sample in the same worker
+        may be to blame, and there is time left, the sample is judged once more, alone."""
         left_s = limit.seconds
         if isinstance(error, WorkerLost):
             left_s = error.left_s
@@ -292,7 +295,8 @@ class RewardFunction:
         return self._failed(shortened(why), "a worker was lost", Cause.INFRASTRUCTURE)
 
     def _raised(self, reply: Mapping[str, Any]) -> Failed:
-        """The failure in short. The whole story goes to the log, once per kind of error."""
+        """The verdict for an error of the function. The traceback is logged once per kind of
+        error."""
         kind, said = reply["error"], reply["said"]
         self._report(kind, reply["where"])
         return Failed(reason=f"{self.name} raised {kind}: {said}")
@@ -307,7 +311,7 @@ class RewardFunction:
             logger.warning("reward %s: no verdict: %s%s", self.name, kind, where)
 
     def _verdicts(self, reply: Mapping[str, Any], count: int) -> list[Verdict]:
-        """Return the verdicts that a reply holds (`returned.py` says what a value is)."""
+        """Return the verdicts in a reply, one per sample (`returned.py` says what a value is)."""
         if "error" in reply:
             return [self._raised(reply)] * count
         if "wrong" in reply:
@@ -340,20 +344,20 @@ class RewardFunction:
 
 
 class Patience:
-    """Counts the calls in a row that gave no sample a verdict, and says when to call no more."""
+    """Counts the calls in a row in which no sample got a verdict, and decides when to stop."""
 
     def __init__(self, name: str, most: int | None) -> None:
-        """`most`: number of failed calls after which the function is called no more. None: no
-        limit."""
+        """`most`: number of failed calls in a row after which the function is not called again.
+        None: no limit."""
         self.ended: str | None = None
-        """The reason, once there have been too many failed calls. None before."""
+        """The reason why the function is not called any more. None: it is."""
         self._name = name
         self._most = most
         self._num_failed = 0
 
     def saw(self, verdicts: Sequence[Scored | Failed | None], *, even_so: bool = False) -> bool:
-        """Whether patience ends with this call. A lost worker says nothing of the function
-        (`even_so`: but this does)."""
+        """Count the verdicts of one call. Returns True if with this call the function is given up.
+        Calls that failed for lost workers do not count, except with `even_so`."""
         failed = [verdict for verdict in verdicts if isinstance(verdict, Failed)]
         if len(failed) < len(verdicts):
             self._num_failed = 0
@@ -369,7 +373,7 @@ class Patience:
 
 
 def _sent(spec: str) -> bytes:
-    """A program's own function, for a worker. Raises `RewardError`."""
+    """The program's own function, pickled for a worker process. Raises `RewardError`."""
     try:
         return pickled_given(spec, "its worker processes")
     except ImportSpecError as error:
@@ -378,7 +382,7 @@ def _sent(spec: str) -> bytes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Limit:
-    """The seconds that one call may take, and the name of that limit in messages."""
+    """The seconds that one call may take, and the limit's name in messages."""
 
     seconds: float
     name: str

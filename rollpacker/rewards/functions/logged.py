@@ -1,11 +1,11 @@
-"""Arguments that a reward function gets besides columns, as TRL has them.
+"""Further arguments that a reward function may have, with the names that TRL gives them.
 
-    log_metric(name, number)     averaged over the samples that a step trains on
-    log_extra(column, values)    a value per completion, a column of the samples
-    trainer_state                `global_step` and `max_steps`
+    log_metric(name, number)     logs a number, averaged over the samples that a step trains on
+    log_extra(column, values)    logs one value per completion, as a column of the samples
+    trainer_state                has `global_step` and `max_steps`
 
-A function that has a parameter of that name is given it, and one of TRL's shape all of them in its
-`**kwargs`. Runs in the worker; `read` is the controller's side.
+A function that has a parameter of such a name gets it, and one called in TRL's way gets all of them
+in its `**kwargs`. Runs in the worker, but for `read`, which runs in the controller's process.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from rollpacker.rewards.functions.returned import WrongReturn, shortened
 NAMES = ("log_metric", "log_extra", "trainer_state")
 
 MAX_TEXT = 4000
-"""Most characters of a text in an extra."""
+"""Most characters of a text that is logged as an extra."""
 MAX_LOGGED = 100
-"""Names that one call may log."""
+"""Most different names that one call may log."""
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The fields of TRL's object of that name that are known here."""
+    """The fields of TRL's `TrainerState` that are known here."""
 
     global_step: int
-    """Steps that the run has finished."""
+    """Number of steps that the run has finished."""
     max_steps: int
-    """Steps of the whole run."""
+    """Number of steps of the whole run."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"trainer_state has global_step and max_steps here, and no {name}")
@@ -42,14 +42,14 @@ class Logged:
     """Collects what one call of a reward function logs."""
 
     def __init__(self, count: int, progress: tuple[int, int] = (0, 1)) -> None:
-        """`count`: completions of the call. `progress`: steps done, and all steps of the run."""
+        """`count`: number of completions in the call. `progress`: finished steps, all steps."""
         self._count = count
         self._state = TrainerState(*progress)
         self._metrics: dict[str, list[float]] = {}
         self._extras: dict[str, list[Any]] = {}
 
     def arguments(self, wanted: Collection[str]) -> dict[str, Any]:
-        """The arguments that the function wants, by name."""
+        """The arguments with these names, for the function."""
         given = {
             "log_metric": self.log_metric,
             "log_extra": self.log_extra,
@@ -63,7 +63,7 @@ class Logged:
             self._metrics.setdefault(str(name), []).append(number)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Log one value per completion. Raises `WrongReturn` for another number of values."""
+        """Log one value per completion. Raises `WrongReturn` if the number of values differs."""
         listed = list(values)
         if len(listed) != self._count:
             raise WrongReturn(
@@ -76,7 +76,8 @@ class Logged:
         return name in logged or len(logged) < MAX_LOGGED
 
     def reply(self) -> dict[str, Any]:
-        """All that was logged, for JSON; empty if nothing was."""
+        """All that was logged, as values for JSON: "metrics" (means by name) and "extras" (lists by
+        column), each only if there is something."""
         means = {name: math.fsum(of) / len(of) for name, of in self._metrics.items()}
         found = {"metrics": means, "extras": self._extras}
         return {name: value for name, value in found.items() if value}
@@ -94,8 +95,8 @@ def _plain(value: Any) -> Any:
 def read(
     reply: Mapping[str, Any], count: int
 ) -> list[tuple[Mapping[str, float], Mapping[str, Any]]]:
-    """Metrics and extras of each sample of a call. A reply that says what `Logged` does not say,
-    since the function has found its worker's socket, has none."""
+    """Metrics and extras of each sample in a reply to a call. Anything that `Logged.reply` would
+    not give is ignored, since the function might have written to its worker's socket."""
     metrics, extras = reply.get("metrics", {}), reply.get("extras", {})
     if not (isinstance(metrics, dict) and isinstance(extras, dict)):
         return [({}, {})] * count

@@ -1,8 +1,9 @@
-"""Shows the lines that workers of one reward or environment print: the first ones, then a count.
+"""Shows the lines that the workers of one reward or environment print: the first ones, then a
+count.
 
 The lines come from `workers/output.py`, which makes control characters visible and drops what
-exceeds its quota of bytes. They are told as warnings, which are seen without any set-up; what is
-beyond `MAX_LINES` is logged as information (`--verbose`).
+exceeds its quota of bytes. They are logged as warnings, which are seen without any set-up; lines
+beyond `MAX_LINES` are logged as information (`--verbose`).
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ import logging
 logger = logging.getLogger(__name__)
 
 MAX_LINES = 20
-"""Most lines of one reward that are shown: more would hide what the run itself has to say."""
+"""Most lines of one reward that are shown; more would hide the run's own messages."""
 
 
 class Printed:
-    """Counts and shows the lines of one reward or environment; its workers share it."""
+    """Counts and shows the lines of one reward or environment, whose workers share this object."""
 
     def __init__(self, kind: str = "reward") -> None:
-        """`kind`: the word for it in messages."""
+        """`kind`: the word used in messages, "reward" or "environment"."""
         self._kind = kind
         self._num_lines = 0
 
     def line(self, name: str, line: str) -> None:
-        """A worker printed it."""
+        """Show or count a line that a worker of `name` printed."""
         self._num_lines += 1
         if self._num_lines <= MAX_LINES:
             logger.warning("%s %s: %s", self._kind, name, line)

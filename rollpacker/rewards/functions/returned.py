@@ -1,6 +1,7 @@
 """Turns what a reward function returned or raised into plain values for JSON. Runs in its worker.
 
-A value is a number, None ("not applicable"), or `{"why": ..., "kind": ...}`: no verdict.
+A value is a number, None (the reward does not apply), or `{"why": ..., "kind": ...}` for no
+verdict.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 MAX_REWARD = 1e30
-"""Largest value of a reward. Up to this, sums and squares stay finite in float64, and advantages in
-float32."""
+"""Largest absolute value of a reward. Up to this, sums and squares stay finite in float64, and
+advantages in float32."""
 
 _PACKAGE = Path(__file__).parents[2]
 _MAX_LINES = 4000
@@ -22,11 +23,12 @@ Value = float | dict[str, str] | None
 
 
 class WrongReturn(Exception):
-    """A function returned something else than its shape returns. The message says what it was."""
+    """A function returned something else than functions of its shape do. The message says what."""
 
 
 def values_of(shape: str, returned: Any, count: int) -> list[Value]:
-    """Return one value per sample. Raises `WrongReturn`."""
+    """The values in what a function of this shape returned, one per sample. Raises
+    `WrongReturn`."""
     match shape:
         case "verl":
             if isinstance(returned, Mapping):
@@ -84,8 +86,8 @@ def _shown(value: Any) -> str:
 
 
 def error_of(error: BaseException) -> dict[str, str]:
-    """The name of the error's class, its message, and the lines of the user's own code that raised
-    it."""
+    """The name of the error's class, its message, and a traceback of the user's own code, as
+    "error", "said" and "where"."""
     try:
         said = shortened(str(error))
     except Exception:  # a __str__ of the user's own
@@ -94,8 +96,8 @@ def error_of(error: BaseException) -> dict[str, str]:
 
 
 def _users_lines(error: BaseException) -> str:
-    """Return what was raised and by which lines of the user's own code, the innermost last; it is
-    shown as it is."""
+    """The error's message and the lines of the user's own code that raised it, the innermost
+    last."""
     while isinstance(error.__cause__, BaseException):
         error = error.__cause__
     try:
@@ -112,12 +114,12 @@ def _users_lines(error: BaseException) -> str:
 
 
 def _without_controls(text: str) -> str:
-    """The text with its line ends, in which characters that a terminal would obey are written as
-    escapes."""
+    """The text, with control characters other than line ends written as escapes, since a terminal
+    would obey them."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def shortened(text: str, most: int = 200) -> str:
-    """Return the text on one line of at most so many characters."""
+    """The text on one line of at most `most` characters, with "..." if it was cut."""
     text = " ".join(text[: 10 * most].split())
     return text if len(text) <= most else text[: most - 3] + "..."

@@ -1,4 +1,4 @@
-"""How reward functions of several frameworks want to be called, told apart by their signatures.
+"""How reward functions of several frameworks are called. The framework shows in the signature.
 
     trl       f(prompts, completions, completion_ids, **columns) -> list[float | None]
     openrlhf  reward_func(queries, prompts, labels, **kwargs) -> tensor, list, or
@@ -7,14 +7,15 @@
               -> float or {"score": ..., ...}
     areal     reward_fn(prompt, completions, prompt_ids, completion_ids, **data) -> float
 
-The first two judge a batch, the last two one sample a call. All may be async.
+Functions of the first two judge a batch, those of the last two one sample a call. All may be async.
 
-trl: a function gets only what its signature takes. Any of them may name `log_metric`, `log_extra`
-and `trainer_state`; trl's `**columns` have them too (`logged.py`). verl: `ground_truth` is the
-row's column of that name, else its `reward_model["ground_truth"]`, else its answer; `data_source`
-the column, else the row's task. openrlhf: `queries` are prompts with their completions, `labels`
-the row's answer; of a dict, `rewards` count. areal: `prompt_ids` is None, since rewards see text.
-Where a framework passes prompts as text, a chat is its messages' contents, one a line.
+trl: a function gets only the arguments in its signature. Functions of every framework may have
+parameters `log_metric`, `log_extra` and `trainer_state`; trl's `**columns` get them too
+(`logged.py`). verl: `ground_truth` is the row's column of that name, else its
+`reward_model["ground_truth"]`, else its answer; `data_source` is the column, else the row's task.
+openrlhf: `queries` are prompts with their completions, `labels` the row's answer; of a returned
+dict only `rewards` are used. areal: `prompt_ids` is None, since rewards see text. Where a framework
+passes prompts as text, chat messages become their contents, one a line.
 """
 
 from __future__ import annotations
@@ -29,25 +30,25 @@ from rollpacker.rewards.functions.logged import NAMES as LOGGERS
 from rollpacker.rewards.reward import RewardConfig, RewardError, RewardInput, Shape
 
 ANSWERS = ("labels", "label", "ground_truth", "answer", "solution", "target")
-"""Columns that hold a row's answer, the first that a row has."""
+"""Columns that may hold a row's answer. The first that a row has is used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """The parameters of a function, without the function."""
+    """The parameters of a function."""
 
     named: tuple[str, ...]
     required: tuple[str, ...]
     positional_only: tuple[str, ...]
     takes_all: bool
-    """Whether the function takes any further name (`**kwargs`)."""
+    """Whether the function has `**kwargs`, and so accepts any further name."""
     all_name: str | None = None
-    """The name of the parameter that takes these. None: there is none."""
+    """The name of the `**kwargs` parameter. None: there is none."""
 
     @classmethod
     def of(cls, parameters: Sequence[Mapping[str, Any]] | None) -> Signature:
-        """The signature that a worker reports of its function. `parameters` is None for a function
-        that has no signature."""
+        """The signature that a worker reports. `parameters` is None for a function that has no
+        signature; any name is then assumed to be accepted."""
         if parameters is None:
             return cls((), (), (), True)
         named = [p for p in parameters if p["kind"] in ("POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY")]
@@ -61,8 +62,7 @@ class Signature:
 
 
 def shape_of(signature: Signature) -> Shape:
-    """Return the framework whose functions have such parameters, or trl if none of the others
-    has."""
+    """The framework whose functions have such parameters; trl if no other fits."""
     named = set(signature.named)
     if {"solution_str", "ground_truth"} <= named:
         return "verl"
@@ -78,17 +78,17 @@ Field = Callable[[RewardInput], Any]
 
 @dataclass(frozen=True, slots=True)
 class _Style:
-    """One framework's way of calling."""
+    """How one framework calls its reward functions."""
 
     usage: str
     fields: Mapping[str, Field]
-    """The values that the framework passes besides columns, by name. A field that raises `KeyError`
-    needs that column."""
+    """Functions that make the arguments which the framework passes besides columns, by name. A
+    function that raises `KeyError` needs that column."""
     per_sample: bool = False
     num_positional: int = 0
-    """Number of the fields that are passed by position, in order."""
+    """Number of fields that are passed by position, from the first on."""
     all_columns: bool = True
-    """Whether `**kwargs` get every column."""
+    """Whether `**kwargs` get all columns."""
 
 
 def _column(name: str, sample: RewardInput) -> Any:
@@ -96,8 +96,8 @@ def _column(name: str, sample: RewardInput) -> Any:
 
 
 def _chat(sample: RewardInput) -> Any:
-    """A completion in TRL's form: a text, messages, or of several turns all messages, the
-    environment's too."""
+    """A completion as TRL passes it: a text, or messages; for a sample of several turns all
+    messages, with the environment's."""
     if sample.episode is not None:
         return [dict(message) for message in sample.episode.messages]
     if isinstance(sample.prompt, str):
@@ -180,15 +180,15 @@ _STYLES: dict[str, _Style] = {
 
 
 class Binding:
-    """One function's way of being called, checked against its signature."""
+    """How one function is called, checked against its signature."""
 
     def __init__(self, config: RewardConfig, signature: Signature) -> None:
         self.shape = shape_of(signature) if config.shape == "auto" else config.shape
         self._style = _STYLES[self.shape]
         self.per_sample = self._style.per_sample
-        """Whether each call judges one sample."""
+        """Whether a call judges only one sample."""
         self.all_columns = signature.all_name
-        """The name of the parameter that takes further columns. None: there is none."""
+        """The name of the `**kwargs` parameter. None: there is none."""
         self._config = config
         self._signature = signature
         num = self._style.num_positional
@@ -196,7 +196,7 @@ class Binding:
         by_name = not signature.positional_only and set(first) <= set(self._style.fields)
         self._positional = () if by_name else tuple(self._style.fields)[:num]
         self._filled = {*self._style.fields, *(() if by_name else first), *LOGGERS}
-        """The names of the parameters that are no columns."""
+        """Names of the parameters that are not filled from columns."""
         self._check_signature()
         self._fields = [
             name
@@ -242,7 +242,7 @@ class Binding:
         )
 
     def missing_column(self, columns: Mapping[str, Any]) -> str | None:
-        """Return the column that a call cannot do without and this row lacks, if there is one."""
+        """The name of a column that a call needs and this row lacks. None: no column is missing."""
         for name in self._columns_needed:
             if name not in columns:
                 return name
@@ -259,8 +259,8 @@ class Binding:
         return None
 
     def bind(self, samples: Sequence[RewardInput]) -> tuple[list[Any], dict[str, Any]]:
-        """Return what the function is called with, by position and by name, without the arguments
-        that the config gives it. Raises `KeyError` for a column that is missing."""
+        """The positional and the named arguments of a call for these samples, without those that
+        the config gives. Raises `KeyError` for a missing column."""
         named: dict[str, Any] = {}
         for name in dict.fromkeys(name for sample in samples for name in sample.columns):
             if self._takes_column(name):
@@ -275,7 +275,7 @@ class Binding:
 
 
 def refuse_unknown(arguments: Mapping[str, Any], known: Sequence[str], function: str) -> None:
-    """Raise `RewardError` for an argument that the function does not take."""
+    """Raise `RewardError` for an argument that the function does not have."""
     for name in arguments:
         if name not in known:
             hint = did_you_mean(name, known)

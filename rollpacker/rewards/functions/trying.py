@@ -1,8 +1,8 @@
-"""Judges a reward function by a call on made-up completions, before anything is loaded.
+"""Tests a reward function by a call on made-up completions, before anything is loaded.
 
-A mistake that every response would meet refuses the run: a name that is not there, a type that does
-not fit what the run passes, a column that no row has, another return than the shape's. What the
-made-up texts may have brought about themselves (nothing matched, no number in it) is a warning.
+A mistake that every response would meet ends the run: an unknown name, a type that does not fit
+what the run passes, a column that no row has, a wrong type of result. What the made-up texts may
+have caused themselves (a pattern without a match, a missing number) is a warning.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ _HINT = "text_of in docs/rewards.md takes both kinds"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A fault of a function, in a sentence."""
+    """A mistake in a reward function, in a sentence."""
 
     text: str
     certain: bool
-    """Whether every response would meet the fault."""
+    """Whether every response would meet the mistake."""
 
 
 def made_up(row: RewardInput) -> list[RewardInput]:
-    """Two samples of a row: some text, and the row's answer, or a number where there is none."""
+    """Two made-up samples of a row: with some text, and with the row's answer (a number if it has
+    none) as completion."""
     answer = row.columns.get("answer")
     texts = (TEST_TEXT, str(answer) if isinstance(answer, str | int | float) else "1")
     return [
@@ -56,8 +57,8 @@ def _said(text: str) -> dict[str, str]:
 def finding_of(
     replies: Sequence[Mapping[str, Any]], row: RewardInput, all_columns: str | None
 ) -> Finding | None:
-    """The fault that these replies to calls of one function show. None: they show none.
-    `all_columns`: the name of the parameter that takes further columns (`**columns`)."""
+    """The mistake that these replies to calls of one function show. None: there is none.
+    `all_columns`: the name of the function's `**kwargs` parameter, or None."""
     wrong = next((reply["wrong"] for reply in replies if "wrong" in reply), None)
     if wrong is not None:
         return Finding(f"{wrong}, for test completions.", certain=True)
@@ -99,8 +100,8 @@ def _is_certain(
 
 
 def shape_of(row: RewardInput) -> str:
-    """A sentence that says in which form a function of TRL's shape gets completions of such
-    rows."""
+    """A sentence that says in which form a function called in TRL's way gets the completions of
+    such rows."""
     if row.episode is not None:
         return (
             "Its completions are dialogues, lists of messages ({'role', 'content'}), because the"

@@ -3,10 +3,10 @@
 controller -- requests, pickled --> worker: SETUP once, then CALLs
 controller <-- replies, JSON ------ worker: a value, or why there is none
 
-Requests hold what a row's columns hold, which may be anything; they come from this process's own
-parent over an inherited socket. A blocking function is called in the main thread, one call at a
-time. An async one runs in the worker's own event loop, any number of calls at once. Light: it
-imports no more than it needs.
+Requests hold the values of a row's columns, which may be of any type; they come from this
+process's own parent over an inherited socket. A blocking function is called in the main thread, one
+call at a time. An async one runs in the worker's own event loop, any number of calls at once.
+Imports no more than it needs.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def main(line: int | Line) -> None:
 
 
 def _load(payload: bytes) -> tuple[dict[str, Any], LoadedFunction | None]:
-    """The facts that the controller needs of the function, and the function. If it cannot be had:
-    the reason, and None."""
+    """Load the function. Returns the facts that the controller needs about it, and the function; or
+    the reason why it cannot be loaded, and None."""
     try:
         spec, is_factory, arguments = pickle.loads(payload)
         function = pickle.loads(spec) if isinstance(spec, bytes) else load_function(spec)
@@ -79,14 +79,14 @@ def _load(payload: bytes) -> tuple[dict[str, Any], LoadedFunction | None]:
 
 
 def _file_of(function: Callable[..., Any]) -> str | None:
-    """The file of the module that the function, or its class, is from."""
+    """The file of the module that defines the function or its class. None: unknown."""
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     return getattr(module, "__file__", None)
 
 
 def _parameters(function: Callable[..., Any]) -> list[dict[str, Any]] | None:
-    """Return name and kind of each parameter and whether it has a default, or None for a function
-    that does not tell."""
+    """Name and kind of each parameter and whether it has a default. None for a function whose
+    signature cannot be read."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -98,7 +98,7 @@ def _parameters(function: Callable[..., Any]) -> list[dict[str, Any]] | None:
 
 
 class LoadedFunction:
-    """The function and the arguments that the config gives it."""
+    """A reward function with the arguments that the config gives it."""
 
     def __init__(
         self, function: Callable[..., Any], arguments: dict[str, Any], *, is_built_in: bool = False
@@ -120,7 +120,7 @@ class LoadedFunction:
         return self._function(*args, **kwargs | self._arguments), call
 
     def answer(self, payload: bytes) -> dict[str, Any]:
-        """Call the function and return the reply: values, or the error."""
+        """Call the function and return the reply: its values, or the error."""
         started = time.perf_counter()
         try:
             returned, call = self._call(payload)

@@ -14,58 +14,62 @@ RUBRIC = (
     " Lowest score: it is wrong, empty, or does not address the question."
 )
 OWN_FIELDS = ("messages", "model", "stream", "n", "response_format", "temperature")
-"""Fields of a request that the judge sets itself."""
+"""Fields of a request that the judge sets itself, and that the config must not set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeConfig:
-    """The model that judges, its rubric, and how often it is asked. Raises `ValueError` for what
-    cannot work."""
+    """Settings of the reward `judge`: the model that judges, its rubric, and how often it is asked.
+    Raises `ValueError` for what cannot work."""
 
     url: str | None = None
-    """Address of an OpenAI-compatible endpoint, up to and with `/v1`. Set either this or
-    `model_path`."""
+    """Address of an OpenAI-compatible endpoint, up to and with `/v1`. Either this or `model_path`
+    must be set. None: there is no endpoint."""
     model: str | None = None
-    """The model's name at the endpoint."""
+    """The model's name at the endpoint. Needed with `url`."""
     token_env: str | None = None
     """The environment variable with the endpoint's key. None: no key is sent."""
     model_path: str | None = None
-    """A Hugging Face folder that runs on an engine of its own in this process."""
+    """A Hugging Face folder with the model, which then runs on an engine of its own in this
+    process. None: `url` is used."""
     rubric: str = RUBRIC
-    """Text for the judge: it says what earns which score."""
+    """Text that tells the judge which answers earn which score."""
     reference_column: str | None = "answer"
-    """The column with the right answer. None: there is none."""
+    """The column with the right answer. None: the judge sees no right answer."""
     scale: Sequence[float] | Literal["binary"] = (0, 10)
-    """Lowest and highest score, or "binary" (0 or 1). The value is the score as a share of the
-    scale, from 0 to 1."""
+    """Lowest and highest score, or "binary" (0 or 1). The reward's value is the score's place on
+    this scale, from 0 to 1."""
     max_answer_chars: int = 16_000
-    """Characters of an answer that the judge sees. A longer answer loses its middle."""
+    """Most characters of an answer that the judge sees. A longer answer loses its middle."""
     min_answer_chars: int = 1
-    """An answer with fewer letters, digits or symbols is worth 0 unasked."""
+    """Least number of letters, digits or symbols in an answer. An answer with fewer is worth 0
+    without asking the judge."""
     votes: int = 1
-    """Ask so often and take the median; more than half must be readable."""
+    """Number of times that the judge is asked about an answer. The median score counts; more than
+    half of the replies must be readable."""
     max_reasks: int = 1
     """Number of times that an unreadable reply is asked for again."""
     reply_id: bool = True
-    """The reply must repeat an id that only the request has. Turn it off for judges too small to
-    copy one."""
+    """Whether the reply must repeat a random id of the request. Turn it off for judges that are too
+    small to copy one."""
     temperature: float | None = 0.0
-    """Sampling temperature of the judge. None: it is not sent."""
+    """Sampling temperature of the judge. None: the request has no temperature."""
     max_reply_tokens: int = 1024
     request: Mapping[str, Any] | None = None
-    """Further fields of each request."""
+    """Further fields of each request to an endpoint. None: there are none."""
     max_retries: int = 6
     """Number of times that a request that failed is sent again, while the endpoint is up."""
     outage_s: float = 1800.0
-    """Seconds that samples wait for an endpoint that is down or too busy."""
+    """Most seconds that samples wait for an endpoint that is down or too busy."""
     canary_rate: float = 0.005
-    """Share of samples beside which an answer without content is asked about."""
+    """Share of samples, 0 to 1, beside which the judge is also asked about an answer without
+    content, to see if it can be fooled."""
     seed: int = 0
-    """Seed that decides which samples these are."""
+    """Seed of the choice of these samples (`canary_rate`)."""
     probe: bool = True
-    """Ask once before the run starts, and refuse to start if there is no answer."""
+    """Whether to ask the endpoint once before the run, which is refused if there is no reply."""
     as_scale: Scale = field(init=False, repr=False, compare=False)
-    """The scale as an object."""
+    """The setting `scale` as a `Scale` object."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "as_scale", _read_scale(self.scale))

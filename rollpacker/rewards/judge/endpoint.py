@@ -42,7 +42,7 @@ _REQUEST_ID = "rollpacker-"
 
 
 class _Passing(Exception):
-    """An attempt failed for a reason that may pass."""
+    """An attempt failed for a reason that may pass. `after_s`: wait asked for, in seconds."""
 
     def __init__(self, why: str, *, after_s: float | None = None, busy: bool = False) -> None:
         super().__init__(why)
@@ -56,10 +56,10 @@ class _Refused(Exception):
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class EndpointCompleter:
-    """Asks one model behind one address. Meets `Completer`.
+    """Asks one model behind one address for completions. Meets the protocol `Completer`.
 
-    An attempt that fails is repeated up to `max_retries` times, and, while the endpoint is
-    down or says that it is too busy, until it has been so for `outage_s` seconds.
+    An attempt that fails is repeated up to `max_retries` times. While the endpoint is down or says
+    that it is too busy, it is repeated until that has lasted for `outage_s` seconds.
     """
 
     url: str
@@ -67,8 +67,8 @@ class EndpointCompleter:
     model: str
     token: str | None = None
     schema: Mapping[str, Any] | None = None
-    """A JSON schema for the reply, sent as `response_format` until the endpoint turns out not to
-    take it."""
+    """A JSON schema for the reply, sent as `response_format`. It is dropped if the endpoint refuses
+    requests with it. None: no schema is sent."""
     request: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of each request."""
     concurrency: int = 16
@@ -77,11 +77,11 @@ class EndpointCompleter:
     probe_every_s: float = 5.0
     first_backoff_s: float = 0.5
     num_retries: int = field(default=0, init=False)
-    """Number of attempts after the first of each request."""
+    """Number of repeated attempts, over all requests."""
     _service: Service = field(init=False)
     _places: asyncio.Semaphore = field(init=False)
     _http: Any = field(init=False)
-    """The module httpx2."""
+    """The module httpx2, which is imported when a completer is made."""
     _client: Any = field(init=False)
     _address: str = field(init=False)
 
@@ -113,18 +113,18 @@ class EndpointCompleter:
 
     @property
     def waited_s(self) -> float:
-        """Seconds that requests waited for an endpoint that was down or busy, in all."""
+        """Sum of the seconds that requests have waited for an endpoint that was down or busy."""
         return self._service.waited_s
 
     def outage(self) -> str | None:
         return self._service.outage()
 
     async def complete(self, messages: Sequence[Mapping[str, str]], *, timeout_s: float) -> str:
-        """The reply's text. `timeout_s` limits each attempt, not the waiting before it.
+        """Return the reply's text. `timeout_s` limits each attempt, not the waiting before it.
 
         Raises:
-            CompletionFailed: after retries, after an outage of `outage_s`, or at once where trying
-                again cannot help.
+            CompletionFailed: after retries, after an outage of `outage_s` seconds, or at once where
+                another attempt cannot help.
         """
         async with self._places:
             return await self._until_answered(list(messages), timeout_s)
@@ -136,7 +136,8 @@ class EndpointCompleter:
     # -- one request -------------------------------------------------------------------
 
     async def _until_answered(self, messages: list[Mapping[str, str]], timeout_s: float) -> str:
-        """Make attempts until one is answered or the request is given up."""
+        """Make attempts until the endpoint answers, and return the reply's text. Raises
+        `CompletionFailed` if the request is given up."""
         service = self._service
         started = asyncio.get_running_loop().time()
         why = "it does not answer"
@@ -175,8 +176,8 @@ class EndpointCompleter:
                 return reply
 
     def _given_up(self, why: str) -> str:
-        """The reason of a request that is given up, without a number of seconds that grows: samples
-        are counted by their reasons."""
+        """The reason of a request that is given up. It holds no growing number of seconds, since
+        samples are counted by their reasons."""
         service = self._service
         if service.outage() is None:
             return f"{service.name} could not be used ({why})"
@@ -186,8 +187,8 @@ class EndpointCompleter:
     # -- one attempt -------------------------------------------------------------------
 
     async def _attempt(self, messages: list[Mapping[str, str]], timeout_s: float) -> str:
-        """Ask for one reply, with the schema first, and without it where the endpoint refuses
-        it."""
+        """Send the request once and return the reply's text; if the endpoint refuses the schema,
+        once more without it."""
         if self.schema is None:
             return await self._send(messages, timeout_s, None)
         try:
@@ -236,8 +237,8 @@ class EndpointCompleter:
         return reply
 
     def _status(self, response: Any, content: bytes) -> Exception:
-        """The error for an HTTP status: it may pass, or the request is refused, or the set-up is
-        wrong."""
+        """The error for an unsuccessful HTTP status, according to whether it may pass, the request
+        is refused, or the set-up is wrong."""
         status, detail = response.status_code, self._detail(content)
         if status in _PASSING or status >= 500:
             after_s = retry_after_s(response.headers.get("retry-after"), time.time())
@@ -261,13 +262,13 @@ class EndpointCompleter:
         )
 
     def _detail(self, content: bytes) -> str:
-        """The endpoint's own words, cut and without the key; "" if it says nothing."""
+        """The endpoint's error message after ": ", shortened and without the key; "" for none."""
         text = error_text(content)
         text = text.replace(self.token, "***") if self.token else text
         return f": {text[:MAX_DETAIL_CHARS]}" if text else ""
 
     async def _answers_others(self, timeout_s: float) -> bool:
-        """Whether it answers the simplest of requests."""
+        """Whether the endpoint answers a very simple request."""
         try:
             await self._send([{"role": "user", "content": "Reply with OK."}], timeout_s, None)
         except _Passing:
@@ -278,8 +279,8 @@ class EndpointCompleter:
 
 
 def reply_text(body: bytes) -> str | None:
-    """The text of a chat completion's first choice; "" for a refusal or a reply without text. None
-    if the body is no chat completion at all (an error page, half an answer)."""
+    """The text of a chat completion's first choice; empty for a refusal or a reply without text.
+    None if the body is no chat completion (such as an error page or half an answer)."""
     try:
         message = json.loads(body)["choices"][0]["message"]
         content = message["content"]
@@ -291,7 +292,7 @@ def reply_text(body: bytes) -> str | None:
 
 
 def error_text(body: bytes) -> str:
-    """The message of an error answer, on one line of printable characters."""
+    """The message in an error response, on one line of printable characters."""
     text = body.decode("utf-8", "replace")
     try:
         told = json.loads(text)

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POSITIVE = 0.5
-"""Least value of a positive verdict. A positive verdict on a canary is an alarm."""
+"""Least value of a positive verdict, from 0 to 1. A positive verdict on a canary is reported."""
 ALARM_EVERY = 20
-"""The first passed canary is reported, and then every so many."""
+"""The first positive verdict on a canary is reported, and then every twentieth."""
 PROBE_S = 20.0
 _COUNTS = (
     *("asked", "unreadable", "no_content", "split_votes", "canaries", "canary_passed"),
@@ -48,15 +48,16 @@ class JudgeReward:
     """Grades each answer by asking a language model. Meets `RewardPart`."""
 
     DEADLINE: AdaptiveDeadlineConfig | None = None
-    """How long a judge takes says nothing about whether an answer is right: it depends on the
-    reply's length and the server's load. So the fixed `timeout_s` limits each request."""
+    """None: a judge has no adaptive deadline, since its time says nothing about whether an answer
+    is right. It depends on the reply's length and the server's load. The fixed `timeout_s` limits
+    each request."""
     WORKERS: int | None = 16
 
     def __init__(
         self, config: JudgeConfig, *, entry: RewardConfig, name: str, shared: Shared
     ) -> None:
-        """`entry`: the reward's entry in the config. `shared`: makes the engine completer that a
-        `model_path` needs."""
+        """`entry`: the reward's entry in the config. `shared`: makes the completer for a
+        `model_path`."""
         self.name = name
         self._config = config
         self._shared = shared
@@ -105,7 +106,7 @@ class JudgeReward:
             )
 
     async def _ask_once(self) -> None:
-        """Raise `RewardError` if the endpoint does not answer."""
+        """Ask the endpoint once. Raises `RewardError` if it does not answer."""
         endpoint = self._endpoint(max_retries=0, outage_s=1.0)
         asked = self._question("What is 2 + 3?", "2 + 3 = 5", "5")
         limit_s = min(self._timeout_s, PROBE_S)
@@ -144,7 +145,8 @@ class JudgeReward:
     async def score(
         self, samples: Sequence[RewardInput], *, timeout_s: float | None = None
     ) -> list[Scored | Failed | None]:
-        """Grade the answers of these samples. `timeout_s` limits each request to the judge."""
+        """Grade the answers of these samples, and return one verdict each. `timeout_s` limits each
+        request to the judge."""
         await self.open()
         limit_s = timeout_s or self._timeout_s
         return list(await asyncio.gather(*(self._score(sample, limit_s) for sample in samples)))
@@ -154,8 +156,9 @@ class JudgeReward:
         return None if outage is None else outage()
 
     def metrics(self) -> dict[str, float]:
-        """Counts since the start: requests for real answers and for canaries, replies that could
-        not be read, answers without content, votes that disagreed, retries; and seconds waited."""
+        """Counts since the start: requests for real answers and for canaries, unreadable replies,
+        answers without content, votes that disagreed, canaries with a positive verdict, and
+        retries; and the seconds waited."""
         completer = self._completer
         return {
             **self._counts,
@@ -197,7 +200,7 @@ class JudgeReward:
     async def _vote(
         self, prompt: Any, answer: str, reference: str | None, timeout_s: float
     ) -> float | Failed:
-        """The score of one asking as a share of the scale, or why there is none."""
+        """Ask the judge about one answer. Returns the score from 0 to 1, or the failure."""
         why = ""
         for attempt in range(1 + self._config.max_reasks):
             asked = self._question(prompt, answer, reference, reminder=attempt > 0)
@@ -257,7 +260,7 @@ class JudgeReward:
     def _start_canary(
         self, canary: str, sample: RewardInput, reference: str | None, timeout_s: float
     ) -> None:
-        """Ask it beside the sample, which does not wait for it."""
+        """Ask the judge about a canary in a task of its own; the sample's verdict does not wait."""
         task = asyncio.create_task(self._canary(canary, sample.asked, reference, timeout_s))
         self._canaries.add(task)
         task.add_done_callback(self._canaries.discard)

@@ -1,8 +1,8 @@
-"""Writes the request to a judge: rubric, question, reference, and the answer behind a fence.
+"""Writes the request to a judge: rubric, question, reference, and the answer between two fences.
 
-The answer comes from the model in training, which is paid for whatever fools the judge. So it is
-cut to a length, cleaned of what is not text, and put between two lines with a random word that it
-cannot know. Outside of the fence stands only what the user and the data set wrote.
+The answer comes from the model in training, which gains by fooling the judge. So it is shortened,
+cleaned of what is not text, and put between two lines with a random word that the model cannot
+know. Outside of these lines stands only what the user and the data set wrote.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from rollpacker.rewards.judge.verdicts import Scale
 Messages = list[dict[str, str]]
 
 MAX_SENTENCE_WORDS = 40
-"""Most words of a judge's reason, as the judge is told."""
+"""Most words of the reason that the judge is told to give."""
 
 UNKNOWN = "\ufffd"
-"""Stands in a text for a character that cannot be shown."""
+"""Replaces in a text each character that cannot be shown."""
 _NEWLINES = re.compile("\r\n?|[\x0b\x0c\x85\u2028\u2029]")
 _VARIATION = re.compile("[\ufe00-\ufe0f\U000e0100-\U000e01ef\u115f\u1160\u3164\uffa0]")
-"""Matches variation selectors and letters that show as nothing: text can be hidden in them."""
+"""Matches variation selectors and invisible letters, in which text can be hidden."""
 
 _ROLE_TOKENS = re.compile(
     r"<(?=[|\uff5c])"  # <|im_end|>, <|eot_id|>, <|user|>
@@ -53,7 +53,8 @@ _CLOSING = re.compile(rf"\b({_BLOCKS}\s{{0,4}}\S{{0,80}}?\s{{0,4}})>>>", re.IGNO
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One request to a judge, and what its reply must and must not hold."""
+    """One request to a judge. Its reply must hold `reply_id` (if it is not None) and must not hold
+    `delimiter`."""
 
     messages: Messages
     delimiter: str
@@ -61,7 +62,8 @@ class Question:
 
 
 def clean(text: str) -> str:
-    """The text without what is invisible, steers a terminal, or is not text at all."""
+    """The text without invisible characters and terminal controls; what is no valid character is
+    replaced by `UNKNOWN`."""
     text = _NEWLINES.sub("\n", text)
     if text.isascii():
         return "".join(c for c in text if c in "\n\t" or " " <= c < "\x7f")
@@ -69,8 +71,8 @@ def clean(text: str) -> str:
 
 
 def _clean_character(character: str) -> str:
-    """Control characters and the invisible format characters (zero-width, bidirectional, tags) go;
-    half characters, private and unassigned ones are shown as unknown."""
+    """The character; empty for a control character or an invisible format character (zero-width,
+    bidirectional, tags); `UNKNOWN` for half, private and unassigned characters."""
     if character in "\n\t":
         return character
     match unicodedata.category(character):
@@ -82,8 +84,8 @@ def _clean_character(character: str) -> str:
 
 
 def neutral(text: str) -> str:
-    """Cleaned text in which nothing reads as a chat template's token, as a new speaker, or as a
-    line of our own fence."""
+    """The text, cleaned and changed so that nothing in it reads as a chat template's token, as a
+    new speaker, or as a line of our fence."""
     text = clean(text)
     text = _ROLE_TOKENS.sub(lambda found: found.group() + " ", text)
     text = _ROLE_LINES.sub("(quoted) ", text)
@@ -91,14 +93,14 @@ def neutral(text: str) -> str:
 
 
 def neutral_answer(text: str) -> str:
-    """The text as `neutral` has it, in which a score that the answer gives itself is marked as its
+    """The text as `neutral` returns it, with every score that the answer gives itself marked as its
     own claim."""
     return _BRACKETED.sub("[ [", _CLAIMS.sub(r"\1 (claimed by the answer)", neutral(text)))
 
 
 def shortened(text: str, limit: int) -> tuple[str, int]:
-    """Head (two thirds) and tail of a text that is longer than `limit`, and the number of
-    characters left out."""
+    """The text, and 0; of a text longer than `limit` characters its beginning (two thirds) and end,
+    and the number of characters left out."""
     if len(text) <= limit:
         return text, 0
     head = limit * 2 // 3
@@ -108,7 +110,7 @@ def shortened(text: str, limit: int) -> tuple[str, int]:
 
 
 def as_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
-    """A prompt as the judge reads it: chat messages one after the other."""
+    """A prompt as text for the judge. Chat messages follow each other, each with its role."""
     if isinstance(prompt, str):
         return neutral(prompt)
     if len(prompt) == 1:
@@ -118,7 +120,7 @@ def as_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
 
 
 def instructions(rubric: str, scale: Scale, *, with_id: bool = True) -> str:
-    """The system message: the same for every sample, so that a server can keep it cached."""
+    """The system message. It is the same for every sample, so that a server can cache it."""
     allowed = f"either {scale.words()}" if scale.binary else f"a number from {scale.words()}"
     first = '"id": "<the id of the request>", ' if with_id else ""
     return (
@@ -145,8 +147,8 @@ def question(
     with_id: bool = True,
     reminder: bool = False,
 ) -> Question:
-    """The request for one answer. `with_id`: the reply must repeat a random id. `reminder`: the
-    reply before could not be read."""
+    """Make the request about one answer. `with_id`: whether the reply must repeat a random id.
+    `reminder`: whether the form of the reply is stressed, because the last reply was unreadable."""
     shown, left_out = _shown(answer, max_answer_chars)
     asked = as_text(prompt)
     expected = None if reference is None else neutral(reference)
@@ -172,7 +174,7 @@ def question(
 
 def _shown(answer: str, limit: int) -> tuple[str, int]:
     """The answer as the judge sees it, and the number of characters left out. It is shortened
-    twice, so that a flood of invisible characters costs neither time nor place."""
+    before and after cleaning, so that many invisible characters take neither time nor room."""
     text, left_out = shortened(answer, 4 * limit)
     text, more = shortened(clean(text), limit)
     return neutral_answer(text), left_out + more
@@ -183,7 +185,7 @@ def _fenced(what: str, text: str, delimiter: str) -> str:
 
 
 def _word_outside(*texts: str) -> str:
-    """A random word that none of the texts has."""
+    """A random word that occurs in none of the texts."""
     while True:
         word = secrets.token_hex(8)
         if not any(word in text for text in texts):

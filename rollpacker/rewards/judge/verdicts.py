@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_REPLY_CHARS = 200_000
-"""Most characters of a reply, with the reasoning before it. A longer reply is not looked at."""
+"""Most characters of a reply, including its reasoning. A longer reply is unreadable."""
 MAX_VERDICT_CHARS = 8_000
 MAX_REASON_CHARS = 2_000
 THINK, END_THINK = "<think>", "</think>"
@@ -34,7 +34,7 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """The scores that a judge may give: every number from `low` to `high`, or only the two."""
+    """Scores that a judge may give: all from `low` to `high`, or with `binary` these two."""
 
     low: float = 0.0
     high: float = 10.0
@@ -45,7 +45,7 @@ class Scale:
             raise ValueError(f"a scale goes from a low to a high number, not {self.low, self.high}")
 
     def unit(self, score: float) -> float:
-        """The score as a number from 0 to 1."""
+        """The score's place on the scale, from 0 to 1."""
         return (score - self.low) / (self.high - self.low)
 
     def words(self) -> str:
@@ -56,19 +56,19 @@ class Scale:
 @dataclass(frozen=True, slots=True)
 class Verdict:
     score: float
-    """The score on the judge's own scale."""
+    """The score on the judge's own scale, not yet from 0 to 1."""
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """A reply holds no verdict. That is never a score."""
+    """The reason why a reply holds no verdict. The sample then has no score."""
 
     why: str
 
 
 def schema(scale: Scale, *, with_id: bool = True) -> dict[str, Any]:
-    """The verdict as a JSON schema, for endpoints that hold a model to one."""
+    """A JSON schema of the verdict, for endpoints that can hold a model to a schema."""
     score: dict[str, Any] = {"type": "number"}
     if scale.binary:
         score["enum"] = [_plain(scale.low), _plain(scale.high)]
@@ -85,10 +85,10 @@ def schema(scale: Scale, *, with_id: bool = True) -> dict[str, Any]:
 def read_verdict(
     reply: object, *, scale: Scale, reply_id: str | None, delimiter: str = ""
 ) -> Verdict | Unreadable:
-    """The verdict in a reply. Never raises.
+    """The verdict in a reply, or why there is none. Never raises.
 
-    `reply_id`: what `id` must be; None: the object has no such key. A reply that repeats
-    `delimiter`, the fence around the judged text, quotes that text and is not read.
+    `reply_id`: the required value of `id`; None: the object must have no such key. A reply that
+    repeats `delimiter`, the fence around the judged text, is unreadable.
     """
     if not isinstance(reply, str):
         return Unreadable(f"the reply is {type(reply).__name__}, not a text")
@@ -107,7 +107,7 @@ class _NoVerdict(Exception):
 
 
 def _bare(reply: str) -> str:
-    """The reply without reasoning and code fence."""
+    """The JSON object in the reply, without reasoning and code fence. Raises `_NoVerdict`."""
     text = _without_reasoning(reply.strip(_SPACE)).strip(_SPACE)
     if text.startswith("```"):
         fence = _FENCE.fullmatch(text)

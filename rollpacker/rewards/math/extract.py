@@ -1,4 +1,4 @@
-r"""Finds the final answer in a response and bounds it: plain scanning of text, in linear time."""
+r"""Finds the final answer in a response and checks its size, by scanning text in linear time."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ _BETWEEN = re.compile(
     r"|\b(?:and|or)\b|[A-Za-z]\s{0,4}=)*"
 )
 _NEAR = 40
-"""Characters between two boxes that can still be one answer: `\boxed{1}` or `\boxed{2}`."""
+r"""Most characters between two boxes that can form one answer, as in `\boxed{1}` or `\boxed{2}`."""
 _ANSWER_IS = re.compile(r"answer\s{0,4}(?:is|:|=)\s{0,4}:?", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caps:
-    """Largest size of an answer. An answer beyond a cap is not looked at."""
+    """Largest sizes of an answer. An answer that exceeds one of them is not looked at."""
 
     chars: int
     nesting: int
     digits: int
     """Most digits of one number."""
     exponent: int
-    """Largest whole number in an exponent, in a factorial and in a binomial coefficient."""
+    """Largest whole number in an exponent, a factorial or a binomial coefficient."""
     elements: int
     """Most elements of a list, set or matrix."""
     boxes: int
     """Most different boxes in a response."""
 
     def problem(self, answer: str) -> str | None:
-        """The first cap that the answer exceeds, in words. None: it exceeds none."""
+        """The first limit that the answer exceeds, in words. None: it exceeds none."""
         if len(answer) > self.chars:
             return f"longer than {self.chars} characters"
         if any((ord(c) < 32 and c not in "\t\n\r") or "\ud800" <= c <= "\udfff" for c in answer):
@@ -85,7 +85,7 @@ _OPENING, _CLOSING = "{([", "})]"
 
 
 def _deepest(text: str) -> int:
-    """The deepest nesting of brackets, and of powers (a^{b^{c}}, which braces nest, and a^b^c)."""
+    """The deepest nesting of brackets, or of powers without braces (a^b^c) if deeper."""
     depth = deepest = 0
     for character in text:
         if character in _OPENING:
@@ -98,7 +98,7 @@ def _deepest(text: str) -> int:
 
 
 def _exponents(text: str) -> Iterator[str]:
-    """The exponent after each ^ that is not itself in an exponent: a group, or one token."""
+    """Yield each exponent that is not inside another exponent: the group or token after ^ or **."""
     position = 0
     while (start := _next_power(text, position)) is not None:
         end = _group_end(text, start)
@@ -112,8 +112,8 @@ def _next_power(text: str, position: int) -> int | None:
 
 
 def _group_end(text: str, start: int) -> int:
-    """Where the bracketed group ends that begins at `start`, with any power that follows at once.
-    Without a group: where the run of characters ends that can belong to one exponent."""
+    """Index behind the bracketed group that begins at `start`, with any power that follows at once.
+    Without a group: index behind the characters that can belong to one exponent."""
     if start < len(text) and text[start] in _OPENING:
         depth = 0
         for index in range(start, len(text)):
@@ -129,9 +129,10 @@ def _group_end(text: str, start: int) -> int:
 
 
 def extract(text: str, methods: Sequence[str], caps: Caps) -> tuple[str | None, str]:
-    """The final answer by the first method that finds one, and that method; None: there is none.
+    """The final answer, and the method that found it, which is the first in `methods` that finds
+    one. The answer is None if there is none.
 
-    A response with a box is judged by its boxes alone, if boxes are asked for at all.
+    If boxes are asked for and the response has one, only its boxes are looked at.
     """
     for method in methods:
         found = _FINDERS[method](text, caps)
@@ -144,14 +145,14 @@ def extract(text: str, methods: Sequence[str], caps: Caps) -> tuple[str | None, 
 @dataclass(frozen=True, slots=True)
 class _Box:
     start: int
-    """Where the command begins."""
+    """Index in the text at which the box's command begins."""
     inside: int
     end: int | None
-    """Where the content ends. None: the box is never closed."""
+    """Index of the brace that closes the box. None: the box is never closed."""
 
 
 def _boxes(text: str) -> list[_Box]:
-    """The boxes that are not inside of another closed one, in order. Takes one pass."""
+    """The boxes that are not inside another closed box, in their order. Takes one pass."""
     first = re.search(r"\\(?:boxed|fbox)\s{0,8}\{", text)
     if first is None:
         return []
@@ -174,8 +175,8 @@ def _boxes(text: str) -> list[_Box]:
 
 
 def _boxed(text: str, caps: Caps) -> str | None:
-    """The content of the last box, joined with those that stand beside it; "" if it is not closed
-    or if there are too many different ones."""
+    """The content of the last box, joined with that of boxes directly before it. Empty if it is not
+    closed or there are too many different boxes. None: there is no box."""
     boxes = _boxes(text)
     if not boxes:
         return None
@@ -197,7 +198,7 @@ def _boxed(text: str, caps: Caps) -> str | None:
 
 
 def _without_inner_box(content: str) -> str:
-    r"""The content of the inner box if the content is one: `\boxed{\boxed{3}}` is 3."""
+    r"""The content of the inner box if the content is a single box: 3 for `\boxed{\boxed{3}}`."""
     found = re.match(r"\s*\\(?:boxed|fbox)\s{0,8}\{", content)
     return content[found.end() : -1].strip() if found and content.endswith("}") else content
 
@@ -244,24 +245,24 @@ _LOOSE = re.compile(
     r"\s*([-+*/^_]|\\(?:cdot|times|div)(?![A-Za-z]))\s*|([({|]|\\[A-Za-z]+)\s+|\s+([)}])"
 )
 _INNER = frozenset("\\{}^_+-*/")
-"""Characters beside an expression that make it a part of a longer one."""
+"""Characters that make an expression beside them a part of a longer expression."""
 _UNSURE = re.compile(r"nan|infty|inf|∞|0\^|0/0|\{0\}|/0")
 
 
 def squash(text: str) -> str:
-    """The text without spaces, dollar signs, and sizes of brackets; `1 1/2` does not become
-    `11/2`."""
+    """The text without spaces, dollar signs, and commands for the sizes of brackets. `1 1/2` does
+    not become `11/2`."""
     return _NO_SPACE.sub("", _BETWEEN_DIGITS.sub("_", text))
 
 
 def same_text(gold: str, answer: str) -> bool:
-    """Whether two answers are equal as text, and contain nothing that may be equal to nothing."""
+    """Whether two answers are equal as text, without such as nan or 0/0 that equals nothing."""
     plain = squash(answer)
     return bool(plain) and plain == squash(gold) and not _UNSURE.search(plain.lower())
 
 
 def restates(answer: str, prompt: str | list[dict[str, Any]] | Any, gold: str) -> bool:
-    """A whole expression of the prompt, word for word, where the right answer is another."""
+    """Whether the answer only repeats an expression of the prompt that the right one does not."""
     plain = squash(answer)
     if plain == squash(gold) or _WRITTEN_OUT.fullmatch(plain):
         return False
@@ -278,8 +279,8 @@ def restates(answer: str, prompt: str | list[dict[str, Any]] | Any, gold: str) -
 
 
 def _tight(text: str) -> str:
-    """The text without characters that do not show, and without spaces beside characters that
-    join."""
+    """The text without invisible commands, and without spaces beside operators, brackets and
+    commands."""
     text = re.sub(r"\\(?:left|right)(?![A-Za-z])|\\[,;:!]|\$|\s+", " ", text)
     return _LOOSE.sub(lambda m: m[1] or m[2] or m[3], text).strip()
 

@@ -1,11 +1,11 @@
 r"""The built-in reward `math`: is the final answer equal to the right one?
 
-The answer is cut out of the response and bounded here, by plain scanning of text. What it means is
-decided inside the sandbox, by `check.py`: nothing on this side parses mathematics, imports
+The answer is cut out of the response here, and its size is checked, by scanning text. What it means
+is decided inside the sandbox, by `check.py`: nothing on this side parses mathematics, imports
 sympy or evaluates anything. Policy, with reasons: docs/rewards-math.md.
 
-    response -> extract -> caps -> same text? 1 : sandbox, profile "math" -> right 1, wrong 0
-                no answer, beyond a cap: 0                                -> no verdict: Failed
+    response -> extract -> limits -> same text? 1 : sandbox, profile "math" -> right 1, wrong 0
+                no answer, beyond a limit: 0                              -> no verdict: Failed
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ PROFILE = Profile(
         "rollpacker.rewards.math.checker.warm",
     ),
 )
-"""The sandbox's profile for the checker: sympy, math-verify and our own part are imported
-already."""
+"""The sandbox's profile for the checker. Interpreters of this profile have sympy, math-verify and
+our own code imported already."""
 _MEMORY_BYTES = 512 << 20
 _OUTPUT_BYTES = 1 << 20
 _BATCH = 200
-"""Number of right answers that are checked in one run, before training."""
+"""Number of right answers that are checked in one run of the sandbox before training."""
 _BATCH_S = 60.0
 _SHOWN = 5
 
@@ -61,31 +61,31 @@ class MathConfig:
     answer_column: str = "answer"
     """The column with the right answer, or with a solution that ends in it."""
     extraction: Sequence[str] = ("boxed", "hashes", "answer_is")
-    """Where the answer is looked for, in this order: boxed (the last `\\boxed{}`), hashes (after
+    """Methods that look for the answer, in this order: boxed (the last `\\boxed{}`), hashes (after
     the last `####`), answer_is (after the last "answer is"), last_line."""
     form: Literal["evaluated", "any"] = "evaluated"
-    """"evaluated" refuses answers that leave work the right answer has done (an integral, a sum of
-    numbers) or repeat an expression of the prompt; "any" takes whatever is equal."""
+    """"evaluated" refuses answers that leave work which the right answer has done (an integral, a
+    sum of numbers), or repeat an expression of the prompt; "any" accepts whatever is equal."""
     percent: Literal["lenient", "value"] = "lenient"
-    """"lenient" lets either side leave out the sign where the number is above 1; "value" takes
-    50\\% for 0.5 alone."""
+    """"lenient" accepts a missing percent sign on either side where the number is above 1; "value"
+    accepts 50\\% only for 0.5."""
     min_digits: int = 6
-    """Significant digits with which a decimal may stand for a value that has no such decimal, such
-    as 1/3."""
+    """Least number of significant digits with which a decimal may stand for a value that has no
+    exact decimal, such as 1/3."""
     max_answer_chars: int = 4096
-    """The answer's length. Beyond this or another cap an answer is worth 0 and not looked at."""
+    """Most characters of an answer. An answer beyond this or another limit is worth 0."""
     max_nesting: int = 32
     """Largest depth of brackets in brackets, and of powers of powers."""
     max_digits: int = 400
     """Most digits of one number."""
     max_exponent: int = 10_000
-    """Largest whole number in an exponent, in a factorial and in a binomial coefficient."""
+    """Largest whole number in an exponent, a factorial or a binomial coefficient."""
     max_elements: int = 200
     """Most elements of a list, set or matrix."""
     max_boxes: int = 100
     """Most different boxes in a response."""
     max_failing: float = 0.0
-    """Share of rows whose right answer may be unusable."""
+    """Share of rows, 0 to 1, whose right answer may be missing or unusable."""
 
     def __post_init__(self) -> None:
         unknown = [method for method in self.extraction if method not in METHODS]
@@ -126,8 +126,8 @@ class MathReward:
     `RewardPart`."""
 
     DEADLINE = AdaptiveDeadlineConfig(min_s=2.0, factor=1.5, max_s=5.0)
-    """A right answer takes milliseconds. The floor is for a busy machine, the ceiling for what a
-    parser may do to one worker."""
+    """Limit of one comparison, in seconds. It takes milliseconds if the answer is ordinary; the
+    minimum is for a busy machine, the maximum for an answer that keeps the parser busy."""
     WORKERS: int | None = os.cpu_count() or 1
 
     def __init__(
@@ -144,7 +144,7 @@ class MathReward:
     # -- before training -----------------------------------------------------------------
 
     def check(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Raise `RewardError` if too many rows have no right answer, or one that is beyond a cap or
+        """Raise `RewardError` if too many rows have no right answer, or one that exceeds a limit or
         is not found equal to itself."""
         self._shared.check_sandbox()
         problems: dict[int, str] = {}
@@ -162,7 +162,7 @@ class MathReward:
             raise RewardError(self._report(problems, rows))
 
     def _gold(self, row: Mapping[str, Any]) -> tuple[str, str | None]:
-        """The right answer, and what is wrong with it."""
+        """The right answer of a row, and a problem with it in words (None: there is none)."""
         if self._config.answer_column not in row:
             columns = ", ".join(map(str, row)) or "none"
             return "", f"no column {self._config.answer_column} (there are: {columns})"
@@ -182,7 +182,7 @@ class MathReward:
 
     async def _unusable(self, golds: list[str]) -> list[tuple[str, str]]:
         """The right answers that the checker does not find equal to themselves, each with the
-        reason."""
+        reason. Raises `RewardError` if the checker does not work at all."""
         box = await self._sandbox()
         verdicts, problem = await self._run(box, [("x+1", "1+x")], _BATCH_S)
         if verdicts is None:
@@ -195,8 +195,9 @@ class MathReward:
         return [problem for batch in found for problem in batch]
 
     async def _judge_golds(self, box: Sandbox, golds: list[str]) -> list[tuple[str, str]]:
-        """The unusable ones of these right answers, each with the reason. Trusted text may share a
-        run; a batch that fails is cut in two, to find the one."""
+        """Check right answers together, which is safe since they are trusted. Returns the unusable
+        ones, each with the reason. A batch that fails as a whole is cut in two, to find the
+        culprit."""
         verdicts, problem = await self._run(
             box, [(gold, gold) for gold in golds], _BATCH_S, strict=True
         )
@@ -232,7 +233,7 @@ class MathReward:
         await self._sandbox()
 
     async def _sandbox(self) -> Sandbox:
-        """A sandbox that can compare answers. Raises `RewardError`."""
+        """The sandbox, checked to be able to compare answers. Raises `RewardError` if it is not."""
         box = await self._shared.sandbox()
         if lacking := await box.lacks(PROFILE):
             if self._shared.config.url is None:  # the sandbox has this interpreter's packages
@@ -251,7 +252,7 @@ class MathReward:
         return await self._ask(*decided, timeout_s) if isinstance(decided, tuple) else decided
 
     def decide(self, sample: RewardInput) -> Scored | Failed | tuple[str, str]:
-        """The verdict, if text alone gives it, else what to compare: right answer, answer."""
+        """The verdict, if it needs no parsing; otherwise (right answer, answer) to compare."""
         gold = self._expected(sample.columns)
         if not gold or self._caps.problem(gold):
             return Failed(reason=f"{self.name}: the row has no right answer that can be checked")
@@ -265,7 +266,7 @@ class MathReward:
         return gold, answer
 
     async def _ask(self, gold: str, answer: str, timeout_s: float) -> Scored | Failed:
-        """Compare one answer in a run of its own: nothing that it does can reach another."""
+        """Compare one answer in a run of its own, so that it cannot affect another verdict."""
         box = await self._shared.sandbox()
         verdicts, problem = await self._run(box, [(gold, answer)], timeout_s)
         if verdicts is None:
@@ -278,8 +279,8 @@ class MathReward:
     async def _run(
         self, box: Sandbox, pairs: list[tuple[str, str]], timeout_s: float, *, strict: bool = False
     ) -> tuple[list[Verdict] | None, Failed]:
-        """The verdicts; or None, and the failure that says why there are none. `Failed.seconds` is
-        how long it took."""
+        """Run the checker on these pairs. Returns the verdicts, or None and the failure that says
+        why there are none. In both cases `Failed.seconds` is the duration of the run."""
         nonce = secrets.token_hex(16)
         options = {
             "form": self._config.form,
@@ -305,7 +306,8 @@ class MathReward:
         return None, self._failure(result, timeout_s)
 
     def _failure(self, result: RunResult, timeout_s: float) -> Failed:
-        """The parser is ours: however it ends, that is no verdict on the answer."""
+        """The failure for a run without a readable reply. Since the parser is ours, no way of
+        ending says anything about the answer."""
         match result.status:
             case Status.SANDBOX_ERROR:
                 cause, why = Cause.INFRASTRUCTURE, f"the sandbox failed: {result.detail}"
@@ -323,7 +325,7 @@ class MathReward:
         return self._shared.outage()
 
     async def close(self) -> None:
-        """The sandbox belongs to all rewards; whoever opened it closes it."""
+        """Do nothing: the sandbox is shared with other rewards, and closed by its owner."""
 
 
 def _scored(right: bool, seconds: float | None) -> Scored:
@@ -338,12 +340,13 @@ except ImportError:
         exec(compile(file.read(), "checker.py", "exec"))
 main()
 """
-"""A warm interpreter has the checker loaded already; any other finds it beside itself."""
+"""The program that runs in the sandbox. It imports the checker in a warm interpreter; others
+execute the file beside them."""
 
 
 @cache
 def checker() -> str:
-    """The checker as one text: its parts joined, without their imports of each other."""
+    """The source of the checker as one text: its parts joined, without imports of each other."""
     text = "\n\n".join((_CHECKER / part).read_text(encoding="utf-8") for part in _PARTS)
     text = re.sub(r"^from rollpacker\.[^\n]*import (?:\([^)]*\)|[^\n(]*)\n", "", text, flags=re.M)
     future = "from __future__ import annotations\n"
@@ -351,11 +354,11 @@ def checker() -> str:
 
 
 def parse_reply(stdout: bytes, nonce: str, count: int) -> list[Verdict] | None:
-    """Exactly the one object that the checker writes, or None.
+    """The verdicts in the checker's reply. None for anything but exactly the object that it writes.
 
-    The nonce came by stdin, and the checker echoes it: a reply that something else printed is not
-    taken for one. It does not bind code that runs inside the checker, which could read it; what
-    keeps such code out is that nothing there evaluates text.
+    The checker repeats the nonce that it got by stdin, so that no other output is taken for its
+    reply. Code that ran inside the checker could read the nonce; but nothing there evaluates
+    text.
     """
     try:
         reply = json.loads(stdout.decode("ascii"))

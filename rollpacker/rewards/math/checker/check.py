@@ -1,8 +1,9 @@
-r"""Is an answer equal to the right one? The program that runs inside the sandbox's profile "math".
+r"""Checks whether an answer is equal to the right one. The program that runs inside the sandbox's
+profile "math".
 
-It is sent as text and reads one JSON object from stdin: `nonce`, `pairs` of (gold, answer), and the
-options `form`, `percent`, `min_digits`. It writes one JSON object: the nonce, and for each pair
-"right", "wrong" or "unknown" with a reason. Policy: docs/rewards-math.md.
+It is sent as text and reads one JSON object from stdin: `nonce`, `pairs` of (right answer, answer),
+and the options `form`, `percent`, `min_digits`, `strict`. It writes one JSON object: the nonce, and
+for each pair "right", "wrong" or "unknown" with a reason. Policy: docs/rewards-math.md.
 
 Structure (lists, intervals, matrices, units, percent) is read here, from text. Numbers are compared
 as exact fractions. math-verify parses expressions and compares what numbers cannot decide. No part
@@ -44,9 +45,9 @@ RIGHT, WRONG, UNKNOWN = "right", "wrong", "unknown"
 
 
 class Comparison:
-    """One gold answer against one answer, under the options.
+    """Compares a right answer ("gold") with another answer, under the options.
 
-    `strict`: equal text is not enough, the parser must be able to read it.
+    `strict`: equal text is not enough, the parser must also be able to read it.
     """
 
     def __init__(self, *, form: str, percent: str, min_digits: int, strict: bool = False) -> None:
@@ -161,31 +162,31 @@ def _is_equation(value: Value) -> bool:
 
 
 def _vector(group: Group, other: Group) -> Group:
-    """A single row or column reads as a tuple beside one."""
+    """The group; a matrix of one row or column as a tuple if the other group is no matrix."""
     if group.kind == "matrix" and other.kind != "matrix" and 1 in group.shape:
         return Group("()", group.items)
     return group
 
 
 def _is_product(name: str) -> bool:
-    """Whether the name may be a product: xy may be a name, and x times y."""
+    """Whether the name may also be a product: xy may be a name, or x times y."""
     return name.isalpha() and name.islower() and len(name) > 1
 
 
 def _is_named(group: Group) -> bool:
-    """Whether the values have different names, such as x = 1, y = 2: they stand for a tuple."""
+    """Whether the values have different names, such as x = 1, y = 2: they form a tuple."""
     names = [item.name for item in group.items if isinstance(item, Value)]
     return len(names) == len(group.items) > 1 and None not in names and len(set(names)) > 1
 
 
 def _is_choice(group: Group) -> bool:
-    """Whether the values have one name, such as x = 1, x = 2: they are a choice, no tuple."""
+    """Whether all values have one name, such as x = 1, x = 2: they are alternatives."""
     names = [item.name for item in group.items if isinstance(item, Value)]
     return len(names) == len(group.items) > 1 and None not in names and len(set(names)) == 1
 
 
 def _in_order(group: Group) -> list[Any]:
-    """The values of x, y and z in that order; those of other names in the order given."""
+    """The group's values. Those named x, y and z are sorted by name, others keep their order."""
     if _is_named(group) and {item.name for item in group.items} <= set("xyz"):
         return sorted(group.items, key=lambda item: item.name)
     return list(group.items)
@@ -205,7 +206,7 @@ _STILL_TO_DO = re.compile(r"[\d)}!]\s*[-+]|[\d)}!]\s*\(|[\d)}!]\s+\d|\}\s*\d|\)\
 
 
 def _worked_out(gold: str, gold_number: Number | None, answer: str, min_digits: int) -> bool:
-    """The answer does not leave work that the gold answer has done."""
+    """Whether the answer has been worked out as far as the right one has."""
     if {m[0] for m in _CARRY_OUT.finditer(answer)} - {m[0] for m in _CARRY_OUT.finditer(gold)}:
         return False
     if gold_number is None or (gold_number.decimals and gold_number.digits >= min_digits):
@@ -217,7 +218,7 @@ def _worked_out(gold: str, gold_number: Number | None, answer: str, min_digits: 
 
 
 def judge(gold: str, answer: str, comparison: Comparison) -> tuple[str, str]:
-    """The verdict on one pair, and why if it is not "right"."""
+    """The verdict on one pair, and the reason if it is not "right" (else empty)."""
     try:
         expected = read(clean(gold))
     except (Unreadable, Undefined) as error:
@@ -234,7 +235,7 @@ def _refuse(*arguments: Any, **options: Any) -> None:
 
 
 def main() -> None:
-    """Read the request, judge every pair by itself, write the reply."""
+    """Read the request from stdin, judge each pair on its own, and write the reply to stdout."""
     from math_verify import grader
     from sympy.parsing import sympy_parser
 

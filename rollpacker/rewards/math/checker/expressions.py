@@ -1,6 +1,7 @@
-r"""Whether two expressions or relations are equal: by value, at points, or as math-verify says.
+r"""Whether two expressions or relations are equal: by value, by their values at some points, or
+according to math-verify.
 
-Third part of the program that judges answers inside the sandbox (see check.py): the only one
+Third part of the program that judges answers inside the sandbox (see check.py), and the only one
 that uses sympy.
 """
 
@@ -27,14 +28,14 @@ _SIDE_BY_SIDE = re.compile(r"\d\s+\d|(?:\\pi|[)}])\s*\d|(?<![A-Za-z\\])[A-Za-z]\
 _TAKES_ARGUMENT = re.compile(
     r"\\(?:sum|int|prod|lim|log|ln|sinh?|cosh?|tanh?|cot|sec|csc)(?![A-Za-z])"
 )
-"""Matches commands after which, or in whose limits, a number may well stand."""
+"""Matches commands after which, or in whose limits, a number may stand without an operator."""
 
 
 def same_expression(
     gold: str, gold_number: Number | None, answer: str, answer_number: Number | None, digits: int
 ) -> bool:
-    """Whether two expressions are equal: by value where there are no variables, at points where
-    there are."""
+    """Whether two expressions are equal: by value if they have no variables, otherwise by their
+    values at some points."""
     import sympy
 
     right, given = parse(gold), parse(answer)
@@ -63,7 +64,8 @@ def _same_constants(
 
 
 def _numeric(expression: Any, point: dict[Any, Any] | None = None) -> Any:
-    """A number, or None for what has no numeric value. Raises `Undefined`."""
+    """The numeric value of an expression, with its variables as in `point`. None: it has none.
+    Raises `Undefined` for values such as 0^0."""
     import sympy
 
     value = expression.xreplace(point) if point else expression
@@ -92,7 +94,8 @@ def _close(one: Any, other: Any) -> bool:
 
 
 def _points(symbols: set[Any]) -> list[dict[Any, Any]]:
-    """Values that no honest expression treats specially, of both signs, small and large."""
+    """Values for the variables at which no ordinary expression behaves specially, of both signs,
+    small and large: one mapping from symbol to number per point."""
     import sympy
 
     ordered = sorted(symbols, key=str)
@@ -108,7 +111,8 @@ def _points(symbols: set[Any]) -> list[dict[Any, Any]]:
 
 
 def _values_at_points(one: Any, other: Any) -> list[tuple[Any, Any]]:
-    """The values of both at each point where both have one; the real ones if there are enough."""
+    """Pairs of both expressions' values at the points where both have a value; only the real ones
+    if there are at least three."""
     pairs = []
     for point in _points(one.free_symbols | other.free_symbols):
         try:
@@ -129,8 +133,8 @@ def _same_at_points(gold: Any, answer: Any) -> bool | None:
 
 
 def same_relation(gold: str, answer: str) -> bool:
-    """Whether two equations or inequalities are the same: up to a constant factor, or as
-    math-verify says."""
+    """Whether two equations or inequalities are the same, up to a constant factor or according to
+    math-verify."""
     if squashed(gold) == squashed(answer):
         return True
     sides = [split(text, EQUALS)[0] for text in (gold, answer)]
@@ -148,7 +152,7 @@ def same_relation(gold: str, answer: str) -> bool:
 
 
 def _has_solution(difference: Any) -> bool:
-    """Whether it can be 0 for real values, as far as is known: of one variable."""
+    """Whether the expression may be 0 for real values. With several variables it is assumed to."""
     import sympy
 
     symbols = difference.free_symbols
@@ -172,7 +176,7 @@ _parsed: dict[str, Any] = {}
 
 
 def parse(text: str) -> Any:
-    """The sympy expression. Raises `Unreadable`."""
+    """The sympy expression for a text. Raises `Unreadable` if it cannot be parsed."""
     if text not in _parsed:
         if len(_parsed) > 100:
             _parsed.clear()
@@ -221,7 +225,7 @@ _converter_class: Any = None
 
 
 def _converter() -> Any:
-    """math-verify's parser with exact decimals, and 2(3) read as 6 (it reads a mixed number)."""
+    """math-verify's parser, changed: decimals are exact, and 2(3) is 6, no mixed number."""
     global _converter_class
     if _converter_class is not None:
         return _converter_class

@@ -1,4 +1,4 @@
-r"""Parts of an answer: names, lists, sets, tuples, intervals, matrices; words and units.
+r"""Reads the parts of an answer: names, lists, sets, tuples, intervals, matrices; words and units.
 
 Second part of the program that judges answers inside the sandbox (see check.py).
 """
@@ -23,7 +23,8 @@ from rollpacker.rewards.math.checker.text import (
 
 
 class Value(NamedTuple):
-    """A value of an answer: `name = side = side`. Without a name, several sides are an equation."""
+    """One value in an answer, written `name = side = side`. Without a name (None), several sides
+    are an equation."""
 
     sides: tuple[str, ...]
     name: str | None = None
@@ -32,7 +33,7 @@ class Value(NamedTuple):
 
 class Group(NamedTuple):
     kind: str
-    """"list", "set", "matrix", or the two brackets of a tuple or interval."""
+    """Kind of the group: "list", "set", "matrix", or the two brackets of a tuple or interval."""
     items: tuple[Any, ...]
     shape: tuple[int, ...] = ()
 
@@ -60,13 +61,13 @@ _NAME = re.compile(
     r"\s*(?:_\s*(?:\w|\{[^{}]*\}))?'*\s*(?:\(\s*[^()]*\s*\))?$"
 )
 _NAMED_TUPLE = re.compile(r"\(\s*([A-Za-z](?:\s*,\s*[A-Za-z])+)\s*\)\s*=\s*(?=\()")
-"""Matches names of a tuple, such as those of (a, b) = (1, 2)."""
+"""Matches the names of a tuple, such as (a, b) in (a, b) = (1, 2)."""
 _ALL_REAL = re.compile(r"\\mathbb\s*\{?R\}?$|(?:\\text\s*\{)?\s*all real(?: numbers)?\s*\}?$")
 _LINE = ("-\\infty", "\\infty")
 
 
 def read(text: str) -> Value | Group:
-    """The structure of cleaned text. Raises `Unreadable`."""
+    """Read the structure of cleaned text. Raises `Unreadable`."""
     if found := _MATRIX.match(text):
         return _matrix(found["rows"])
     if (found := _NAMED_TUPLE.match(text)) and _is_sorted(found[1]):
@@ -99,8 +100,8 @@ def _is_sorted(names: str) -> bool:
 
 
 def _joined_spaced(text: str) -> str:
-    """The text with thousands separators removed where that is certain: within brackets a tight
-    comma is one only where other commas have a space."""
+    """The text without thousands separators, where it is certain that commas are that: within
+    brackets only if other commas are followed by a space."""
     return joined_thousands(text) if re.search(r",\s", text) else text
 
 
@@ -231,8 +232,8 @@ _COUNTED = re.compile(
     r"(?P<rest>[+-]?[\d.,\u2063]*\d)\s+(?!" + _NUMBER_WORD + r")"
     r"(?P<unit>people|children|men|women|[A-Za-z]{3,23}s)(?P<power>)(?P<tail>)$"
 )
-"""12 apples: a number and a plain word in the plural. Any other word may be part of the value (5
-million, 2 theta, 3 squared), and so may the words of numbers (3 tenths)."""
+"""Matches 12 apples: a number and a plain word in the plural. Any other word may be part of the
+value (5 million, 2 theta, 3 squared), and so may words of numbers (3 tenths)."""
 _CURRENCY = re.compile(
     r"(?P<sign>[+-]?)\s*\\text\s*\{(?P<unit>dollar|euro|pound)\}\s*(?P<rest>.+)$"
 )
@@ -243,7 +244,7 @@ DEGREES = re.compile(r"(\d+(?:\.\d+)?)\s*\\text\{degree\}")
 
 
 def take_unit(text: str) -> tuple[str, str]:
-    """The text without its unit, and the unit's canonical name, "%" for percent, or ""."""
+    """The text without its unit, and the unit's canonical name ("%" for percent, "" for none)."""
     if text.endswith("%"):
         return text[:-1].strip(), "%"
     if found := _CURRENCY.match(text):
@@ -274,9 +275,9 @@ _TIME = re.compile(
 
 
 def same_time(gold: str, answer: str) -> bool | None:
-    """Whether two times of day are the same, of which either may leave out its half of the day;
-    None if the right answer is none, or is compared with what is none. As a ratio 2:15 would be
-    4:30."""
+    """Whether two times of day are the same; either may leave out am or pm. None if they are not to
+    be compared as times: the right answer is no time, or the other one is none and the right one
+    may be a ratio such as 2:15."""
     if (expected := _TIME.match(gold)) is None:
         return None
     if (found := _TIME.match(answer)) is None:
@@ -302,7 +303,7 @@ _BASED = re.compile(r"\(?(?P<digits>\d[0-9A-Fa-f]*)\)?\s*_\s*\{?\s*(?P<base>\d+|
 
 
 def same_based(gold: str, answer: str) -> bool | None:
-    """Whether both have the same digits in the same base, which the answer may leave out; None if
+    """Whether both have the same digits in the same base, which the answer may leave out. None if
     the right answer names no base."""
     if (expected := _BASED.match(gold)) is None:
         return None

@@ -1,7 +1,7 @@
-r"""Text of a mathematical answer: one spelling, its outer structure, and numbers written out.
+r"""Brings the text of a mathematical answer to one spelling, splits it, and reads numbers.
 
-First part of the program that judges answers inside the sandbox (see check.py). Needs nothing
-but the standard library, and works on text alone.
+First part of the program that judges answers inside the sandbox (see check.py). It needs only the
+standard library, and works on text alone.
 """
 
 # ruff: noqa: RUF001 (the characters are what this file is about)
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 
 class Unreadable(Exception):
-    """Text that is no mathematics that this program knows."""
+    """Text that is no mathematics which this program can read."""
 
 
 class Undefined(Exception):
@@ -80,7 +80,7 @@ _REWRITES = [
 ]  # fmt: skip
 NO_LETTER = r"(?![A-Za-z])"
 _SPACED_THOUSANDS = re.compile(r"(?<![\w.,/^}\u2063])\d{1,3}(?: \d{3})+(?![\w/.,]|\s*[/\d])")
-"""Matches 10 000 as one number. `1 500/1000` is a mixed number."""
+"""Matches 10 000 as one number, but not `1 500/1000`, which is a mixed number."""
 
 
 def clean(text: str) -> str:
@@ -114,7 +114,7 @@ def _ascii(character: str) -> str:
 
 
 def wrapped(text: str, opening: str, closing: str) -> str | None:
-    """The text between the brackets if one pair of them holds all of the text. None otherwise."""
+    """The text inside a pair of brackets that encloses all of it. None if no such pair does."""
     if not (text.startswith(opening) and text.endswith(closing)):
         return None
     inner = text[len(opening) : len(text) - len(closing)]
@@ -135,7 +135,8 @@ _OPEN, _CLOSE = {"{", "(", "[", "\\{", "\\langle"}, {"}", ")", "]", "\\}", "\\ra
 
 
 def split(text: str, is_separator: re.Pattern[str]) -> tuple[list[str], list[str]]:
-    """Parts between the separators that are outside of all brackets, and these separators."""
+    """The parts of a text between separators that are outside of all brackets, and these
+    separators. Raises `Unreadable` for an unopened bracket."""
     parts, separators, depth, start, position = [], [], 0, 0, 0
     while position < len(text):
         if depth == 0 and (found := is_separator.match(text, position)):
@@ -156,13 +157,13 @@ _THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3})((?:,\d{3})+)(?!\d|,\d)")
 
 
 def joined_thousands(text: str) -> str:
-    """The text with 1,234 as one number: its commas become invisible ones, which `number` drops."""
+    """The text with 1,234 as one number: its commas become characters that `number` drops."""
     return _THOUSANDS.sub(lambda m: m[0].replace(",", "\u2063"), text)
 
 
 def squashed(text: str) -> str:
-    """The text without spaces and marks, but for a space between two digits: `1 1/2` is not
-    `11/2`."""
+    """The text without spaces and invisible separators. A space between digits stays: `1 1/2` is
+    not `11/2`."""
     return re.sub(r"(?<!\d)\s+|\s+(?!\d)|\u2063", "", text)
 
 
@@ -172,9 +173,9 @@ def squashed(text: str) -> str:
 class Number(NamedTuple):
     value: Fraction
     decimals: int | None = None
-    """Number of places of a decimal. None: the value is exact."""
+    """Number of decimal places. None: the number is exact."""
     digits: int = 0
-    """Number of significant digits of a decimal."""
+    """Number of significant digits of a decimal; 0 for other numbers."""
 
 
 _SIGN = r"(?P<sign>[+-]?)\s*"
@@ -197,7 +198,8 @@ _MAX_POWER_OF_TEN = 10_000
 
 
 def number(text: str) -> Number | None:
-    """The number that is written out; None for anything that would have to be worked out."""
+    """The number that the text writes out. None for anything that must be worked out first. Raises
+    `Undefined` for a division by zero."""
     text = text.replace("\u2063", "").strip()
     while text.startswith("(") and (inner := wrapped(text, "(", ")")) is not None:
         text = inner.strip()
@@ -232,7 +234,7 @@ def _signed(found: re.Match[str], value: Fraction) -> Fraction:
 
 
 def stands_for(decimal: Number, value: Any, min_digits: int) -> bool:
-    """The decimal is this value, rounded or cut off, and has enough digits to say so."""
+    """Whether the decimal is this value, rounded or cut off, with at least `min_digits` digits."""
     if decimal.decimals is None or decimal.digits < min_digits:
         return False
     one = Fraction(1, 10**decimal.decimals)
@@ -243,8 +245,8 @@ def stands_for(decimal: Number, value: Any, min_digits: int) -> bool:
 
 
 def same_number(gold: Number, answer: Number, min_digits: int) -> bool:
-    """Whether two numbers are equal, or one is a decimal for the other. Whole numbers are never
-    rounded."""
+    """Whether two numbers are equal, or one is a decimal that stands for the other. Whole numbers
+    never count as rounded."""
     if gold.value == answer.value:
         return True
     coarse, fine = gold, answer

@@ -1,8 +1,9 @@
-r"""Importing this makes the checker of math answers ready: its modules, patterns, parser tables.
+r"""Importing this module prepares the checker of math answers: its modules, patterns and parser
+tables.
 
-For the sandbox's warm interpreters alone: what is loaded before the fork costs no run anything. The
-parser builds its tables as it meets new forms, tens of milliseconds each, so it is shown the common
-ones here. The text is fixed; no answer comes near a warm interpreter.
+It is for the sandbox's warm interpreters alone: what is loaded before the fork costs a run nothing.
+The parser builds its tables as it meets new forms, tens of milliseconds each, so it is shown the
+common forms here. The text is fixed; no answer comes near a warm interpreter.
 """
 
 from __future__ import annotations
