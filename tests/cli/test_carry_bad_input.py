@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from rollpacker.engines.table import ENGINES
+from rollpacker.run import session
 from rollpacker.run.folder import checkpoint as checkpoints
-from rollpacker.run.parts import identity
 from tests.cli.test_bad_input import Command, command, model
 
 __all__ = ["command", "model"]
@@ -78,7 +78,7 @@ def test_another_tokenizer(command: Command, monkeypatch: pytest.MonkeyPatch) ->
     carried(command)
     before = (command.run / "config.yaml").read_text()
     with monkeypatch.context() as patch:
-        patch.setattr(identity, "tokenizer_fingerprint", lambda policy: "another")
+        patch.setattr(session, "tokenizer_fingerprint", lambda policy: "another")
         message = command.refused("--resume", **POOL, train__steps=6)
         assert "step_000002/carried" in message and "of another tokenizer" in message
         assert "tail_batching.carry=none" in message
