@@ -1,4 +1,4 @@
-"""A cluster of made-up devices and jobs on this host, for tests and `benchmarks/cluster_chaos.py`.
+"""A cluster of made-up devices and jobs on this host, for tests and the chaos tests beside it.
 
 python -m tests.cluster_service.lab FOLDER      # its service, until it is killed
 """

@@ -18,14 +18,14 @@ def test_killed_and_resumed_runs_equal_the_uninterrupted_one(arm: str) -> None:
     """After every one of a few steps and at random moments, with tokens carried over the kills; see
     benchmarks/resume.py."""
     done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / "resume.py", "--quick", "--arm", arm],
+        [sys.executable, ROOT / "benchmarks" / "resume.py", "--quick", "--arms", arm],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=1500,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(": equal") >= 3
-    assert '"all_equal": true' in done.stdout
+    assert "all_equal: true" in done.stdout
 
 
 _DEBIASED = """
@@ -72,7 +72,7 @@ def test_a_run_with_loss_weights_and_cascades_resumes_exactly() -> None:
         [sys.executable, "-c", _DEBIASED, ROOT / "benchmarks"],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=1500,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {
@@ -145,7 +145,7 @@ def test_a_run_goes_on_with_a_larger_cap_on_responses() -> None:
         [sys.executable, "-c", _GROWN, ROOT / "benchmarks"],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=1500,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {
