@@ -75,8 +75,14 @@ def test_no_hack_is_rewarded(box: Box, capsys: pytest.CaptureFixture[str]) -> No
     kinds = list(TESTS) if FULL else ASKED
     texts = {kind: json.dumps(TESTS[kind]) for kind in kinds}
     names = [(hack, kind) for hack in HACKS for kind in kinds]
-    found = values(box, [(HACKS[hack], texts[kind]) for hack, kind in names], wall_s=1.0)
-    rewarded = [name for name, value in zip(names, found, strict=True) if value != 0.0]
+    found: dict[tuple[str, str], float | str] = {}
+    asked = names
+    # On a busy machine a program may get no verdict, and is asked again; none fails each time.
+    for _ in range(5):
+        answers = [(HACKS[hack], texts[kind]) for hack, kind in asked]
+        found.update(zip(asked, values(box, answers, wall_s=1.0), strict=True))
+        asked = [name for name in asked if isinstance(found[name], str)]
+    rewarded = [name for name, value in found.items() if value != 0.0]
     say(
         capsys,
         f"reward hacks: {len(HACKS)} programs, {len(names)} verdicts over {len(kinds)} kinds of"
