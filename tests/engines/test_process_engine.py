@@ -349,7 +349,9 @@ def test_it_does_not_outlive_the_run():
 def test_nothing_is_left_of_engines_that_were_closed_or_killed():
     def left() -> set[object]:
         kinds = {os.readlink(f"/proc/self/fd/{fd}").split(":")[0] for fd in fds()}
-        return {*kinds, *children(os.getpid()), *threading.enumerate()}
+        # Agents of tests before this one answer calls in threads of this name, now and then.
+        threads = [thread for thread in threading.enumerate() if "(_do)" not in thread.name]
+        return {*kinds, *children(os.getpid()), *threads}
 
     def fds() -> list[str]:
         return [fd for fd in os.listdir("/proc/self/fd") if Path(f"/proc/self/fd/{fd}").exists()]
