@@ -19,7 +19,6 @@ from rollpacker.trainer.model import load_model
 from rollpacker.trainer.process_trainer import ProcessTrainer
 from rollpacker.trainer.setup import build_learner
 from rollpacker.trainer.torch_trainer import TorchTrainer
-from rollpacker.trainer.trainer import ModelConfig
 from rollpacker.weights.between_hosts.spread import OwnHost, Spread
 from rollpacker.weights.buffer import StaleWeightsError, WeightBuffer, WeightReader
 from rollpacker.workers.host import ThisHost
@@ -64,10 +63,10 @@ def written(version: int, size: int = MODEL_BYTES) -> WeightBuffer:
 
 
 def test_ranks_on_three_hosts_compute_the_gradients_of_one_process(cluster, hosts, tmp_path):
-    """In float64, four ranks of which two are on other hosts."""
+    """Four ranks of which two are on other hosts. That the gradient does not depend on who computes
+    it is shown in float64 by tests/trainer/test_partition.py; a run has float32."""
     write_model(tmp_path)
-    model = ModelConfig(path=str(tmp_path), device="cpu", dtype="float64")
-    setup = dataclasses.replace(setup_of(tmp_path), model=model)
+    setup = setup_of(tmp_path)
     alone = TorchTrainer(build_learner(setup))
     facts = {host.name: host.facts() for host in hosts}
     own = cluster.facts(cluster.own_address)
@@ -82,7 +81,7 @@ def test_ranks_on_three_hosts_compute_the_gradients_of_one_process(cluster, host
     apart = ProcessTrainer(
         dataclasses.replace(setup, train=train),
         Ranks(len(places), places, cluster.own_address),
-        load_model(model).model.named_parameters(),
+        load_model(setup.model).model.named_parameters(),
     )
     assert len(set(apart.pids)) == len(places)
 
@@ -92,11 +91,11 @@ def test_ranks_on_three_hosts_compute_the_gradients_of_one_process(cluster, host
 
     for seed in range(3):
         one, several = (asyncio.run(step(trainer, seed)) for trainer in (alone, apart))
-        assert abs(one["actor/grad_norm"] - several["actor/grad_norm"]) < 1e-10
+        assert several["actor/grad_norm"] == pytest.approx(one["actor/grad_norm"], rel=1e-5)
     expected = dict(alone.learner.model.named_parameters())
     found = weights(apart)[0]
     apart_by = [float((expected[name].detach() - found[name]).abs().max()) for name in expected]
-    assert max(apart_by) < 1e-10
+    assert max(apart_by) < 1e-6
     apart.close()
 
 

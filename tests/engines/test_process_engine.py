@@ -250,13 +250,13 @@ def test_a_listener_that_takes_long_is_not_the_engines_silence(started):
 
 
 def test_a_process_answers_while_it_idles_and_in_the_middle_of_a_step(started):
-    engine, heard = started(step_s=30.0, heartbeat_s=5.0)
+    engine, heard = started(step_s=300.0, heartbeat_s=60.0)
     ready(engine)
 
     def answers() -> None:
         looked_s = time.monotonic()
         while engine.last_answer_s <= looked_s:
-            assert time.monotonic() < looked_s + 5.0
+            assert time.monotonic() < looked_s + 60.0  # long before the step's end
             time.sleep(0.01)
 
     answers()
@@ -349,9 +349,7 @@ def test_it_does_not_outlive_the_run():
 def test_nothing_is_left_of_engines_that_were_closed_or_killed():
     def left() -> set[object]:
         kinds = {os.readlink(f"/proc/self/fd/{fd}").split(":")[0] for fd in fds()}
-        # Agents of tests before this one answer calls in threads of this name, now and then.
-        threads = [thread for thread in threading.enumerate() if "(_do)" not in thread.name]
-        return {*kinds, *children(os.getpid()), *threads}
+        return {*kinds, *children(os.getpid()), *threading.enumerate()}
 
     def fds() -> list[str]:
         return [fd for fd in os.listdir("/proc/self/fd") if Path(f"/proc/self/fd/{fd}").exists()]
@@ -368,7 +366,10 @@ def test_nothing_is_left_of_engines_that_were_closed_or_killed():
             heard.wait_for_error()
         close(engine)
         close(engine)
-    # What tests before this one have left may end meanwhile: fewer is as good.
+    # What tests before this one have left may end meanwhile, and answers a call now and then.
+    until = time.monotonic() + 60
+    while not (left() <= before and len(fds()) <= num_before) and time.monotonic() < until:
+        time.sleep(0.02)
     assert left() <= before and len(fds()) <= num_before
 
 

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from rollpacker.cluster.decide.job import ClusterJob
     from rollpacker.cluster.sim.spec import ClusterSpec
     from rollpacker.config.schema import RunConfig
-if TYPE_CHECKING:
-    from rollpacker.cluster.decide.job import ClusterJob
-
 
 REDONE_S = 1800.0
 """Seconds of work: if more would be done again after a loss, `submit` prints a note."""
