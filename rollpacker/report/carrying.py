@@ -134,7 +134,8 @@ class CarryCounts:
     largest_age: int = 0
     """Largest age of a kept token: number of updates since the weights that generated it."""
     verified: Counter[int] = field(default_factory=Counter)
-    """Number of tokens that were generated again, by their age in weight updates."""
+    """Number of carried tokens that newer weights drew again to see whether they come out the same,
+    by the number of weight updates since they were first drawn."""
     mismatches: Counter[int] = field(default_factory=Counter)
     """Number of samples with a token that came out differently, by the token's age in updates."""
 

@@ -144,7 +144,8 @@ def _table_columns(table: _Stretches, counts: Sequence[int]) -> Matrix:
 
 
 class _Stretches:
-    """The fields of stretches as arrays, with an element for each stretch."""
+    """All stretches of a run's decoding in which the same sequences ran, as one array for each
+    field of a stretch, with an element for each stretch."""
 
     def __init__(self, stretches: Sequence[Stretch]) -> None:
         columns = np.array(stretches, dtype=np.float64).reshape(-1, len(Stretch._fields)).T

@@ -48,7 +48,8 @@ class CarriedTurns:
         return {Defer: self._defer}
 
     def launch(self, keys: Iterable[int], version: int) -> None:
-        """Fill `same` for trajectories that begin now under weights of this version."""
+        """Begin the trajectories with these keys under weights of this version: draw how many of
+        the tokens that each had in an earlier launch come out the same, and keep it in `same`."""
         samples, noises, self._version = self._responses.samples, self._responses.noises, version
         for key in keys:
             self.same[key] = self.take_up(samples[key], noises[key], version)

@@ -25,7 +25,8 @@ class GivenConstants:
     values: Mapping[str, Any]
     """Value of each constant by its key. Constants that an override sets are left out."""
     model: tuple[str, str] | None
-    """Names of the file's model and of the overrides' model. None: they are the same."""
+    """Names of two language models: the one whose constants the scenario's file gives, and the one
+    that overrides put in its place. None: it is the same model."""
     gpu: tuple[str, str] | None
     """Names of the file's GPU and of the overrides' GPU. None: they are the same."""
 

@@ -21,7 +21,8 @@ OF_TOKENS = (
 
 
 def rows_of(sample: Sample) -> list[Sample]:
-    """Return the sample's rows, in their order: the sample itself, or one sample for each row."""
+    """Return the rows of tokens that the models run for this sample: the sample itself if it is one
+    row, or a sample for each row if a chat template rewrote earlier turns of its dialogue."""
     if not sample.rewritten:
         return [sample]
     tokens, rows, drawn = sample.response_tokens, [], 0

@@ -74,7 +74,8 @@ class BufferLayout:
         return cls(path="", inode=0, size_bytes=end + ALIGNMENT, places=places)
 
     def memory(self) -> Memory:
-        """Make memory of this machine for a buffer of this layout. Raises what `Memory` does."""
+        """Make memory that other processes of this machine can map, for a buffer of this layout.
+        Raises `OSError` or `ValueError` if there is too little."""
         return Memory(self.size_bytes)
 
     def at(self, memory: Memory) -> BufferLayout:

@@ -27,7 +27,8 @@ Order = Literal["round_robin", "first_come", "least_slack"]
 ORDERS: tuple[Order, ...] = ("round_robin", "first_come", "least_slack")
 
 TRAINING = "training"
-"""Stands for the group's training nodes, which are held together, as if they were one node."""
+"""Name under which all training nodes of a group of jobs are held: whoever trains has all of them,
+as if they were one node."""
 
 Node = Hashable
 

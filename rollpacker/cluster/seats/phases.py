@@ -177,7 +177,8 @@ class _Program:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._phase: PoolName | None = None
-        """The phase that some thread is in, or waits to enter. None if there is none."""
+        """The pool whose phase a thread of this process is in, or waits to enter. None if there is
+        no such thread."""
         self._holds = False
         """Whether the phase's pool is held. Only on rank 0, which has the seat."""
         self._unknown: str | None = None

@@ -25,9 +25,10 @@ MODELS: Mapping[str, Mapping[str, float]] = _TABLES["models"]
 SIZES: Mapping[str, str] = _TABLES["sizes"]
 GIB_PER_GB = 1e9 / 2**30
 LIFE_SIGMA = 1.2
-"""Standard deviation of the logarithm of a job's life: the longest of 300 jobs then lives about ten
-times the mean."""
+"""Standard deviation of the logarithm of a job's life, before lives are cut off at the longest."""
 LONGEST_OVER_MEAN = 142.9 / 14.4
+"""Longest life of a job, as a multiple of the mean life: the published trace has 142.9 and 14.4
+hours."""
 NUM_QUANTILES = 20
 """Number of equally likely iterations that the distribution of a drawn job has."""
 

@@ -68,9 +68,10 @@ class _Kind:
         """Number of free workers. None: there is no bound."""
         self.deadline = None if config.deadline is None else AdaptiveDeadline(config.deadline)
         self.queue: deque[SampleId] = deque()
-        """Samples that wait, where the order is "fifo"."""
+        """Samples that wait to be judged, the oldest first. It is used with the order "fifo" alone;
+        with the others they wait in `by_prompt`."""
         self.by_prompt = PromptQueue()
-        """Samples that wait, in the other orders."""
+        """Samples that wait to be judged, by prompt. It is used with every order but "fifo"."""
         self.dropped: set[SampleId] = set()
         """Samples that are still in the queue, but not needed any more."""
         self.ranks: dict[PromptId, float] = {}

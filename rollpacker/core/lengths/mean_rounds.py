@@ -82,7 +82,7 @@ class MeanRound:
     """Mean outcome of a round, in tokens."""
 
     longest: float
-    """Position in tokens at which the last response finishes."""
+    """Mean number of tokens of the longest response of a round, at which the round is over."""
     longest_variance: float
     num_tokens: float
     kept_mean: float

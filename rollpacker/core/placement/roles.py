@@ -160,7 +160,8 @@ class PlacedHost:
     held_bytes: int
     """Bytes that other processes hold besides."""
     memory_bytes: int | None
-    """All bytes of the host's memory. None: each GPU has its own."""
+    """Bytes of memory that the host's devices share, if they are CPU cores. None for GPUs, each of
+    which has memory of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

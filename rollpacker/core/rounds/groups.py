@@ -132,7 +132,7 @@ class Group:
         self.whole: list[bool] = []
         """Whether each response is complete, rather than stopped on its way."""
         self.values: list[float | None] = []
-        """Verdict on each sample. None: there is none."""
+        """Reward of each sample. None while it is not judged, and where judging failed."""
         self.finished: list[int] = []
         """Indices of the samples that count in the race, in the order in which they finished, never
         more than the group needs."""

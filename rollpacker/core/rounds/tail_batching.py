@@ -26,7 +26,8 @@ Factor = float | Literal["auto"]
 
 
 class Factors(NamedTuple):
-    """The factors of a race: how many times the needed prompts and samples are launched."""
+    """How much more a round launches than it needs: launched prompts per needed prompt, and
+    launched samples per needed sample."""
 
     prompts: float
     """eta_p: factor of prompts."""

@@ -188,8 +188,8 @@ def biased_attention(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scores: Scores
 ) -> Tensor:
     """Attention under a mask: a key counts where `bias` is 0 and not where it is minus infinity.
-    Returns [rows, heads, tokens, head_dim], the shape of the query. A sliding window must be in the
-    bias; the one in `scores` is ignored."""
+    Returns [rows, heads, tokens, head_dim], the shape of the query. `scores` has the scale and
+    the soft cap of attention scores; its sliding window is ignored and must be in the bias."""
     if scores.softcap is not None:
         return capped_attention(query, key, value, bias, scores.scaling, scores.softcap)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scores.scaling)

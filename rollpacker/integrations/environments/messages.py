@@ -21,7 +21,8 @@ class AdapterError(ValueError):
 
 
 class OwnArguments:
-    """Takes an adapter's own arguments out of the config's; the rest is for the package."""
+    """Takes the arguments that an adapter reads itself out of `environment.arguments`. What is left
+    is passed on to the package that it adapts."""
 
     def __init__(self, name: str, arguments: dict[str, Any]) -> None:
         self._name = name

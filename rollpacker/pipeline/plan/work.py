@@ -34,8 +34,8 @@ class Load:
 
     @classmethod
     def of(cls, lengths: Sequence[int], num_targets: int | None = None) -> Load:
-        """Return the load of rows of these lengths in tokens, end to end. `num_targets` None: every
-        token is predicted."""
+        """Return the load of one micro-batch, into which rows of these lengths in tokens are packed
+        one behind the other. `num_targets` is the number of predicted tokens; None: all of them."""
         tokens = sum(lengths)
         pairs = sum(length * length for length in lengths) / 2
         return cls(

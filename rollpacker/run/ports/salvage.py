@@ -100,7 +100,8 @@ class Salvage:
         """Version of the weights whose samples are kept. None if no samples are kept."""
         self._head: dict[str, Any] = {}
         self._found: dict[SampleId, tuple[int, RecordedEnd]] = {}
-        """Ends that a resume has found, each with its place in the file, by sample."""
+        """By sample, how its generation ended before the run was killed, as a resume read it from
+        `salvage.bin`, and the number of its record in that file."""
         self._under_way: dict[SampleId, GenerationRequest] = {}
         """Requests that were submitted under these weights and have not ended."""
         self._waiting: dict[SampleId, tuple[Handle, GenerationRequest]] = {}

@@ -186,7 +186,8 @@ def _is_choice(group: Group) -> bool:
 
 
 def _in_order(group: Group) -> list[Any]:
-    """The group's values. Those named x, y and z are sorted by name, others keep their order."""
+    """Values of an answer such as `y=2, x=1`. If they are named x, y and z they are sorted by name;
+    values with other names or none keep their order."""
     if _is_named(group) and {item.name for item in group.items} <= set("xyz"):
         return sorted(group.items, key=lambda item: item.name)
     return list(group.items)
