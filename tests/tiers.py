@@ -239,11 +239,6 @@ MOVED: dict[str, tuple[Tier, str]] = {
         "tests/sim/test_purity.py::test_the_log_is_the_same_under_every_hash_seed_and_replays["
         "128-gpus]",
     ),
-    **_rows(
-        "nightly",
-        "failed once after other tests in the same process: which of them matters is to be found",
-        "tests/trainer/test_warmup.py::test_rows_are_packed_where_the_model_s_attention_allows_it",
-    ),
     **_rows("nightly", "a notebook, run in a kernel", "tests/examples/test_notebook.py"),
     **_rows(
         "nightly",
