@@ -46,7 +46,7 @@ class Slow(Talk):
         return 1 + self.row["number"] % 2
 
 class Moody(Slow):
-    """It says something else each time."""
+    """It says something else each time, in whichever process it is."""
 
     deterministic = False
     count = 0
@@ -54,7 +54,7 @@ class Moody(Slow):
     async def step(self, message):
         told, reward, done = await super().step(message)
         Moody.count += 1
-        return [{"role": "user", "content": f"The {Moody.count}th. And?"}], reward, done
+        return [{"role": "user", "content": f"{os.getpid()}, {Moody.count}?"}], reward, done
 '''
 SHORT = ("environment.function=talk.py:Slow", "tail_batching={enabled: true, prompt_factor: 1.5}")
 
