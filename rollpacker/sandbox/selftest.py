@@ -123,10 +123,13 @@ async def self_test(box: Sandbox, *, backend: str) -> tuple[tuple[str, ...], tup
 
 
 async def _run(box: Sandbox, bait: _Bait, body: str, limits: Limits = _LIMITS) -> RunResult:
-    result = await box.run(bait.program(body), files={"own.txt": "own file"}, limits=limits)
-    if result.status is Status.SANDBOX_ERROR:
-        raise RuntimeError(result.detail)
-    return result
+    """Run a program; up to three times if the sandbox itself fails, as it may on a busy machine.
+    Raises `RuntimeError` if it fails each time."""
+    for _ in range(3):
+        result = await box.run(bait.program(body), files={"own.txt": "own file"}, limits=limits)
+        if result.status is not Status.SANDBOX_ERROR:
+            return result
+    raise RuntimeError(result.detail)
 
 
 async def _runs(box: Sandbox, bait: _Bait) -> bool:

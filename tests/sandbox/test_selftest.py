@@ -16,7 +16,7 @@ import pytest
 
 from rollpacker.sandbox import canaries, open_sandbox
 from rollpacker.sandbox.sandbox import Limits, RunResult, Status
-from rollpacker.sandbox.selftest import ESSENTIAL, _left_over, _signals, self_test
+from rollpacker.sandbox.selftest import ESSENTIAL, _endless, _left_over, _signals, self_test
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandboxes here are Linux's")
 
@@ -133,6 +133,22 @@ def test_a_busy_machine_is_no_alarm() -> None:
             assert asyncio.run(canary(busy, busy))  # type: ignore[arg-type]
     finally:
         busy.bystander.communicate(b"\n")
+
+
+def test_a_sandbox_that_failed_once_is_asked_again() -> None:
+    """A worker that a busy machine held up was replaced, and the run reported as no containment."""
+
+    found = [Status.SANDBOX_ERROR, Status.TIMEOUT]
+
+    class Replaced(Busy):
+        async def run(self, program: str, *, limits: Limits, files: dict[str, str]) -> RunResult:
+            return RunResult(status=found.pop(0))
+
+    box = Replaced()
+    try:
+        assert asyncio.run(_endless(box, box))  # type: ignore[arg-type]
+    finally:
+        box.bystander.communicate(b"\n")
 
 
 def test_plain_processes_are_seen_to_contain_nothing() -> None:
