@@ -26,8 +26,7 @@ from rollpacker.cluster.service.store import Position, Store, StoredEvent, check
 from rollpacker.core import ids
 
 EVERY = 10_000
-"""Number of events between two snapshots, which take a second or two to replay
-(benchmarks/results/cluster_replay.json)."""
+"""Number of events between two snapshots; a service replays so many in a second or two."""
 _NAME = "snapshot"
 logger = logging.getLogger(__name__)
 
