@@ -35,8 +35,7 @@ class Accounting:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Warnings on how to read the metrics of the run's current session, such as
-        "unsandboxed"."""
+        """Warnings on how to read metrics of the run's current session, such as "unsandboxed"."""
         session = self.history.session
         return () if session is None else session.marks
 

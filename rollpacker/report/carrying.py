@@ -106,8 +106,7 @@ class CarryBook:
         self._had[place] = CarriedInto(sample.num_tokens, sample.is_finished, version)
 
     def commit(self, waiting: Container[PromptId]) -> None:
-        """End the step: forget the tokens of prompts other than `waiting`, those put off to later
-        rounds."""
+        """End the step: forget the tokens of prompts that do not wait for a later round."""
         self._had = {place: had for place, had in self._had.items() if place.prompt in waiting}
         self._replaced.clear()
         self._retracing.clear()

@@ -316,7 +316,6 @@ class LiveDisplay:
 
 
 def _seconds_line(step: StepSummary, width: int) -> Text:
-    """A line of text that shows the seconds of a step by cause, as one bar with a legend."""
     from rich.text import Text
 
     shares = _shares(step)

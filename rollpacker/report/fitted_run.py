@@ -44,8 +44,7 @@ class Workload:
     rows: tuple[int, ...]
     """Numbers of dataset rows in the order in which their prompts were fetched, once per epoch."""
     pools: Mapping[int, tuple[int, ...]]
-    """Mapping from a dataset row to the tokens of its finished responses, in order of
-    appearance."""
+    """Mapping from a dataset row to the tokens of its finished responses, as they came."""
     stopped: Mapping[int, tuple[int, ...]]
     """Mapping from a dataset row to the tokens that its stopped responses had reached."""
     max_response_tokens: int | None

@@ -459,14 +459,12 @@ class History:
         self._turn("rollout", now)
 
     def _turn(self, phase: str, now: float) -> None:
-        """End the current phase of the run and begin `phase`."""
         self._phases.turn(self.step, phase, now)
 
 
 def iterate_steps(entries: Iterable[Entry], *, unfinished: bool = False) -> Iterator[StepHistory]:
     """Yields the committed steps of a log, one at a time. With `unfinished` also those that a
-    session (process of the run) left without a commit, with step number 0, and at last the one
-    under way."""
+    process of the run left without a commit, with step number 0, and at last the one under way."""
     history = History()
     for entry in entries:
         step = history.step

@@ -30,9 +30,8 @@ class LengthBias:
         self._begin_with(cap)
 
     def begin(self, cap: int | None, job: Mapping[str, Any]) -> None:
-        """Begin a session (process of the run) with the settings `job`. Another `cap` (most tokens
-        of a response) begins the comparison anew, since the policy's lengths change with the
-        cap."""
+        """Begin a session (process of the run) with the settings `job`. A change of `cap`, the most
+        tokens of a response, begins the comparison anew, as it changes the policy's lengths."""
         self._job = job
         if cap != self._cap:
             before, saved = self._cap, self._window.state()
@@ -44,8 +43,7 @@ class LengthBias:
         self._cap = cap
         self._window = LengthWindow(cap=cap, window_steps=LENGTH_WINDOW)
         self._trained: deque[tuple[FloatArray, FloatArray]] = deque(maxlen=LENGTH_WINDOW)
-        """For each step the lengths of its trained samples in tokens, and their weights in the
-        loss."""
+        """For each step the lengths of its trained samples, and their weights in the loss."""
         self._whole: deque[bool] = deque(maxlen=LENGTH_WINDOW)
         """For each of the last steps, whether it trained on every response that it launched."""
 

@@ -177,8 +177,7 @@ class MetricsWriter:
     in one atomic replacement, and TensorBoard forgets the same steps. `log_rows` are rows made from
     the event log, evaluations included: rows that the file lacks are added, with a warning. They
     may have the evaluation of one step more, whose commit the resumed run will repeat. Raises
-    `OSError`, and `ValueError` if a row in the middle of the file is no JSON object with a
-    `step`."""
+    `OSError`, and `ValueError` for a row in mid-file that is no JSON object with a `step`."""
 
     def __init__(
         self,

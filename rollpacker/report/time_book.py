@@ -25,19 +25,19 @@ CAUSES: dict[str, str] = {
     POOL_WAIT: "other jobs had the pool",
     POOL_SWITCH: "parked processes waking up on it",
 }
-"""Every cause of time, with its meaning."""
+"""Every cause of time (what a run spends seconds on), with its meaning in words."""
 
 POOL_CAUSES = (POOL_WAIT, POOL_SWITCH)
 
 AROUND_STEPS = ("evaluation", "callbacks", "startup", *POOL_CAUSES)
-"""Causes that are not part of a step's own seconds."""
+"""Causes whose seconds are not part of a step's own seconds."""
 
 RARE_CAUSES = ("imbalance", ENVIRONMENT, "recovery", "callbacks", *POOL_CAUSES)
-"""Causes that a report leaves out where they have no seconds."""
+"""Causes that a report leaves out if they have no seconds."""
 
 WHILE_AWAY = ("reward_wait", "evaluation", ENVIRONMENT)
-"""Phases in which no other work of the run waits until engines are parked (have left their
-devices), so that parking takes no time of its own."""
+"""Phases in which the run has no work that waits for engines to be parked (to leave their devices),
+so that parking takes no time of its own."""
 
 ROLLOUT_CAUSES = ("decode", "tail_idle", "imbalance")
 
@@ -57,13 +57,13 @@ class TimeBook:
 
     def __init__(self, slots: int | None) -> None:
         self.slots = slots
-        """Most samples that the current session's engines generate at once: as its log has it, or
-        else as given. None if that is not known."""
+        """Most samples that the engines of the current session (process of the run) generate at
+        once, by its log or else as given. None if that is not known."""
         self._given_slots = slots
         self.start_s: float | None = None
         self.now_s = 0.0
         self.totals = dict.fromkeys(CAUSES, 0.0)
-        """Seconds by cause of the committed steps alone."""
+        """Seconds by cause in all committed steps, without the step under way."""
         self._owed_s = 0.0
         self._open = dict.fromkeys(CAUSES, 0.0)
         self._rollout_s = 0.0
@@ -73,12 +73,12 @@ class TimeBook:
 
     @property
     def wall_s(self) -> float:
-        """Seconds from the first entry to the last."""
+        """Seconds from the first log entry to the last."""
         return 0.0 if self.start_s is None else self.now_s - self.start_s
 
     def advance(self, entry: Entry, phase: str, num_live: int, idle_share: float = 0.0) -> None:
-        """Assign the time up to this entry, in which the run was in `phase` with `num_live` samples
-        in engines. `idle_share`: share of engines without samples while other engines worked."""
+        """Assign the time up to this log entry, during which the run was in `phase` with `num_live`
+        samples in engines. `idle_share`: share of engines without samples while others worked."""
         self._idle_share = idle_share
         if isinstance(entry, Record):
             self._advance(entry.time_s, phase, num_live)
@@ -111,11 +111,11 @@ class TimeBook:
         self.slots = self._given_slots if session.slots is None else session.slots
 
     def step_seconds(self, peak_live: int) -> dict[str, float]:
-        """Seconds by cause since the last committed step, which goes on counting."""
+        """Seconds by cause since the last committed step. The step under way goes on counting."""
         return self._seconds_so_far(peak_live)
 
     def close_step(self, peak_live: int) -> dict[str, float]:
-        """Returns the seconds by cause since the last committed step and begins a new step."""
+        """Returns the seconds by cause since the last committed step, and begins a new step."""
         seconds = self._seconds_so_far(peak_live)
         for cause, value in seconds.items():
             self.totals[cause] += value
@@ -124,20 +124,20 @@ class TimeBook:
         return seconds
 
     def abandon_step(self, peak_live: int) -> None:
-        """Note that the step begins anew. Its seconds so far count for the step that follows."""
+        """Note that the run starts the step anew. The seconds so far count for the new attempt."""
         self._open = self._seconds_so_far(peak_live)
         self._rollout_s = self._live_s = self._idle_s = 0.0
 
     def seconds(self, peak_live: int) -> dict[str, float]:
-        """Seconds by cause up to the last entry; they add up to `wall_s`."""
+        """Seconds by cause up to the last log entry. They add up to `wall_s`."""
         so_far = self._seconds_so_far(peak_live)
         return {cause: self.totals[cause] + so_far[cause] for cause in CAUSES}
 
     def _advance(
         self, time_s: float, phase: str, num_live: int, *, cause: str = "", span_s: float = 0.0
     ) -> None:
-        """Assign the time up to `time_s`: first `span_s` seconds to `cause`, then the controller's
-        seconds for earlier records, and the rest to the phase."""
+        """Assign the time up to `time_s`: first `span_s` seconds to `cause`, then the seconds that
+        the controller took for earlier records, and the rest to the phase."""
         if self.start_s is None:
             self.start_s = self.now_s = time_s
         rest = time_s - self.now_s

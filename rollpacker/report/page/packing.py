@@ -37,8 +37,7 @@ class _Packer:
         self.size = 0
 
     def plain(self, value: Any) -> Any:
-        """`value` as JSON can hold it: arrays go to `blobs`, and only their places into the
-        JSON."""
+        """`value` as JSON can hold it: arrays go to `blobs`, and their places into the result."""
         if isinstance(value, np.ndarray):
             return {"@": self._array(value)}
         if isinstance(value, Texts):

@@ -97,8 +97,7 @@ class RunBook:
             return None
 
     def _recent(self, metrics: dict[str, Any]) -> dict[str, float]:
-        """Mean of each metric over the last steps by name (of a long run: the last buckets of
-        steps)."""
+        """Mean of each metric by name, over the last steps (of a long run the last buckets)."""
         most = max(1, RECENT_STEPS // metrics["of"])
         found = {}
         for name, column in metrics["columns"].items():

@@ -84,8 +84,7 @@ class Runs:
         return sorted(found, key=lambda row: row["quiet_s"])
 
     def follower(self, name: str) -> Follower | None:
-        """The `Follower` of a run, made when it is first asked for. None if there is no such
-        run."""
+        """The `Follower` of a run, made when it is first asked for. None for an unknown run."""
         path = self.folders().get(name)
         if path is None:
             return None

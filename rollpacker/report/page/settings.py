@@ -17,8 +17,7 @@ CONFIG_FILE = "config.yaml"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Setting:
-    """A setting's key, its value and its default, all as texts. A default of None: there is
-    none."""
+    """A setting's key, value and default, all as texts. A default of None: there is none."""
 
     key: str
     value: str
