@@ -130,8 +130,7 @@ class RunSummary:
         }
 
     def _engines(self) -> dict[str, Any]:
-        """A row for each engine, and for each change of their size. Empty if there is one
-        engine."""
+        """A row for each engine, and for each change of size. Empty for a run with one engine."""
         book = self.accounting.history.engines
         counts, seconds = book.counts, self.accounting.seconds()
         if not counts:

@@ -37,8 +37,7 @@ _MEANS_NOTHING: Mapping[str, tuple[Any, ...]] = {
 
 
 class ApiError(Exception):
-    """A request is refused. `status` and `body` are for the response, in the form of OpenAI's
-    API."""
+    """A request is refused. The response has `status` and `body`, in the form of OpenAI's API."""
 
     def __init__(
         self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
@@ -227,8 +226,7 @@ def with_names(messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], .
 
 
 def read_back(wire: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns in the form of chat templates a message that `on_wire` made and a client sent
-    back."""
+    """Returns a message as chat templates take it, which `on_wire` made and a client sent back."""
     return _message(dict(wire), "message")
 
 
@@ -295,8 +293,7 @@ def completion(
     usage: tuple[int, int] = (0, 0),
     prompt_token_ids: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """Returns the answer to a request. `usage`: numbers of tokens of the prompt, and of all
-    choices."""
+    """Returns the answer to a request. `usage`: number of tokens of the prompt, of all choices."""
     told: dict[str, Any] = {
         "id": identity,
         "object": "chat.completion",

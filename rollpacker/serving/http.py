@@ -230,8 +230,7 @@ async def _read(request: Request) -> bytes | None:
 
 
 class _Connection(H11Protocol):
-    """A connection that is ended if its client is slow or sends too much, or if there are too
-    many."""
+    """A connection that is ended if its client is too slow, sends too much, or is one too many."""
 
     def __init__(
         self,

@@ -40,7 +40,7 @@ class EnginePolicy:
     ) -> list[Response]:
         """Returns `n` responses to a prompt (tokens), the `turn`th message of a dialogue. If the
         call is cancelled, the engine stops generating. Raises `RequestFailed` if the engine
-        fails."""
+        cannot."""
         asked = PromptId("served", 0, next(self._numbers))
         samples = [SampleId(asked, index=index, attempt=0) for index in range(n)]
         tokens = tuple(prompt)

@@ -60,8 +60,7 @@ class Asked:
 
 
 class Sessions:
-    """The dialogues of all sessions (clients), which calls can continue, and a record of
-    answers."""
+    """The dialogues of all sessions, which calls can continue, and the record of all answers."""
 
     def __init__(self, dialogue: Dialogue, *, record: Path | None = None) -> None:
         """`record`: a folder in which the file `RECORDED` gets a line for each answer; None: no
@@ -69,8 +68,7 @@ class Sessions:
         self._dialogue = dialogue
         self._heads: OrderedDict[bytes, Head | None] = OrderedDict()
         """Dialogues by the hash of all their messages. None in place of a dialogue: several answers
-        read alike, but have different tokens, so that it is not known which one a call
-        continues."""
+        read alike but differ in their tokens, so it is not known which one a call continues."""
         self._num_held = 0
         """Number of tokens of all dialogues that are kept."""
         self._num_calls = 0
@@ -87,8 +85,7 @@ class Sessions:
             self._file.close()
 
     def asked(self, request: ChatRequest) -> Asked:
-        """Returns a call as tokens. Raises `ApiError` for messages that the chat template
-        refuses."""
+        """Returns a client's call as tokens. Raises `ApiError` for what the template refuses."""
         messages = chat.with_names(request.messages)
         if messages[-1]["role"] == "assistant":
             raise ApiError("the last message is the assistant's own", param="messages")
