@@ -58,8 +58,7 @@ class EpisodeDisplay:
         self._by_hand = by_hand
         self._each_token = each_token
         self._shown: tuple[int, ...] = ()
-        """Tokens shown so far. The next prompt begins with them, unless the template rewrites
-        it."""
+        """The tokens shown. The next prompt begins with them, unless the template rewrites it."""
         self._turn = 0
 
     # -- Environments ------------------------------------------------------------------------------

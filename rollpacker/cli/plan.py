@@ -165,7 +165,7 @@ def _run_config(args: argparse.Namespace, model: RunModel, shared: ClusterSpec |
 
 
 def _priced(base: Base, config: Scenario | RunConfig, shared: ClusterSpec | None) -> Base:
-    """Returns the base of the search, on shared pools of devices with the pools' prices."""
+    """Returns `base`, what the search starts from, on shared pools of devices with their prices."""
     from rollpacker.cluster.decide.job import Phase
     from rollpacker.cluster.profile.job_profile import devices_of
     from rollpacker.config.schema import RunConfig
@@ -298,7 +298,7 @@ def _checked_out(name: str | None) -> Path | None:
 
 
 def _to_plain(target: str, plan: Plan, real: AsMeasured | None) -> dict[str, Any]:
-    """Returns the plan as --json prints it, for a run with `real`, what was measured of it."""
+    """Returns the plan as --json prints it. `real`: what was measured of a run, else None."""
     plain = {"target": str(target), **plan.to_plain()}
     if real is not None:
         plain["measured"] = {"step_s": real.measured.mean["total_s"], "offset": real.offset}

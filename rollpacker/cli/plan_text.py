@@ -91,7 +91,8 @@ def _costs(
 
 
 def _label(finding: Finding) -> str:
-    """Name of a setting's factors. Switches are left out, as all settings shown have the same."""
+    """Name of a setting's factors of extra launches. Its switches are those of all settings
+    shown."""
     names = [idea.name for idea in finding.candidate.ideas if idea.slot == "factors"]
     return names[0].removeprefix("factors ") if names else "current factors"
 

@@ -78,7 +78,7 @@ async def _self_test(config: SandboxConfig, backend: str) -> Capabilities:
 
 
 def engine() -> Finding:
-    """Finding on a few tokens of a tiny random model, from the real engine on a run's device."""
+    """Finding on whether the engine generates tokens of a tiny random model, on a run's device."""
     import asyncio
 
     import torch

@@ -74,8 +74,8 @@ class CarryBook:
                     self._retracing[sample] = Retracing(had.num_tokens)
 
     def drawn(self, sample: SampleHistory, event: SampleGenerated | SampleAborted) -> None:
-        """Add the tokens that an engine has generated to the sample's record (of a multi-turn
-        trajectory, one turn), and how many of the sample's carried tokens came out the same."""
+        """Add to a sample's record the tokens (in a multi-turn trajectory those of one turn) that
+        an engine has generated, and how many carried tokens came out the same."""
         retracing = self._retracing.get(sample.sample)
         if retracing is None:
             sample.num_tokens += event.num_tokens

@@ -24,8 +24,8 @@ class CheckBook:
 
     def __init__(self) -> None:
         self._asked: dict[SampleId, tuple[float, float]] = {}
-        """For each sample, the time at which its check began, and the seconds from the response's
-        end to that time."""
+        """Start time of each sample's check, and the seconds from the end of the response to that
+        time."""
 
     def begin_session(self) -> None:
         """Forget all checks that are under way: the process that asked for them is gone."""

@@ -118,8 +118,7 @@ def fit_line(rounds: Sequence[Sequence[Stretch]]) -> DecodeFit:
 
 def fit_rounds(rounds: Sequence[Sequence[Stretch]]) -> DecodeFit:
     """Fit the points of `DecodeFit.knots` to the seconds of whole rounds, for an engine that gives
-    several tokens in a step. The seconds of single stretches are too noisy there, since it is
-    chance which sample is ahead."""
+    several tokens in a step. Single stretches are too noisy: it is chance which sample leads."""
     tables = [_Stretches(of_round) for of_round in rounds]
     counts = _knots(max(int(table.running.max()) for table in tables))
     columns = np.array([_table_columns(table, counts).sum(axis=0) for table in tables])

@@ -44,9 +44,9 @@ class Workload:
     rows: tuple[int, ...]
     """Numbers of dataset rows in the order in which their prompts were fetched, once per epoch."""
     pools: Mapping[int, tuple[int, ...]]
-    """Mapping from a dataset row to the tokens of its finished responses, as they came."""
+    """Mapping from a dataset row to the token counts of its finished responses, in order."""
     stopped: Mapping[int, tuple[int, ...]]
-    """Mapping from a dataset row to the tokens that its stopped responses had reached."""
+    """Mapping from a dataset row to the token counts that its stopped responses had reached."""
     max_response_tokens: int | None
     """Length in tokens of responses that ran into the length limit. None: no response did."""
 

@@ -23,8 +23,9 @@ def read_steps(entries: Iterable[Entry], *, steps: range | None = None) -> list[
 
 
 class Excerpt:
-    """Is fed every step of a log, and chooses `count` consecutive steps: those that end with the
-    first long round, or else the first ones. `steps` has the steps chosen so far."""
+    """Is fed all steps of a log, and chooses `count` consecutive ones: those that end with the
+    first long round (of prompts put off before), or else the first. `steps` has those chosen so
+    far."""
 
     def __init__(self, count: int) -> None:
         self.steps: list[StepHistory] = []

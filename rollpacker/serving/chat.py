@@ -226,7 +226,7 @@ def with_names(messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], .
 
 
 def read_back(wire: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a message as chat templates take it, which `on_wire` made and a client sent back."""
+    """Returns as chat templates take it a message that `on_wire` made and a client sent back."""
     return _message(dict(wire), "message")
 
 
@@ -293,7 +293,7 @@ def completion(
     usage: tuple[int, int] = (0, 0),
     prompt_token_ids: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """Returns the answer to a request. `usage`: number of tokens of the prompt, of all choices."""
+    """Returns the answer's body. `usage`: number of tokens of the prompt, and of all choices."""
     told: dict[str, Any] = {
         "id": identity,
         "object": "chat.completion",

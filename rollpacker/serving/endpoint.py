@@ -96,7 +96,7 @@ class Endpoint:
         return http.in_json(await self._told(identity, wanted, asked, sampling))
 
     def _sampling_of(self, wanted: ChatRequest, num_prompt_tokens: int) -> SamplingParams:
-        """The settings of generation for a request. Raises `ApiError` if the context is full."""
+        """The sampling settings of a request. Raises `ApiError` if the prompt fills the context."""
         most = wanted.max_tokens or self._sampling.max_response_tokens
         if self._max_context_tokens is not None:
             left = self._max_context_tokens - num_prompt_tokens

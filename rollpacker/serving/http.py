@@ -157,7 +157,7 @@ def in_json(value: Any, status: int = 200, *, headers: Mapping[str, str] | None 
 
 
 def api(routes: Sequence[Route], *, error_headers: Mapping[str, str] | None = None) -> Starlette:
-    """Returns an application with errors in the form of OpenAI's API, and headers for errors."""
+    """Returns an application whose errors have the form of OpenAI's API, and `error_headers`."""
 
     async def refuse(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):  # there is no such path, or it has no such method

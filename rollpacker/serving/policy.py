@@ -38,9 +38,9 @@ class EnginePolicy:
     async def draw(
         self, prompt: Sequence[int], sampling: SamplingParams, *, n: int = 1, turn: int = 1
     ) -> list[Response]:
-        """Returns `n` responses to a prompt (tokens), the `turn`th message of a dialogue. If the
-        call is cancelled, the engine stops generating. Raises `RequestFailed` if the engine
-        cannot."""
+        """Returns `n` responses to a prompt (tokens), as message number `turn` of a dialogue.
+        Cancelling the call stops the engine. Raises `RequestFailed` if the engine cannot
+        generate."""
         asked = PromptId("served", 0, next(self._numbers))
         samples = [SampleId(asked, index=index, attempt=0) for index in range(n)]
         tokens = tuple(prompt)

@@ -271,8 +271,8 @@ def _words(values: list[str | None] | None, rows: np.ndarray[Any, Any]) -> dict[
 def _packed_texts(
     texts: dict[int, dict[str, str | None]], rows: np.ndarray[Any, Any], chosen: Sequence[int]
 ) -> dict[str, Any]:
-    """The texts of the chosen rows for the page: a table of texts, for each chosen row the index of
-    its texts in the table, and for each of `rows` the number of its texts, -1 if it has none."""
+    """The texts of the chosen rows for the page: a table of all texts, the index in it of each
+    text, and for each of `rows` its place among the chosen rows, -1 if it is not chosen."""
     table = _Table()
     number = {row: place for place, row in enumerate(sorted(chosen))}
     of_rows = [texts[row] for row in sorted(chosen)]
