@@ -179,8 +179,8 @@ def _simulate_all(
 def _progress(
     name: str, count: int, *, told: bool
 ) -> AbstractContextManager[Callable[[int], None]]:
-    """Returns a context in which a call with the number of ended jobs shows it: as a bar on a
-    terminal, else as a line now and then. Nothing is shown unless `told`."""
+    """Returns a context with a function to call with the number of ended jobs, which it shows as a
+    bar on a terminal, else as a line now and then. With `told` False it shows nothing."""
     if not told:
         return nullcontext(lambda done: None)
     from rollpacker.run.output import progress

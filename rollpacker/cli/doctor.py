@@ -52,7 +52,7 @@ class _Check(NamedTuple):
     must: bool = True
     """Whether training cannot start if the check itself raises an error."""
     patience_s: float | None = None
-    """Most seconds that the check may take. None: `PATIENCE_S`."""
+    """Maximum seconds that the check may take. None: `PATIENCE_S`."""
 
 
 def add_parser(subparsers: Any) -> None:

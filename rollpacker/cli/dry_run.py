@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rollpacker.run.parts.environments import TurnParts
 
 _MOST_ROWS = 64
-"""Number of rows of the data among which each reward function gets one to be tried out on."""
+"""Number of first rows of the data. Each reward function is tried out on one of them."""
 
 
 def print_dry_run(config: RunConfig, *, num_rows: int | None) -> None:

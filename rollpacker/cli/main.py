@@ -1,5 +1,5 @@
 """`rollpacker VERB ...`: runs the command of this verb, and turns errors into one message and an
-exit code. Next to nothing is imported at the top, since signals are heeded only after that."""
+exit code. Next to nothing is imported at the top, since signals are handled only after imports."""
 
 from __future__ import annotations
 

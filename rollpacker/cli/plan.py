@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rollpacker.sim.whatif import RunModel
 
 LINE_EVERY_S = 10.0
-"""Fewest seconds between two lines of progress, printed where there is no terminal."""
+"""Minimum seconds between two lines of progress, printed where there is no terminal."""
 LONG_S = 300.0
 """If the plan takes more than this many further seconds, a hint says what takes less time."""
 _EXAMPLES = """\
@@ -165,7 +165,8 @@ def _run_config(args: argparse.Namespace, model: RunModel, shared: ClusterSpec |
 
 
 def _priced(base: Base, config: Scenario | RunConfig, shared: ClusterSpec | None) -> Base:
-    """Returns `base`, what the search starts from, on shared pools of devices with their prices."""
+    """Returns `base`, what the search starts from, with the prices of the pools in `shared`.
+    Without `shared` it is returned as it is."""
     from rollpacker.cluster.decide.job import Phase
     from rollpacker.cluster.profile.job_profile import devices_of
     from rollpacker.config.schema import RunConfig

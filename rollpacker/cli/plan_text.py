@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from rollpacker.sim.result import SystemResult
 
 MIN_FEWER, MIN_FASTER = 0.08, 0.02
-"""Shares. Trained tokens are mentioned if more than the first share of them is missing, and tokens
-per second count as unchanged if they grow by less than the second."""
+"""The result mentions trained tokens if the best settings train on fewer than the current settings
+by more than the first share. It says that tokens per second are the same if they are higher than
+with the current settings by less than the second share."""
 COLUMNS = ("step s", "saved s", "tokens/s", "short/cascade/long s", "shift", "oracle")
 SHARED_COLUMNS = ("price/1k", "busy s", "saved s", "step s", "shift", "oracle")
 NO_TAIL_SHARE = 0.3
@@ -30,7 +31,8 @@ def left(seconds: float) -> str:
 
 
 def trust(plan: Plan, real: AsMeasured) -> list[str]:
-    """A line on how far simulated step times of the run are off, which a gain should exceed."""
+    """A line that says how far the run's simulated step time is from the measured one. A gain that
+    is no larger than that is not to be trusted."""
     off = real.offset
     direction = "longer" if off > 0 else "shorter"
     told = (
@@ -91,8 +93,8 @@ def _costs(
 
 
 def _label(finding: Finding) -> str:
-    """Name of a setting's factors of extra launches. Its switches are those of all settings
-    shown."""
+    """Name of a row: the factors of extra launches in its settings. The switches in its settings
+    are not named, since all rows have the same."""
     names = [idea.name for idea in finding.candidate.ideas if idea.slot == "factors"]
     return names[0].removeprefix("factors ") if names else "current factors"
 
@@ -261,7 +263,8 @@ def _small_print(plan: Plan, corrected: bool) -> list[str]:
 
 
 def _prices(plan: Plan) -> list[str]:
-    """A sentence on what is compared on shared pools of devices. Empty without such pools."""
+    """A sentence on the prices of shared pools of devices, and what they include. Empty without
+    such pools."""
     prices = plan.base.prices
     if prices is None:
         return []

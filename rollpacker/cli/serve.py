@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 PORT = 8000
 LOOPBACK = "127.0.0.1"
 MAX_RESPONSE_TOKENS = 1024
-"""Most tokens of a response, if neither the request nor a config sets a limit."""
+"""Maximum number of tokens of a response, if neither the request nor a config sets a limit."""
 
 
 def add_parser(subparsers: Any) -> None:

@@ -189,8 +189,8 @@ def run_folder(config: RunConfig) -> list[Finding]:
 
 
 def training(config: RunConfig) -> Finding:
-    """Finding that names the algorithm of the config, after the checks of `train --dry-run`, of the
-    schedule, of further models that the algorithm needs, and of adapters. Raises what a run's start
+    """Makes the checks of `train --dry-run`, of the schedule, of further models that the algorithm
+    needs, and of adapters. Returns a finding that names the algorithm. Raises what a run's start
     would raise."""
     from rollpacker.cli.dry_run import check_parts
     from rollpacker.trainer.model import load_tokenizer

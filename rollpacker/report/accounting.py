@@ -19,8 +19,8 @@ class Accounting:
     end also fits the model of response lengths anew; see `Debias` for how often."""
 
     def __init__(self, *, slots: int | None = None, max_response_tokens: int | None = None) -> None:
-        """`slots` (most samples in engines at once) and `max_response_tokens` are the config's, for
-        a log without them. None: not known."""
+        """`slots` (maximum number of samples in engines at once) and `max_response_tokens` are the
+        config's, for a log without them. None: not known."""
         self.history = History()
         self.time = TimeBook(slots)
         self._max_response_tokens = max_response_tokens

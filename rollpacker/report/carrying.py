@@ -35,7 +35,8 @@ def keeps_noise(job: Mapping[str, Any]) -> bool:
 
 
 def complements(job: Mapping[str, Any]) -> bool:
-    """Whether in this job a response that was cut off may end only behind the place of the cut."""
+    """Whether this job (`tail_batching.complement`) draws the end of a response again if it comes
+    before the place where an earlier launch of the response was cut off."""
     tail = job.get("tail_batching") or {}
     return carrying(job) == "exact" and bool(tail.get("complement", True))
 
@@ -46,14 +47,15 @@ class CarryBook:
     def __init__(self) -> None:
         self._carries = False
         self._had: dict[SampleId, CarriedInto] = {}
-        """Tokens that the last launch of a sample generated, by the sample's id with attempt 0."""
+        """Tokens that the last launch of each sample generated. The key has attempt 0: a failed
+        sample and those that replace it share one entry."""
         self._replaced: dict[SampleId, SampleId] = {}
-        """For samples of the current step that replace a failed sample, a mapping from the new
-        sample to the sample that failed first."""
+        """For each sample of the current step that replaces a failed one, the sample that failed
+        first (replacements may fail, too)."""
         self._takes_turns = False
         self._retracing: dict[SampleId, Retracing] = {}
         """For each multi-turn trajectory of the current step that begins with carried tokens, how
-        many of these tokens were gone through again."""
+        many of these its new launch has compared, and how many came out the same."""
 
     def begin_session(self, job: Mapping[str, Any]) -> None:
         self._carries = carrying(job) != "none"
@@ -126,19 +128,21 @@ class CarryCounts:
     tokens: int = 0
     """Number of carried tokens that launches began with."""
     looked_at: int = 0
-    """Number of carried tokens of those samples whose carried tokens were verified."""
+    """Number of carried tokens of the samples whose carried tokens were verified, those after the
+    first that came out differently included."""
     kept: int = 0
-    """Number of verified carried tokens that came out the same."""
+    """Number of carried tokens that came out the same when they were verified."""
     redraws: int = 0
-    """Number of ends of responses that were refused and drawn again, since they came before the
-    place where the response had been cut off."""
+    """Number of times that a response's end was drawn again, since it lay on the wrong side of the
+    place where an earlier launch was cut off (`tail_batching.complement`)."""
     largest_age: int = 0
     """Largest age of a carried token: the number of weight updates since it was generated."""
     verified: Counter[int] = field(default_factory=Counter)
     """Number of carried tokens that newer weights drew again to see whether they come out the same,
     by the number of weight updates since they were first drawn."""
     mismatches: Counter[int] = field(default_factory=Counter)
-    """Number of samples of which a carried token came out differently, by its age in updates."""
+    """Number of samples of which a carried token came out differently, by the token's age (number
+    of weight updates since it was first drawn)."""
 
     @property
     def kept_ratio(self) -> float | None:
@@ -217,7 +221,8 @@ def add_up(steps: Iterable[CarryCounts]) -> CarryCounts:
 
 
 def carry_metrics(counts: CarryCounts) -> dict[str, float | None]:
-    """Metrics of one step by name. Empty if no launch of the step began with carried tokens."""
+    """Metrics of a step's carried tokens, by name (`carry/...`). Empty if no launch of the step
+    began with carried tokens."""
     if not counts.tokens:
         return {}
     return {

@@ -26,16 +26,17 @@ logger = logging.getLogger(__name__)
 IDENTITY_FILE = "identity.json"
 MAX_RUNS = 8
 _MAX_CHARS = 200
-"""Most characters of a setting's value that are shown, followed by the number of all characters."""
+"""Maximum number of characters that are shown of a setting's value. A longer value is cut off,
+followed by the number of all its characters."""
 _MAX_COLUMN = 30
-"""Most characters of a run's column in a table. Longer values go on in the next line."""
+"""Maximum width in characters of a run's column in a table. Longer values are folded."""
 _LEAST_COLUMN = 12
 """Fewest characters that a run's column keeps when the names of rows are long."""
 _MAX_NAME = 28
-"""Most characters of a line for the names of rows where the console is narrow."""
+"""Maximum width in characters of the column of rows' names, where the console is narrow."""
 _MAX_KEY = 48
-"""Most characters of a line for the keys of settings where the console is narrow. Keys get more
-room than other names of rows, since users search for whole keys."""
+"""Maximum width in characters of the column of settings' keys, where the console is narrow. It is
+wider than that of other names of rows, since users search for whole keys."""
 _GAP = 3
 """Number of characters between two columns of a table."""
 _SHOWN_DIGITS = 8
@@ -56,8 +57,8 @@ class Compared:
     evaluation with saved answers. Prompts without verdicts are missing; empty if no answers were
     saved. An id alone is not enough, since another data set may have the same ids."""
     digests: Mapping[str, str | None] = field(default_factory=dict)
-    """SHA-256 of the source file of each function of the user's, by what the function is for. None:
-    not known. Empty if the run did not record them."""
+    """SHA-256 of the source file of each function of the user's. A key is the setting that names
+    the function, or "the reward NAME". None: not known. Empty if the run did not record them."""
 
     @property
     def name(self) -> str:

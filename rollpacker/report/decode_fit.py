@@ -134,9 +134,9 @@ def fit_rounds(rounds: Sequence[Sequence[Stretch]]) -> DecodeFit:
 
 
 def _table_columns(table: _Stretches, counts: Sequence[int]) -> Matrix:
-    """The matrix that `fit_rounds` fits, with a row for each stretch. Columns: the first of
-    `counts` (numbers of running samples), the gaps between two counts, cached tokens, admitted
-    samples. As no constant is negative, a step never gets shorter with more samples."""
+    """The matrix that `fit_rounds` fits, with a row for each stretch. The columns stand for the
+    first of `counts` (numbers of running samples), each gap up to the next count, cached tokens and
+    admitted samples. As no constant is negative, a step never gets shorter with more samples."""
     ramps = [
         table.steps * np.clip((table.running - low) / (high - low), 0, 1)
         for low, high in pairwise(counts)

@@ -1,5 +1,6 @@
 """Accounting of engines: which engine has which sample, what each engine did, and when all engines
-were replaced by engines with other numbers of devices. Nothing is counted for one engine alone."""
+were replaced by engines with other numbers of devices. A run with one engine has no counts by
+engine."""
 
 from __future__ import annotations
 

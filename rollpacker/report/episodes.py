@@ -14,7 +14,7 @@ from rollpacker.report.tool_seconds import ToolSeconds
 
 NUM_SLOWEST = 10
 MAX_REASON = 300
-"""Most characters that are kept of the reason for a lost answer, a text by the environment."""
+"""Maximum number of characters that are kept of an environment's text on why an answer was lost."""
 
 
 @dataclass(slots=True)
@@ -97,7 +97,7 @@ class StepEpisodes:
         calls: Sequence[ToolCall] = (),
     ) -> None:
         """Note that the environment answered a turn of the model. `seconds` are those that the
-        environment reports, `waited_s` those beyond."""
+        environment reports, `waited_s` those that the answer took beyond these."""
         of_source = self.answers.setdefault(sample.prompt.source, Answers())
         of_source.num += 1
         of_source.total_s += seconds

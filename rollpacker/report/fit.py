@@ -34,15 +34,15 @@ from rollpacker.report.token_clock import (
 
 MIN_ROUNDS = 3
 DRAFTED_SHARE = 0.02
-"""Share of rounds in which samples ended as no engine with one token per step lets them end. Above
-this share the engine is taken to draft, that is to give several tokens of a sample in a step."""
+"""If in more than this share of rounds samples end in an order that one token per decode step
+cannot explain, the engine is taken to draft: to give several tokens of a sample in a step."""
 
 
 def fit_run(
     entries: Iterable[Entry], *, slots: int | None = None, may_draft: bool = False
 ) -> FittedRun:
-    """Fit the constants of a run's machine to its log. `slots`: most samples that an engine
-    generates at once; None: as the log has it, or else unlimited. With several engines the
+    """Fit the constants of a run's machine to its log. `slots`: maximum number of samples that an
+    engine generates at once; None: as the log has it, or else unlimited. With several engines the
     constants are those of one engine while the others run beside it.
 
     `may_draft`: whether the engine may have given several tokens of a sample in a step. Whether it
@@ -82,7 +82,7 @@ class _Clocked:
     """Gathers the rounds of a log, and counts the decode steps between their samples' ends."""
 
     slots: int | None
-    """Most samples that each engine generates at once. None: as the log has it."""
+    """Maximum number of samples that each engine generates at once. None: as the log has it."""
     may_draft: bool = False
     rounds: ClockedRounds = field(default_factory=list)
     num_skipped: int = 0
@@ -143,7 +143,7 @@ class _Asked:
 
     def _forget(self, row: int, before: CarriedInto) -> None:
         """Remove the length that an earlier launch of the same response had added. `row` is the
-        prompt's row in the dataset, `before` the earlier tokens."""
+        prompt's row in the dataset, `before` the tokens of that launch."""
         told = (self.pools if before.whole else self.stopped).get(row, [])
         if before.num_tokens in told:
             told.remove(before.num_tokens)
@@ -185,7 +185,7 @@ class _Measured:
 
     @property
     def slots(self) -> int | None:
-        """Most samples that each engine generates at once. None: no limit."""
+        """Maximum number of samples that each engine generates at once. None: no limit."""
         session, given = self.session, self.clocked.slots
         if given is not None or session is None or session.slots is None:
             return given

@@ -42,9 +42,11 @@ class Workload:
 
     source: str
     rows: tuple[int, ...]
-    """Numbers of dataset rows in the order in which their prompts were fetched, once per epoch."""
+    """Dataset rows (by number) in the order in which their prompts were fetched. A row that was
+    fetched in several epochs is listed once for each."""
     pools: Mapping[int, tuple[int, ...]]
-    """Mapping from a dataset row to the token counts of its finished responses, in order."""
+    """Mapping from a dataset row to the token counts of its finished responses, in the order in
+    which they finished."""
     stopped: Mapping[int, tuple[int, ...]]
     """Mapping from a dataset row to the token counts that its stopped responses had reached."""
     max_response_tokens: int | None
@@ -59,7 +61,7 @@ class FittedRun:
     job: Mapping[str, Any]
     """`JobConfig`, the core's settings, of the last session (process of the run), as a mapping."""
     slots: int | None
-    """Most samples that an engine generates at once. None: no limit."""
+    """Maximum number of samples that an engine generates at once. None: no limit."""
     num_steps: int
     num_rounds: int
     """Number of rounds of generation that the constants were fitted to."""

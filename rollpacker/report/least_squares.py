@@ -21,7 +21,7 @@ class RobustFit:
     """Constants fitted to measured seconds, one for each column, and how well they predict them."""
 
     x: Vector
-    """The constants of a machine without disturbances."""
+    """The constants, one for each column, without the time lost to disturbances."""
     weights: Vector
     """Weight of each row (measurement) in the last iteration of the fit."""
     loss: float

@@ -25,13 +25,14 @@ class LengthBias:
     last `LENGTH_WINDOW` steps, with and without the samples' weights in the loss."""
 
     def __init__(self, cap: int | None) -> None:
-        """`cap`: most tokens that a response can have. None if that is not known."""
+        """`cap`: maximum number of tokens of a response. None if that is not known."""
         self._job: Mapping[str, Any] = {}
         self._begin_with(cap)
 
     def begin(self, cap: int | None, job: Mapping[str, Any]) -> None:
-        """Begin a session (process of the run) with the settings `job`. A change of `cap`, the most
-        tokens of a response, begins the comparison anew, as it changes the policy's lengths."""
+        """Begin a session (process of the run) with the settings `job`. A change of `cap`, the
+        maximum number of tokens of a response, begins the comparison anew, as it changes the
+        policy's lengths."""
         self._job = job
         if cap != self._cap:
             before, saved = self._cap, self._window.state()
@@ -66,8 +67,8 @@ class LengthBias:
         return self._unshifted(self._window.metrics()) | self._weighted()
 
     def _unshifted(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Returns the metrics, with a shift of 0 if the last steps trained on every response. There
-        the estimate of the policy's mean length would only lag behind while lengths drift."""
+        """Returns the metrics, with a shift of 0 if the last steps trained on every response. The
+        estimate of the policy's mean length lags behind while lengths drift, which is no shift."""
         if "length/shift" in metrics and all(self._whole):
             own = metrics["length/trained_mean"]
             return metrics | {"length/policy_mean": own, "length/shift": 0.0}
@@ -95,9 +96,9 @@ def _ends(
     """For each prompt the lengths in tokens of its complete responses, and of its stopped
     responses.
 
-    A response with tokens of an earlier launch that came out differently was generated twice
-    because it was long. Only the first time shows how long responses are, unless `complement` made
-    the second time longer."""
+    If tokens of an earlier launch came out differently, the response counts with its length at that
+    launch: it was only generated again because it was long. With `complement` the new length counts
+    if the earlier response was cut off, since the new one does not end before the cut."""
     launched = dict.fromkeys(s.prompt for round_ in rounds for s in round_.samples)
     ends: dict[PromptId, tuple[list[int], list[int]]] = {p: ([], []) for p in launched}
     for round_ in rounds:

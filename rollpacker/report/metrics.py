@@ -176,7 +176,7 @@ class MetricsWriter:
     With `resume_step` rows of later steps, and a last row that a crash cut off, are removed first,
     in one atomic replacement, and TensorBoard forgets the same steps. `log_rows` are rows made from
     the event log, evaluations included: rows that the file lacks are added, with a warning. They
-    may have the evaluation of one step more, whose commit the resumed run will repeat. Raises
+    may end with the evaluation of the step after `resume_step`, which is written, too. Raises
     `OSError`, and `ValueError` for a row in mid-file that is no JSON object with a `step`."""
 
     def __init__(

@@ -26,12 +26,13 @@ class PhaseBook:
         return self._doing if self._waits_since_s is None else POOL_WAIT
 
     def begin_session(self) -> None:
-        """Begin a session (process of the run): a wait or evaluation of the one before is over."""
+        """Note that a new session (process of the run) begins: a wait or an evaluation of the
+        session before is over, and the phase that the evaluation interrupted is current again."""
         self._waits_since_s = None
         self._doing, self._evaluates_in = self._evaluates_in or self._doing, None
 
     def begin(self) -> None:
-        """Begin a session (process of the run) in which no phase is under way."""
+        """Begin the session in the phase `controller`, in which nothing else is under way."""
         self._doing = "controller"
 
     def turn(self, step: StepHistory, phase: str, now: float) -> None:
@@ -40,8 +41,8 @@ class PhaseBook:
         self._doing, self._since_s = phase, now
 
     def evaluate(self, step: StepHistory, now: float) -> None:
-        """Begin an evaluation, when it asks for its device pool. It lasts until the log has its
-        note."""
+        """Begin an evaluation, when it asks for its device pool. It lasts until `span` is called
+        with the note (log entry on a span of time) of the evaluation."""
         if self._evaluates_in is None:
             self._evaluates_in = self._doing
             self.turn(step, "evaluation", now)

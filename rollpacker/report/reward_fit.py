@@ -22,14 +22,14 @@ from rollpacker.report.least_squares import robust_fit
 from rollpacker.report.step_history import StepHistory, Verdict
 
 MAX_KEPT_OF_ROW = 64
-"""Most checks that are kept of responses to the prompt of one dataset row."""
+"""Maximum number of checks that are kept of responses to the prompt of one dataset row."""
 MAX_CALLS = 20_000
-"""Most calls of a reward that are kept: the first ones of a run."""
+"""Maximum number of calls of a reward that are kept: the first ones of a run."""
 MOST_AT_ONCE = 8
-"""Most calls of a reward that a run has under way at once (`run/ports/scoring.py`)."""
+"""Maximum number of calls of a reward that a run has under way (`run/ports/scoring.py`)."""
 WORSE = 1.05
-"""The fewest workers are assumed with which the error of the predicted ends is at most this many
-times the smallest error."""
+"""The number of a reward's workers (calls that run at once) is not in a log. It is taken to be the
+smallest that predicts the ends of calls with at most this many times the least error."""
 SHORTEST_S = 1e-6
 NUM_FIRST = 8
 """Number of a run's first calls of a reward among which slow first calls of workers are sought."""
@@ -70,14 +70,14 @@ class Calls:
     recorded: tuple[Call, ...]
     """The calls, ordered by the number of samples that they check."""
     num_workers: int
-    """Number of workers, that is of calls that ran at once, which explains the calls' ends best."""
+    """Number of workers (calls that ran at once) that best explains the times of calls' ends."""
     fixed_s: float
     per_sample_s: float
     """Seconds that each sample adds: a call for n samples takes fixed_s + n * per_sample_s on
     average."""
     warm_ups: tuple[float, ...] = ()
-    """Seconds of those first calls that took much longer than all later calls, as they imported
-    modules and filled caches. They are not in `recorded`."""
+    """Seconds of calls at the run's start that took much longer than all later calls, as they
+    imported modules and filled caches. They are not in `recorded`."""
 
     def line_s(self, num_samples: int) -> float:
         """Mean seconds of a call that checks `num_samples` samples, never 0."""
@@ -86,7 +86,7 @@ class Calls:
 
 class _Batch(NamedTuple):
     asked_s: float
-    """Time in seconds at which the check of the batch's last sample began."""
+    """Time in seconds at which the check of the call's last sample began."""
     done_s: float
     num_samples: int
     alone: bool

@@ -14,7 +14,7 @@ NUM_SHOWN = 5
 """Number of first rows, and of last rows, of a table that a notebook shows."""
 MAX_SHOWN_COLUMNS = 8
 MAX_CELL = 60
-"""Most characters of a table's cell that a notebook shows."""
+"""Maximum number of characters of a table's cell that a notebook shows."""
 
 
 class Table(Sequence[Mapping[str, Any]]):

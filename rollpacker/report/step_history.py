@@ -120,8 +120,8 @@ class RoundHistory:
     samples: tuple[SampleId, ...]
     start_s: float
     slots: int | None
-    """Most samples that all engines together generate at once, as the log has it. None: not
-    recorded."""
+    """Maximum number of samples that all engines together generate at once, as the log has it.
+    None: not recorded."""
     num_engines: int = 1
     engines: tuple[int, ...] = ()
     """The number of the engine that each sample began in, aligned with `samples`. Empty: all began
@@ -159,7 +159,8 @@ class Turns:
     trained_s: float | None = None
     synced_s: float | None = None
     commit_s: float | None = None
-    """Time of the `Commit` command. None also if another process of the run answered it."""
+    """Time of the `Commit` command. None also if that process of the run ended before the commit,
+    and another finished it."""
 
 
 @dataclass(slots=True)
@@ -171,7 +172,8 @@ class StepPrompts:
     dropped: Counter[str] = field(default_factory=Counter)
     """Number of the step's dropped prompts, by the reason for which they were dropped."""
     dropped_after: dict[str, str] = field(default_factory=dict)
-    """For each reason, why a sample of the first prompt that was dropped for it had been lost."""
+    """For each reason for dropping prompts that lost too many samples, an example: why the first
+    such prompt had lost a sample."""
     long_queue: int = 0
     """Number of prompts that were put off to a later round when the step was committed."""
     _lost: dict[PromptId, str] = field(default_factory=dict)
@@ -272,8 +274,8 @@ class StepHistory:
         return [sample for sample in known if sample is not None and sample.is_finished]
 
     def ends(self) -> list[SampleHistory]:
-        """Samples that finished or were stopped, in the order of their ends, after those whose
-        launch is not in the log."""
+        """Samples that finished or were stopped, in the order of their ends. Samples that are in no
+        round, since the log lacks their launch, come first."""
         in_rounds = [end for round_ in self.rounds for end in round_.ends]
         known = {end.sample for end in in_rounds}
         ended = (End.FINISHED, End.AT_LIMIT, End.STOPPED)
@@ -281,8 +283,8 @@ class StepHistory:
         return others + in_rounds
 
     def waited_s(self, start_s: float, end_s: float) -> float:
-        """Seconds between two times that were waits for device pools or switches to them, as far as
-        these are over."""
+        """Seconds between two times that went to waits for device pools and switches to them. A
+        wait that has not ended yet does not count."""
         return sum(
             max(0.0, min(phase.end_s, end_s) - max(phase.start_s, start_s))
             for phase in self.phases

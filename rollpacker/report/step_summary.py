@@ -27,7 +27,8 @@ class PromptCounts:
     dropped: Mapping[str, int]
     """Number of dropped prompts, by the reason for which they were dropped."""
     dropped_after: Mapping[str, str]
-    """For each reason, why a sample of the first prompt that was dropped for it had been lost."""
+    """For each reason for dropping prompts that lost too many samples, an example: why the first
+    such prompt had lost a sample."""
     long_queue: int
     """Number of prompts that are put off to a later round when the step is over."""
 
@@ -128,7 +129,8 @@ class StepSummary:
     trainer: Mapping[str, float]
     """Metrics of the optimizer step, by name."""
     logged: Mapping[str, float]
-    """Numbers that callbacks logged, and counts of samples and tokens that a resume kept."""
+    """Numbers that callbacks logged, and counts of samples and tokens of an interrupted round that
+    a resume kept."""
 
     @property
     def step_s(self) -> float:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 MAX_WIDTH = 100
-"""Most characters of a terminal's line that tables use."""
+"""Maximum number of characters of a terminal's line that tables use."""
 _RULE = "    \n" * 2 + " -- \n" + "    \n" * 5
 """A box for tables, in rich's notation: only a line of hyphens below the head."""
 

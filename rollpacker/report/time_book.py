@@ -36,8 +36,8 @@ RARE_CAUSES = ("imbalance", ENVIRONMENT, "recovery", "callbacks", *POOL_CAUSES)
 """Causes that a report leaves out if they have no seconds."""
 
 WHILE_AWAY = ("reward_wait", "evaluation", ENVIRONMENT)
-"""Phases in which the run has no work that waits for engines to be parked (to leave their devices),
-so that parking takes no time of its own."""
+"""Phases in which nothing waits until engines are parked (have left their devices), so that the
+seconds of parking count as the phase's own."""
 
 ROLLOUT_CAUSES = ("decode", "tail_idle", "imbalance")
 
@@ -47,18 +47,19 @@ STEP_CAUSES = tuple(cause for cause in CAUSES if cause not in AROUND_STEPS)
 class TimeBook:
     """Assigns each interval between a log's entries to causes, by the phase that the run was in.
 
-    With live(t) the samples in the engine and peak the most of them at once in the step, decode is
-    the integral of live / peak over the rollout and tail_idle the integral of 1 - live / peak:
-    "slots empty while the rest of the round finished". Of that, imbalance is the share of engines
-    that had no sample at all. `slots` caps live and peak where engines have fewer slots than
-    samples. Seconds that the controller spent on a record (`cost_s`) are taken out of the interval
-    after the record and counted as controller, as is all time without another cause. The seconds of
-    a note are evaluation, callbacks, startup or switch."""
+    With live(t) the samples in the engine and peak their maximum in the step, decode is the
+    integral of live / peak over the rollout and tail_idle the integral of 1 - live / peak: "slots
+    empty while the rest of the round finished". Of that, imbalance is the share of engines that had
+    no sample at all. `slots` caps live and peak where engines have fewer slots than samples.
+    Seconds that the controller spent on a record (`cost_s`) are taken out of the interval after the
+    record and counted as controller, as is all time without another cause. The seconds of a note (a
+    log entry on a span of time) are evaluation, callbacks, startup or switch."""
 
     def __init__(self, slots: int | None) -> None:
         self.slots = slots
-        """Most samples that the engines of the current session (process of the run) generate at
-        once, by its log or else as given. None if that is not known."""
+        """Maximum number of samples that the engines of the current session (process of the run)
+        generate at once: as the log has it, or else as the constructor was given. None: not
+        known."""
         self._given_slots = slots
         self.start_s: float | None = None
         self.now_s = 0.0
@@ -136,8 +137,9 @@ class TimeBook:
     def _advance(
         self, time_s: float, phase: str, num_live: int, *, cause: str = "", span_s: float = 0.0
     ) -> None:
-        """Assign the time up to `time_s`: first `span_s` seconds to `cause`, then the seconds that
-        the controller took for earlier records, and the rest to the phase."""
+        """Assign the time from the last log entry to `time_s`: first `span_s` seconds to `cause`,
+        then the seconds that the controller took for records (entries with an event) before this
+        one, and the rest to the phase."""
         if self.start_s is None:
             self.start_s = self.now_s = time_s
         rest = time_s - self.now_s

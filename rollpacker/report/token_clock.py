@@ -2,9 +2,9 @@
 
 An engine admits requests first come, first served, into its slots. Being admitted (the prefill)
 gives a sample its first token (beside tokens kept from an earlier launch), every decode step one
-more. So a sample of L tokens that was admitted at clock a ends at clock a + L - 1, and a log of
-lengths and times also holds the seconds of known numbers of decode steps with known numbers of
-running samples.
+more. So a sample of L tokens that was admitted at clock a (a steps after the launch) ends at clock
+a + L - 1, and a log of lengths and times also holds the seconds of known numbers of decode steps
+with known numbers of running samples.
 
 Where steps may give several tokens (`rollout.engine.draft_tokens`), samples grow at different
 speeds and the result is an average: the clock counts the tokens of the sample that is furthest, and
@@ -26,7 +26,7 @@ from rollpacker.report.step_history import End, RoundHistory, SampleHistory, Ste
 
 class ClockError(ValueError):
     """Raised if the ends of a round's samples cannot come from an engine with this number of slots
-    (most samples at once)."""
+    (samples generated at once)."""
 
 
 class Stretch(NamedTuple):
@@ -45,8 +45,8 @@ class Stretch(NamedTuple):
 
 
 def iterate_rounds(entries: Iterable[Entry]) -> Iterator[RoundHistory]:
-    """Yields the rounds of a log in order, those with a sample that has not ended left out. Steps
-    without a commit count too."""
+    """Yields the rounds of a log in order, also those of steps without a commit. A round in which
+    some sample has not ended is left out."""
     for step in iterate_steps(entries, unfinished=True):
         yield from finished_rounds(step)
 
@@ -74,9 +74,9 @@ def by_engine(round_: RoundHistory) -> list[RoundHistory]:
 
 def stretches(round_: RoundHistory, *, slots: int | None, drafted: bool = False) -> list[Stretch]:
     """The stretches of decode steps between the ends of samples, in order, for a round of one
-    engine. `slots`: most samples at once; None: all of them. With `drafted` a step is one token of
-    the sample that is furthest, and tokens of refused ends are estimated. Raises `ClockError` if
-    the ends cannot come from such an engine."""
+    engine. `slots`: maximum number of samples at once; None: no limit. With `drafted` a step is one
+    token of the sample that is furthest, and tokens that were drawn again are estimated. Raises
+    `ClockError` if the ends cannot come from such an engine."""
     redrawn = any(end.num_redraws for end in round_.ends)
     if round_.is_irregular or (redrawn and not drafted):
         raise ClockError("a sample failed or was launched again")
@@ -112,7 +112,8 @@ class _Engine:
     def __init__(
         self, samples: Iterable[SampleId], slots: int | None, taken_up: Mapping[SampleId, int]
     ) -> None:
-        """`slots`: most samples at once; None: all. `taken_up`: each sample's earlier tokens."""
+        """`slots`: maximum number of samples at once; None: no limit. `taken_up`: number of each
+        sample's tokens that an earlier launch generated."""
         self.clock = 0
         self.num_admitted = 0
         """Number of samples that the engine admitted since the last call of `advance`."""
@@ -187,9 +188,10 @@ class _DraftingEngine(_Engine):
 
 
 def _redrawn_tokens(round_: RoundHistory) -> Mapping[SampleId, int]:
-    """Estimated tokens, by sample, of responses' ends that were refused, which no log has. A
-    refused end came after the kept tokens and before the place where the response had been cut off:
-    on average where other responses to the prompt ended in between, or else half-way."""
+    """Estimated number of tokens that each sample lost when its end was drawn again, since it came
+    before the place where an earlier launch was cut off. No log has that number. Such an end is
+    taken to lie where other responses to the prompt ended on average, between the kept tokens and
+    the cut, or else half-way."""
     found = {}
     for end in round_.ends:
         if not end.num_redraws or end.carried is None:

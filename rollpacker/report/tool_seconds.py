@@ -10,7 +10,8 @@ from typing import Any
 from rollpacker.core.events import ToolCall
 
 _PER_DECADE = 100
-"""Number of classes per factor of 10 by which seconds are counted, so a class is 2.3 % wide."""
+"""Calls are counted by classes of seconds. This many classes make up a factor of 10, so that a
+class is 2.3 % wide."""
 _LEAST_S = 1e-6
 
 

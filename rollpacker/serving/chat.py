@@ -226,7 +226,7 @@ def with_names(messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], .
 
 
 def read_back(wire: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns as chat templates take it a message that `on_wire` made and a client sent back."""
+    """Returns a message that `on_wire` made and a client sent back, as chat templates take it."""
     return _message(dict(wire), "message")
 
 
@@ -259,8 +259,9 @@ class Choice:
 
 
 def on_wire(message: Mapping[str, Any], stops: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns the model's message in the form of OpenAI's API: arguments are texts, and the content
-    has calls that could not be read. The content ends before the first of the texts `stops`."""
+    """Returns the model's message in the form of OpenAI's API: arguments of tool calls are texts,
+    and tool calls that could not be read become part of the content. The content ends before the
+    first of the texts `stops`."""
     content = "\n".join(
         filter(None, [message.get("content"), *message.get("malformed_tool_calls", ())])
     )

@@ -53,7 +53,7 @@ missing package gives the same one-sentence error everywhere."""
 
 LOOPBACK = "127.0.0.1"
 MAX_BODY_BYTES = 32 << 20
-"""Most bytes of a request's body. A larger body is refused with status 413."""
+"""Maximum number of bytes of a request's body. A larger body is refused with status 413."""
 MAX_HEAD_BYTES = 64 << 10
 _BACKLOG = 4096
 _ADMITTED = "admitted"
@@ -72,8 +72,9 @@ class Limits:
     """Limits on what the clients of a server may hold. None means that there is no limit."""
 
     connections: int | None = None
-    """Most connections at once. A further one replaces the connection that has been without an
-    admitted request for the longest; if all have such a request, it is answered with status 503."""
+    """Maximum number of connections at once. A further one replaces the connection that has been
+    without an admitted request for the longest; if all have such a request, it is answered with
+    status 503."""
     head_s: float | None = None
     """Seconds within which the whole head of a request must come, from the start of the connection
     or from the last response."""

@@ -20,8 +20,8 @@ from rollpacker.serving import chat
 from rollpacker.serving.chat import ApiError, ChatRequest
 
 MAX_TOKENS = 4 << 20
-"""Most tokens of all dialogues that are kept to be continued, about half a GiB. The dialogues that
-were used longest ago are dropped first."""
+"""Maximum number of tokens of all dialogues kept to be continued, about half a GiB. The dialogues
+that were used longest ago are dropped first."""
 RECORDED = "sessions.jsonl"
 
 

@@ -24,7 +24,7 @@ from rollpacker.trackers.sending import (
 )
 
 MAX_PARAMS = 100
-"""Most parameters that MLflow takes in one call."""
+"""Maximum number of parameters that MLflow takes in one call."""
 MAX_PARAM_CHARACTERS = 500
 _STATUSES = {"ok": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 _NOT_IN_NAMES = re.compile(r"[^\w\-. :/]")

@@ -47,8 +47,8 @@ or 1 for the step itself."""
 
 
 class TrackerProblem(Exception):
-    """A tracker cannot be used. The message says why and what to do, and follows on the tracker's
-    name."""
+    """A tracker cannot be used. The message says why and what to do, and is shown behind the
+    tracker's name."""
 
 
 def check_connection(url: str, cure: str) -> None:

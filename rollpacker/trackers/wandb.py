@@ -18,14 +18,15 @@ from rollpacker.trackers.sending import (
 )
 
 ROWS_PER_STEP = 4
-"""Most rows of W&B's history per step: evaluation, samples, the step itself, and a picture. When a
-run is continued offline, W&B does not know how many rows it has, and would count from 0."""
+"""Maximum number of rows that a step adds to W&B's history: evaluation, samples, the step itself,
+and a picture. W&B numbers rows, but does not know where a run that is continued offline had got to.
+Rows then go on at this number times the number of steps, so that none comes twice."""
 
 
 class WandbTracker(Tracker):
     name = "wandb"
     _first: int | None = None
-    """Number of the next row of W&B's history. None: W&B counts its rows itself."""
+    """Number for the next row of W&B's history, set when a run is continued. None: W&B counts."""
 
     def check(self) -> str:
         import wandb

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 MAX_POINTS = 1000
-"""Most points of a column. A run of more than twice as many steps is divided into this many
-buckets, and a point has the mean, minimum and maximum of a bucket's steps."""
+"""Maximum number of points of a column. A run of more than twice as many steps is divided into this
+many buckets, and a point has the mean, minimum and maximum of a bucket's steps."""
 
 _NAN = float("nan")
 

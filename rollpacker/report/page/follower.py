@@ -14,13 +14,14 @@ from rollpacker.report.page.sample_choice import read_samples
 from rollpacker.report.page.time_line import TimeLine
 
 READ_S = 0.5
-"""Most seconds that one call reads the log, so the page of a long log fills over several calls."""
+"""Maximum seconds for which a call reads the log. The page of a long log fills over several
+calls."""
 MAX_WORK = 0.1
 """Largest share of a processor's time for making a run's page. Making the page of a long run takes
 a second, so it is made less often than asked for; the run's current state is always sent."""
 MAX_BARS = 12_000
-"""Most samples in the timeline of a live page, fewer than in a file, since a live page is sent anew
-with each step."""
+"""Maximum number of samples in the timeline of a live page, fewer than in a file, since a live page
+is sent anew with each step."""
 
 
 class Follower:

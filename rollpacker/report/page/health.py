@@ -11,7 +11,7 @@ from rollpacker.report.summary_table import MANY_LOST
 from rollpacker.report.time_book import POOL_CAUSES
 
 MUCH_IDLE = 0.3
-"""Share of the rollout's seconds with idle slots in engines, from which on the page says so."""
+"""From this share of the rollout's seconds lost to idle slots in engines, the page says so."""
 MUCH_WAIT = 0.1
 """Share of the run's seconds spent on waits for rewards, from which on the page says so."""
 MANY_CLIPPED = 0.2

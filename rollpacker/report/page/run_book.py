@@ -97,7 +97,8 @@ class RunBook:
             return None
 
     def _recent(self, metrics: dict[str, Any]) -> dict[str, float]:
-        """Mean of each metric by name, over the last steps (of a long run the last buckets)."""
+        """Mean of each metric by name over about the last `RECENT_STEPS` steps. `metrics` is the
+        result of `MetricColumns.plain`."""
         most = max(1, RECENT_STEPS // metrics["of"])
         found = {}
         for name, column in metrics["columns"].items():

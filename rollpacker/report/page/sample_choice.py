@@ -18,19 +18,19 @@ from rollpacker.report.page.packing import Texts
 logger = logging.getLogger(__name__)
 
 MAX_ROWS = 200_000
-"""Most samples that a page lists. If there are more, a hash of their ids chooses."""
+"""Maximum number of samples that a page lists. If there are more, a hash of their ids chooses."""
 MAX_TEXT_BYTES = 18_000_000
-"""Most bytes of all texts on a page together, before compression."""
+"""Maximum number of bytes of all texts on a page together, before compression."""
 MAX_CHARS = 40_000
-"""Most characters of one text on a page. A longer text is cut off, with a note."""
+"""Maximum number of characters of one text on a page. A longer text is cut off, with a note."""
 NUM_SPECIAL = 48
 """Number of samples of each kind (best, longest, ...) whose texts are kept before others."""
 
 _NUMBERS = ("step", "num_tokens", "reward", "advantage", "loss_weight", "check_s")
 _TEXTS = ("row_where", "row", "prompt", "rendered_prompt", "completion", "dialogue", "failure")
 MAX_DIALOGUE = 400_000
-"""Most characters of a dialogue. A longer dialogue is left out, since part of it would be no valid
-JSON."""
+"""Maximum number of characters of a dialogue. A longer dialogue is left out, since part of it would
+be no valid JSON."""
 _OF_PROMPT = ("row_where", "row", "prompt", "rendered_prompt")
 
 

@@ -39,7 +39,7 @@ PORT = 8765
 NUM_PORTS = 20
 """Number of ports that are tried, from `PORT` on, if the user names none."""
 NUM_FOLLOWED = 8
-"""Most runs that are kept in memory: those whose pages were last asked for."""
+"""Maximum number of runs that are kept in memory: those whose pages were last asked for."""
 LIMITS = Limits(connections=256, head_s=30.0, body_s=30.0)
 
 _HEADERS = {

@@ -16,10 +16,10 @@ from rollpacker.report.page.packing import Texts
 from rollpacker.report.step_history import Outcome, StepHistory
 
 MAX_BARS = 40_000
-"""Most samples that the page shows as bars: a quarter in the first steps, half in the last, and the
-rest in the steps that took longest."""
+"""Maximum number of samples that the page shows as bars: a quarter in the first steps, half in the
+last, and the rest in the steps that took longest."""
 MAX_STEPS = 20_000
-"""Most steps that the page shows with their rounds and phases: of a longer run the last steps."""
+"""Maximum number of steps shown with their rounds and phases: the last ones of a longer run."""
 
 KINDS = tuple(str(kind) for kind in RoundKind)
 OUTCOMES = tuple(str(outcome) for outcome in Outcome)
