@@ -27,29 +27,29 @@ class CarriedTurns:
     def __init__(self, workload: Workload, mismatch: float, responses: Responses) -> None:
         assert workload.trajectories is not None
         self.verified = Verified()
-        """Counts of tokens of earlier launches that newer weights verified, without tokens of
-        environments' answers."""
+        """Counts of the policy's tokens, kept from earlier launches, that newer weights
+        verified."""
         self.same: dict[int, int] = {}
-        """Number of tokens, by key of a launched sample, that come out as in its earlier launch."""
+        """By a sample's key: how many tokens of its earlier launch come out the same now."""
         self._workload, self._mismatch, self._responses = workload, mismatch, responses
         self._trajectories = workload.trajectories
         self._left: dict[tuple[PromptId, int], tuple[int, int]] = {}
-        """By prompt and index of a sample put off to a later round: the number of tokens that it
-        had, and the version of the weights that generated these tokens."""
+        """Mapping from (prompt, sample index), for samples put off to a later round, to the number
+        of tokens generated so far and the version of the weights that generated them."""
         self._version = 0
-        """Version of the weights that the current launches generate with."""
+        """Version of the weights that generate the samples launched last."""
 
     @classmethod
     def of(cls, machine: Machine, workload: Workload, responses: Responses) -> CarriedTurns | None:
-        """The port for a run; None if no tokens are kept, or if samples take no turns."""
+        """Make the port for a run. None: no tokens of deferred trajectories are kept."""
         return cls(workload, machine.mismatch, responses) if machine.carries_turns else None
 
     def routes(self) -> Routes:
         return {Defer: self._defer}
 
     def launch(self, keys: Iterable[int], version: int) -> None:
-        """Begin the trajectories with these keys under weights of this version: draw how many of
-        the tokens that each had in an earlier launch come out the same, and keep it in `same`."""
+        """Begin these trajectories under weights of this version: draw how many tokens of each
+        one's earlier launch come out the same, and store the number in `same`."""
         samples, noises, self._version = self._responses.samples, self._responses.noises, version
         for key in keys:
             self.same[key] = self.take_up(samples[key], noises[key], version)
@@ -63,11 +63,13 @@ class CarriedTurns:
                 self.keep(responses.noises[key], tokens, self._version)
 
     def keep(self, noise: SampleId, tokens: int, version: int) -> None:
-        """Remember that a sample whose prompt is put off had `tokens` tokens of these weights."""
+        """Remember a sample of a deferred prompt: its number of tokens, and these weights'
+        version."""
         self._left[noise.prompt, noise.index] = tokens, version
 
     def take_up(self, sample: SampleId, noise: SampleId, version: int) -> int:
-        """Number of tokens of a launched sample that come out as in its earlier launch, if any."""
+        """How many tokens of the sample's earlier launch come out the same under weights of this
+        version; 0 without an earlier launch. `noise` is the id of its random numbers."""
         tokens, drawn_by = self._left.pop((noise.prompt, noise.index), (0, version))
         drawn = self._drawn(noise, tokens) if tokens else 0
         if not drawn:
@@ -90,8 +92,8 @@ class CarriedTurns:
         return drawn
 
     def _place(self, noise: SampleId, drawn: int) -> int:
-        """Tokens of the trajectory, those of environments' answers included, that stand before the
-        policy's own token number `drawn`, counted from 0."""
+        """Number of tokens of the trajectory, environments' answers included, that stand before the
+        policy's token number `drawn` (counted from 0)."""
         place = 0
         for turn in self._trajectories.turns(noise):
             if drawn < turn.tokens:

@@ -20,7 +20,7 @@ class Cluster:
     gpu: str | GpuSpec
     """Name of a GPU preset, or the numbers of a datasheet."""
     gpus: int
-    """Number of GPUs of the cluster: at most one node, or several whole nodes."""
+    """Number of GPUs of the cluster, which must fit in one node or fill several whole nodes."""
     gpus_per_node: int = 8
     """Number of GPUs of a node, in which an engine or a trainer's tensor-parallel group stays."""
     train_gpu: str | GpuSpec | None = None
@@ -62,7 +62,7 @@ class Cluster:
 
     @property
     def is_apart(self) -> bool:
-        """Whether the trainer has devices of its own."""
+        """Whether the trainer has devices of its own, so that the engines keep theirs."""
         return self.train_gpu is not None or self.train_gpus is not None
 
     @property
@@ -80,7 +80,7 @@ class Cluster:
 
 def check_training_memory(params: float, cluster: Cluster) -> None:
     """Raises `ValueError` if the trainer's GPUs together cannot hold the weights, gradients and
-    optimizer state of `params` parameters; activations are not counted."""
+    optimizer state of a model with `params` parameters; activations are not counted."""
     gpus, gpus_per_node = cluster.trainer_gpus, cluster.gpus_per_node
     key = "train_gpus" if cluster.is_apart else "gpus"
     gpu_gb = cluster.trainer_gpu_spec.memory_gb
