@@ -1,4 +1,4 @@
-"""A run in virtual time: the bus of a real run, with ports that know only how long things take.
+"""A simulated run: the bus of a real run, with ports that know only how long things take.
 
       ports/rollout    ports/rewards    ports/training    simulation      responses
         Launch, Abort,   Score,           StartGradients,   FetchPrompts    Defer
@@ -6,7 +6,7 @@
         Replace, Release                  SyncWeights, Commit
            |  finishes      |  verdicts       |  Trained, ...   |  prompts
            v                v                 v                 v
-        +--------- clock: what comes next, ties in the order of saying ---------+
+        +------- clock: earliest event first, ties in order of scheduling ------+
         |          (sim/unkind: what goes wrong on the way, if anything)        |
         +----> bus.take(event): job.handle(event), each command at its port ----+
 

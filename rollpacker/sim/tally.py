@@ -3,12 +3,12 @@
     committed     launch       engines empty   (launch ...)    train on   trained   committed
         |--- sync ---|---- rollout ---|-- reward wait --|--- ... ---|-- train --|--- sync ---|
 
-A test holds that the steps are those of the history of the event log. They are counted here all the
-same: a simulation that keeps the history as well takes 1.4 times as long
+The steps equal those that the event log's history gives, which a test checks. They are counted here
+all the same, since a simulation that keeps the history as well takes 1.4 times as long
 (`benchmarks/sim_speed.py --history`).
 
-A step that is filled up (dynamic sampling) has several rollouts. A step without anything to train
-on is no step here: its time belongs to the next one.
+A step that dynamic sampling fills up has several rollouts. A step that trains on nothing is not
+counted: its time belongs to the next step.
 """
 
 from __future__ import annotations
