@@ -1,4 +1,4 @@
-"""Faults of a simulated run: failures, late finishes, lost verdicts, slow checks, hung environments.
+"""Faults of simulated runs: failures, late finishes, lost verdicts, slow checks, hung environments.
 
     bus --command--> Unkind --> the port that obeys it
     bus <--event---- Unkind.answer <-- what that port says
