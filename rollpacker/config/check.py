@@ -83,7 +83,7 @@ class Checker:
     def __init__(self, raw: Mapping[Path_, str]) -> None:
         self.problems: list[tuple[Path_, str]] = []
         self._root: type = object
-        """Schema of the whole config."""
+        """Schema (dataclass) of the whole config."""
         self.names_trl = False
         """Whether one of the problems found is a key of TRL's."""
         self._raw = raw

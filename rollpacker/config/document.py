@@ -171,7 +171,7 @@ def _parse(text: str, where: str, *, in_value: bool = False) -> tuple[Any, dict[
 
 
 class _Walk:
-    """Checks every node of a YAML document, aliases expanded, before anything is built of it."""
+    """Checks all nodes of a YAML document, aliases expanded, before any value is made of them."""
 
     def __init__(self, where: str, lines: dict[Path_, int], in_value: bool) -> None:
         self._where = where

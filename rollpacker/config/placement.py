@@ -53,7 +53,7 @@ class TrainPlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgePlacement:
-    """Devices left free for the server of a judge's model, which the run asks and does not start
+    """Devices left free for the server of a judge model, which the run calls and does not start
     (`placement.judge.*`)."""
 
     devices: int | str = 1

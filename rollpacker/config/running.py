@@ -1,5 +1,4 @@
-"""Configuration that belongs to no single part: the order of checks, evaluation, checkpoints, and
-deadlines."""
+"""Configuration that belongs to no single part: checks, evaluation, checkpoints, and deadlines."""
 
 from __future__ import annotations
 

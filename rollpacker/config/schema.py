@@ -1,8 +1,6 @@
-"""The whole configuration of a run: `RunConfig`. The class of a part stands beside the code of that
-part.
-
-Every default is on its field and nowhere else. Units are in the names. Frozen once loaded.
-"""
+"""The whole configuration of a run: `RunConfig`. The class of each section stands beside the code
+that uses it. Every default is on its field and nowhere else, units are in the names, and a loaded
+config is frozen."""
 
 from __future__ import annotations
 
@@ -56,7 +54,7 @@ class RunConfig:
     """Everything that a run depends on; saved in the run's folder with all defaults filled in."""
 
     name: str
-    """Name of the run; its folder is `runs_dir/name`."""
+    """Name of the run, whose folder is `runs_dir/name`."""
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig
@@ -69,8 +67,7 @@ class RunConfig:
     seed: int = 0
     runs_dir: str = "runs"
     runtime: Literal["local", "ray"] = "local"
-    """Where the run's processes are started. local: on this machine alone. ray: on a cluster of
-    hosts."""
+    """Where the run's processes start. local: on this machine alone. ray: on a cluster of hosts."""
     placement: PlacementConfig | None = None
     rewards_hosts: RewardHostsConfig | None = None
     reward_scheduler: RewardSchedulerConfig = field(default_factory=RewardSchedulerConfig)

@@ -1,10 +1,11 @@
 """Tokens that trajectories of deferred prompts (put off to a later round) had generated, and how
 many of these tokens the next launch of the trajectory can keep.
 
-A message that was drawn before is not decoded again: an engine takes its tokens in, in one pass,
-and keeps those before the first that comes out differently (`carry.mismatch`, for each token drawn
-and each update). The environment is asked anew, with all its seconds. What follows a token that
-comes out differently is decoded; it has the lengths that it had, an approximation.
+A message that was generated before is not decoded again: an engine reads its tokens in one pass,
+and keeps those before the first that comes out differently (with chance `carry.mismatch` for each
+token and weight update). The environment is asked anew, which takes all its seconds again. Tokens
+after the first that differs are decoded; as an approximation, messages and answers keep their
+lengths.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from rollpacker.sim.workload import Workload
 
 
 class CarriedTurns:
-    """The port that obeys `Defer` (put a prompt off to a later round) where trajectories keep their
-    tokens. Tokens are counted after the prompt, those of environments' answers included."""
+    """Handles the core's command `Defer` (put prompts off to a later round) where trajectories keep
+    their tokens. Tokens are counted after the prompt and include environments' answers."""
 
     def __init__(self, workload: Workload, mismatch: float, responses: Responses) -> None:
         assert workload.trajectories is not None

@@ -1,9 +1,8 @@
-"""The clock of a simulation: which event comes next, and when that is.
+"""The clock of a simulation: it holds the events to come and says which is next, and when.
 
-    at once     events of the present moment, in the order in which they were scheduled
-    the heap    all later events; equal times in the order in which they were scheduled
-
-Time stands still while an event is handled and jumps to the next one after that.
+Events of the present moment come first, in the order in which they were scheduled. All later events
+are in a heap by time; those of equal time come in the order in which they were scheduled. Time
+stands still while an event is handled, and then jumps to the next event.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from rollpacker.core.events import Event
 
 
 class Moving(Protocol):
-    """Something whose next event may change its time while awaited, such as an engine."""
+    """Something, such as an engine, whose next event may move to another time while awaited."""
 
     @property
     def next_finish(self) -> float:

@@ -47,8 +47,8 @@ class Drafts:
         return tokens
 
     def speedup(self, num_running: int) -> float:
-        """How many times faster decoding is with `num_running` sequences. At least 1: where guesses
-        would slow decoding down, no tokens are guessed."""
+        """Factor by which decoding is faster with `num_running` sequences. At least 1: where
+        guesses would slow decoding down, no tokens are guessed."""
         if not num_running:
             return 1.0
         return max(1.0, self.tokens_per_step(num_running) / (1 + self.overhead))

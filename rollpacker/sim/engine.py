@@ -31,7 +31,7 @@ class Request(NamedTuple):
     """A response to generate. `submit` also accepts a plain tuple of the three fields."""
 
     key: int
-    """A number that the caller chose for the request. No other request in the engine has it."""
+    """Number by which the caller names the request. No other request in the engine has the same."""
     length: int
     """Tokens of the whole response, which the caller of a simulated engine knows beforehand."""
     done_tokens: int = 0
@@ -89,7 +89,7 @@ class TokenClockEngine:
         self._entries: list[Entry] = []
         """Sorted entries of the running sequences, and of some sequences that have left."""
         self._births = 0
-        """Sum over the running sequences of the step number at which the sequence had no token yet.
+        """Sum, over running sequences, of the step number at which the sequence had no token yet.
         The tokens in the cache follow from this sum and the clock."""
         self._simple = True
         """Whether the KV cache can neither overflow nor make a step longer, even when every

@@ -28,7 +28,7 @@ class GivenConstants:
     """Names of two language models: the one whose constants the scenario's file gives, and the one
     that overrides put in its place. None: it is the same model."""
     gpu: tuple[str, str] | None
-    """Names of the file's GPU and of the overrides' GPU. None: they are the same."""
+    """Names of the file's GPU and of the one that overrides set. None: it is the same GPU."""
 
     @property
     def resets(self) -> list[str]:

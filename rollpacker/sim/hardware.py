@@ -16,7 +16,7 @@ DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The sizes of a dense decoder model that its time and memory depend on."""
+    """The sizes of a dense decoder-only language model on which its time and memory depend."""
 
     layers: int
     """Number of transformer blocks (layers)."""

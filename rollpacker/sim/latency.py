@@ -76,7 +76,7 @@ class StepCost:
 
 
 class LatencyModel(Protocol):
-    """Times and limits of a machine, as the simulator needs them. All times are in seconds."""
+    """What the simulator asks of a machine: times in seconds, and limits."""
 
     @property
     def train_fixed_s(self) -> float:
@@ -122,8 +122,8 @@ _STEPS = f"{_PAPER}, Fig. 4, 9, 10, 11 and 13 and Table 2, all at once"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Every constant of the machine that no datasheet gives, most of them fitted. `constants()`
-    lists them with unit and source."""
+    """Constants of a machine that no datasheet gives, most of them fitted. `constants()` lists each
+    with its unit and source."""
 
     launch_layer_s: float = _fitted(0.273e-3, "s per layer", _STEPS)
     """Host seconds to launch one layer's kernels, which are the least that the layer takes in a
@@ -317,7 +317,7 @@ class MeasuredModel:
         return self.step
 
     def kv_tokens(self, tensor_parallel: int) -> int | None:
-        """None: the cache of a measured machine is never a limit."""
+        """Returns None: the KV cache of a measured machine is never a limit."""
         return None
 
     def prefill_s(self, num_samples: int, tensor_parallel: int) -> float:

@@ -1,4 +1,4 @@
-"""The machine that a run is simulated on."""
+"""The machine (devices, their speed, and delays) that a run is simulated on."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class Machine:
     checks: RecordedChecks | None = None
     """Checks recorded in a run, used instead of drawn ones. None: the workload draws checks."""
     keep_rows: bool = True
-    """Whether engines keep a sample in their cache while its environment answers."""
+    """Whether engines keep a sample in their KV cache while its environment answers."""
     carries_turns: bool = False
-    """Whether trajectories of prompts put off to a later round keep their tokens."""
+    """Whether trajectories of prompts put off to a later round keep the tokens generated so far."""
     mismatch: float = 0.0
     """Chance, per weight update, that a token kept from an earlier launch comes out differently."""
 

@@ -163,7 +163,7 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScenarioEvaluate:
-    """An `Evaluate` that simulates a scenario."""
+    """Simulates a scenario with a candidate's changes; an `Evaluate`."""
 
     scenario: Scenario
 

@@ -286,7 +286,7 @@ class Plan:
         )
 
     def to_plain(self) -> dict[str, Any]:
-        """The plan as `rollpacker plan --json` prints it."""
+        """The plan as plain values, as `rollpacker plan --json` prints it."""
         prices = self.base.prices
         return {
             "current": self._plain(self.current),

@@ -34,7 +34,7 @@ class PoolPrices:
         return self.rollout_per_h + self.train_per_h
 
     def to_plain(self) -> dict[str, float]:
-        """The prices as `rollpacker plan --json` prints them."""
+        """The prices as plain values, as `rollpacker plan --json` prints them."""
         return {"rollout_per_h": self.rollout_per_h, "train_per_h": self.train_per_h}
 
     def busy_s(self, step: StepResult) -> float:

@@ -111,7 +111,7 @@ class SystemResult:
         return self.trained_length_mean / self.own_length_mean - 1
 
     def to_plain(self) -> dict[str, Any]:
-        """The result as `rollpacker simulate --json` prints it."""
+        """The result as plain values, as `rollpacker simulate --json` prints it."""
         mean = self.mean
         return {
             "steps": [

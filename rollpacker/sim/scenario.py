@@ -1,8 +1,6 @@
 """A scenario is what is simulated: a model on a cluster, its workload, and the system that runs it.
-
-A scenario is a YAML file, checked like a run's config. `system` names a preset of the switches
-(`presets.SYSTEMS`); what the file or an override says of a switch wins over the preset.
-"""
+A scenario is a YAML file, checked like a run's config. `system` names a preset for some sections
+(the switches); values that the file or an override sets there win over the preset."""
 
 from __future__ import annotations
 
@@ -114,7 +112,7 @@ class ParallelismSwitch:
     """The planner of the engines' tensor-parallel degree (`parallelism_planner.*`)."""
 
     enabled: bool = True
-    """Whether the planner may change the degree. False: every round has the degree of
+    """Whether the planner may change the degree between rounds. False: it stays
     `rollout.tensor_parallel`."""
     resize_s: float = 0.0
     """Seconds until engines with a new tensor-parallel degree have started."""

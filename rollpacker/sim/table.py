@@ -17,8 +17,8 @@ from rollpacker.sim.result import (
 )
 
 Results = Mapping[str, SystemResult]
-"""Mapping from a system's name to its result, in the order of the tables. Every system is compared
-with the first."""
+"""Mapping from a system's name to its result, in the order of tables. Systems are compared with the
+first."""
 
 STAGES = {
     "rollout": "rollout_s",

@@ -27,7 +27,7 @@ from rollpacker.sim.workload import Workload
 
 
 class Tally:
-    """Counts steps and idle time by calls of the ports, in the order of time."""
+    """Counts steps and idle time, by calls from the simulated parts in the order of time."""
 
     def __init__(self, gpus: int, workload: Workload, train_gpus: int = 0) -> None:
         """`train_gpus`: number of devices that only train, while the `gpus` only generate. 0: the

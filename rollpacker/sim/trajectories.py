@@ -34,7 +34,7 @@ class Turn(NamedTuple):
 
 
 AtRank = Callable[[Mapping[float, float], SampleId, int, int], NDArray[np.floating[Any]]]
-"""Type of `Workload.at_rank`, which draws numbers for a sample from a law by quantiles."""
+"""Type of `Workload.at_rank`, which draws values for a sample from a law given by quantiles."""
 Message = Callable[[SampleId, int], int]
 """Type of `Workload.message`, which returns the tokens of a sample's message in a turn."""
 

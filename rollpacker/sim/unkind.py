@@ -66,8 +66,8 @@ class UnkindConfig:
 
 
 class Unkind:
-    """A port around the ports that launch samples, judge them and give environments' answers. It
-    turns some of their events into faults."""
+    """Stands between the core and the simulated engines, rewards and environments, and turns some
+    of their events into faults."""
 
     def __init__(self, config: UnkindConfig, *ports: Port, seed: int = 0) -> None:
         self.config = config

@@ -26,7 +26,7 @@ class LengthLaw:
     and `trace`."""
 
     preset: str | None = None
-    """Name of a length law that comes with the package."""
+    """Name of a length law that comes with the package. None: `quantiles` or `trace` is set."""
     quantiles: Mapping[float, int] | None = None
     """Mapping from quantile to tokens of a response. The logarithm is linear between quantiles,
     falls to one token below the lowest and is constant above. An override sets the whole
@@ -39,11 +39,11 @@ class LengthLaw:
     """Correlation of the normal scores of two responses to one prompt: at 0 a length is all luck,
     at 1 the prompt decides it. None: as fitted for a preset; without a preset 0.05."""
     hard_prompts: float | None = None
-    """Share of the prompts that are hard: some of their responses run to the cap whatever the law
-    says. None: as fitted for a preset; without a preset 0."""
+    """Share of prompts that are hard: some responses to them run to the cap of tokens whatever the
+    law says. None: as fitted for a preset; without a preset 0."""
     hard_prompt_cap_probability: float | None = None
-    """Probability that a response to a hard prompt runs to the cap. None: as fitted for a preset;
-    without a preset 0.15."""
+    """Probability that a response to a hard prompt runs to the cap of tokens. None: as fitted for a
+    preset; without a preset 0.15."""
 
     def __post_init__(self) -> None:
         given = [n for n in ("preset", "quantiles", "trace") if getattr(self, n) is not None]
@@ -75,8 +75,8 @@ class LengthLaw:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardStage:
-    """The prompts that are checked in one way (`rewards.N.*`). A field that is not set comes from
-    the kind (`presets.REWARD_KINDS`)."""
+    """The prompts that are checked in one way (`rewards.N.*`). Fields that are not set have the
+    defaults of the `kind` (`presets.REWARD_KINDS`)."""
 
     kind: Literal["math", "code", "judge", "none"]
     """Kind of check, which gives the defaults of the fields below. none: verdicts take no time."""

@@ -28,7 +28,7 @@ class _Answer:
 
 
 class Environments:
-    """The port that obeys `Act`, `CancelAct` and `Conclude`: it gives the environments' answers."""
+    """Carries out the commands `Act`, `CancelAct` and `Conclude`: gives environments' answers."""
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ that end in the same decode step share a call."""
 
 
 class RecordedRewards(Rewards):
-    """The port that obeys `Score` and `CancelScore` by giving verdicts that a run recorded."""
+    """Carries out the commands `Score` and `CancelScore` with verdicts that a run recorded."""
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ _NO_PARTS: Mapping[str, float | None] = {}
 
 
 class Rewards:
-    """The port that obeys `Score` and `CancelScore`: it gives the verdicts on responses."""
+    """Carries out the commands `Score` and `CancelScore`: gives verdicts on responses."""
 
     def __init__(
         self,

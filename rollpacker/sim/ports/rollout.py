@@ -1,4 +1,4 @@
-"""The port of the simulated engines, with a list of engines for each tensor-parallel degree."""
+"""The simulated engines: a list of engines for each degree of tensor parallelism."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Lane:
 
 
 class Rollout:
-    """The port that obeys `Launch`, `Abort`, `Release` and all other commands to engines."""
+    """Carries out the core's commands to engines, such as `Launch`, `Abort` and `Release`."""
 
     def __init__(
         self,

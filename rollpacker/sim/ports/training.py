@@ -48,7 +48,7 @@ class GradientWork:
 
 
 class Training:
-    """The port that obeys `StartGradients`, `TrainOn`, `SyncWeights` and `Commit`."""
+    """Carries out the commands `StartGradients`, `TrainOn`, `SyncWeights` and `Commit`."""
 
     def __init__(
         self,

@@ -55,7 +55,7 @@ class Turns:
         return cls(trajectories, responses, keep_rows=machine.keep_rows, carried=carried)
 
     def clear(self) -> None:
-        """Forget all trajectories, since another round begins."""
+        """Forget all trajectories, since another round of generation begins."""
         self._ended.clear()
         self._homes.clear()
         self._starts.clear()
