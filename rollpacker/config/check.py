@@ -44,7 +44,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def allowed(kind: Any) -> str:
-    """Words, for messages, for the values that a type allows, such as `a number or null`."""
+    """Words, used in messages, for the values that a type allows, such as `a number or null`."""
     parts = members(kind)
     choices = [c for m in parts if get_origin(m) is Literal for c in get_args(m)]
     words = [_WORDS.get(m) or _container_words(m) for m in parts if get_origin(m) is not Literal]

@@ -79,7 +79,8 @@ class PlacementConfig:
     colocate: tuple[RoleName, ...] = ()
     """Roles (rollout, train, judge) that share devices in turn. Other roles share no device."""
     across_hosts: tuple[RoleName, ...] = ()
-    """Roles of which one engine or one replica may have devices on several hosts."""
+    """Roles (rollout, train, judge) of which one engine or replica may have devices on several
+    hosts."""
 
     def __post_init__(self) -> None:
         for name in ("colocate", "across_hosts"):

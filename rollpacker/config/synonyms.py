@@ -49,12 +49,12 @@ class Synonym:
 
     @property
     def value(self) -> str:
-        """Pattern of the other framework's values that the line is for. Empty: all values."""
+        """Pattern of the other framework's values that the line holds for. Empty: all values."""
         return self.theirs.partition("=")[2]
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Our keys of the line, without values."""
+        """Our keys in this line of `synonyms.yaml`, without values."""
         return tuple(one.partition("=")[0] for one in self.ours)
 
 
@@ -136,15 +136,16 @@ def _best(parts: list[str], known: Collection[str], value: Any) -> list[Synonym]
 
 
 def _is_for(one: Synonym, value: Any) -> bool:
-    """Whether the line is only for this value; a list with one item counts as the item."""
+    """Whether this line of `synonyms.yaml` is only for this value; a list of one item counts as
+    it."""
     if isinstance(value, list) and len(value) == 1:
         (value,) = value
     return bool(one.value) and fnmatch.fnmatchcase(str(value).lower(), one.value)
 
 
 def _applies(one: Synonym, known: Collection[str]) -> bool:
-    """Whether the line's hint fits this config. In a config without an optimizer step, such as a
-    simulation's, other frameworks' keys mean nothing."""
+    """Whether this line of `synonyms.yaml` fits a config with the keys `known`. In a config without
+    an optimizer step, such as a simulation's, other frameworks' keys mean nothing."""
     return "algorithm.name" in known and all(key in known for key in one.keys)
 
 

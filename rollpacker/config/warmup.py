@@ -22,7 +22,7 @@ class WarmupConfig:
     """Architecture to make random weights of to start from: `model_type` and the fields of its
     transformers config. None: `model` is set instead."""
     alphabet: str | None = None
-    """Characters that are the built tokenizer's tokens. None: `model` has a tokenizer."""
+    """Characters that are the tokens of a tokenizer to build. None: `model` has a tokenizer."""
     markers: tuple[str, ...] = ()
     """Longer texts that are also single tokens of the built tokenizer, such as the marks of
     `chat_template`."""

@@ -19,7 +19,7 @@ class Limits:
     capacity: int
     """Most tokens that the KV cache can hold, prompts included."""
     admission: int
-    """Most tokens in the KV cache with which one more request is admitted beside others."""
+    """Most tokens that the KV cache may have for one more request to be admitted beside others."""
     simple: int
     """Tokens in the KV cache up to which it neither overflows nor makes a decode step longer."""
     max_running: int

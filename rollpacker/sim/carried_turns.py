@@ -42,7 +42,7 @@ class CarriedTurns:
 
     @classmethod
     def of(cls, machine: Machine, workload: Workload, responses: Responses) -> CarriedTurns | None:
-        """Make the port for a run. None: no tokens of deferred trajectories are kept."""
+        """Make the object for a run. None: no tokens of deferred trajectories are kept."""
         return cls(workload, machine.mismatch, responses) if machine.carries_turns else None
 
     def routes(self) -> Routes:
@@ -64,7 +64,7 @@ class CarriedTurns:
                 self.keep(responses.noises[key], tokens, self._version)
 
     def keep(self, noise: SampleId, tokens: int, version: int) -> None:
-        """Remember a sample of a deferred prompt: its number of tokens, and these weights'
+        """Remember how many tokens a sample of a deferred prompt had, and of which weights'
         version."""
         self._left[noise.prompt, noise.index] = tokens, version
 

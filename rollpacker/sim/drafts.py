@@ -13,7 +13,8 @@ from rollpacker.sim.scenario_checks import at_least_one, check_known
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafts:
-    """How many tokens a decode step guesses, how often rightly (`rollout.drafts.*`)."""
+    """Number of tokens guessed in a decode step, and chance that a guess is right
+    (`rollout.drafts.*`)."""
 
     acceptance: float = 0.41
     """Chance that a guessed token is right. Published for long guesses (Seer, arXiv 2511.14617):

@@ -97,7 +97,7 @@ class TokenClockEngine:
         self._peak = 0
         """Tokens in the KV cache if every sequence in the engine had its full length at once."""
         self._direct = True
-        """Whether no sequence is preempted before `next_finish`."""
+        """Whether no sequence will be preempted before `next_finish`."""
         self._waiting: deque[tuple[int, int, int, float]] = deque()
         """Queue of requests that wait for admission or were preempted: (key, length, tokens
         generated so far, prefill seconds)."""
@@ -276,7 +276,7 @@ class TokenClockEngine:
     def _join(
         self, now: float, keys: Sequence[int], lengths: Sequence[int], done: Sequence[int]
     ) -> None:
-        """Let these requests run from the step on that the clock shows."""
+        """Let these requests run, beginning with the step that the clock shows."""
         clock = self._clock
         columns = zip(keys, lengths, done, strict=True)
         new = [(tokens - length - clock, key, length) for key, length, tokens in columns]
@@ -429,7 +429,6 @@ class TokenClockEngine:
         return (self._limits.capacity - self.cached_tokens) // len(self._running)
 
     def _step(self, steps: int) -> None:
-        """Move the clock on by `steps` decode steps of the sequences that run now."""
         self._start += self._times.seconds(steps, len(self._running), self.cached_tokens)
         self._reached = self._start
         self._clock += steps

@@ -26,7 +26,7 @@ OUR_PRESET = "rollpacker"
 OUTSIDE_STEPS = 20
 """Number of steps of a plan's best setting that are simulated to write this module's sentences."""
 LEAST = 0.005
-"""Share of a step that training beyond the measured tokens must take to be mentioned."""
+"""Share of a step's time that training beyond the measured tokens must take to be mentioned."""
 
 
 def outside_of_scenario(scenario: Scenario, *, step_s: float, whose: str, given: str = "") -> str:
@@ -179,7 +179,8 @@ def _beyond_the_run(model: RunModel, config: RunConfig, predicted: SystemResult)
 
 
 def _launched(config: RunConfig) -> tuple[int, int]:
-    """Number of prompts that a round of generation launches, and of samples of each."""
+    """Number of prompts that a round of generation launches, and number of samples of each
+    prompt."""
     prompts, samples = config.rollout.prompts_per_step, config.rollout.samples_per_prompt
     factors = config.tail_batching.factors
     if not config.tail_batching.enabled:

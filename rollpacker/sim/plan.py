@@ -76,16 +76,19 @@ class Budget:
     """How many settings, seeds and steps a search simulates."""
 
     fine: bool
-    """Whether the search tries more values of the factors of tail batching."""
+    """Whether the search tries more values of the factors of tail batching (how many more prompts
+    and samples a round launches than it needs)."""
     screen_steps: int
-    """Number of steps that each simulation of an idea alone, or of a candidate of the grid, has."""
+    """Number of steps of each simulation of an idea alone, or of a setting from the grid of
+    factors."""
     kept: int
-    """Most candidates that pass one stage of the search."""
+    """Most candidates (settings to compare) that pass one stage of the search."""
     second_steps: int
-    """Number of steps that each simulation of the better candidates and their neighbours has."""
+    """Number of steps of each simulation of the better candidates, and of settings close to
+    them."""
     finalists: int
     seeds: int
-    """Number of seeds that each finalist is simulated with."""
+    """Number of seeds with which each finalist (setting that the search has left) is simulated."""
     steps: int
     """Number of steps that each simulation of a finalist has; more if long rounds are rare."""
 
@@ -271,9 +274,10 @@ class _Search:
     def _finals(
         self, finalists: Sequence[Candidate], seeds: Sequence[int]
     ) -> tuple[Finding, Finding, list[Finding]]:
-        """Returns findings on fresh seeds: of the current settings, of the first finalist without
-        tail batching, and of the finalists, fastest first. Finalists are simulated in groups of
-        `Budget.finalists` until one keeps the bound on the length shift."""
+        """Returns findings (results of settings) on seeds that the search has not used: of the
+        current settings, of the first finalist without tail batching, and of the finalists, fastest
+        first. Finalists are simulated in groups of `Budget.finalists` until one keeps the bound on
+        the length shift."""
         num, steps = self._budget.finalists, self._budget.steps
         first = finalists[0] if finalists else Candidate()
         found = list[Finding]()
@@ -318,8 +322,9 @@ class _Search:
         )
 
     def _bound(self, now: Finding) -> Bound:
-        """The bound on the length shift. Without `max_shift`, as much shift is allowed as `now`,
-        the current settings simulated on the same seeds, has."""
+        """The bound on the length shift (mean trained length over the policy's own, minus 1).
+        Without `max_shift`, the shift of `now`, the current settings on the same seeds, is the
+        bound."""
         tail, most = self._base.tail_batching, self._max_shift
         if tail.debias != "none":
             return Bound(most=None, both_ways=self._base.order_only)
@@ -423,8 +428,9 @@ class _Simulations:
 
 
 def _together(alone: Sequence[tuple[Idea, float]], base: Base) -> Candidate:
-    """A candidate of all ideas that may help, but only the best of each slot. `alone` has each idea
-    with the share of a step's time that it saves alone, best first."""
+    """A candidate of all ideas that may help, but only the best of each slot (group of ideas that
+    exclude one another). `alone` has each idea with the share of a step's time that it saves alone,
+    best first."""
     best: dict[str, Idea] = {}
     for idea, saved in alone:
         if saved > -MAX_LOSS:

@@ -77,7 +77,8 @@ class Candidate:
         return sum(idea.slot != FACTORS for idea in self.ideas)
 
     def with_idea(self, idea: Idea) -> Candidate:
-        """The candidate with this idea instead of its idea of the same slot, if any."""
+        """The candidate with this idea, in place of its idea of the same slot (group of ideas that
+        exclude one another) if it has one."""
         kept = tuple(other for other in self.ideas if other.slot != idea.slot)
         return Candidate(ideas=(*kept, idea))
 
@@ -103,9 +104,11 @@ class Base:
     ideas: tuple[Idea, ...]
     """Ideas that the search tries, without those of the slot `FACTORS`."""
     oracle: Candidate | None = None
-    """Changes that make the system know all lengths, for comparison. None: not simulated."""
+    """Changes that make the system an oracle, which knows all lengths. None: it is not
+    simulated."""
     oracle_period: int = 1
-    """The oracle is simulated for a number of steps that is a multiple of this number."""
+    """The oracle (system that knows all lengths) is simulated for a multiple of this number of
+    steps."""
     seed: int = 0
     """First seed of the simulations; further seeds count on from this one."""
     mismatch: float = 0.0
@@ -284,7 +287,7 @@ def _is_possible(config: Scenario | RunConfig, idea: Idea) -> bool:
 
 def factors_idea(factors: tuple[float, float], *tiers: tuple[float, float]) -> Idea:
     """The idea to use tail batching with `factors`, a pair (prompt_factor, sample_factor), and with
-    further tiers of short rounds, each with its own such pair."""
+    further tiers (short rounds of prompts left over by earlier ones), each with such a pair."""
     return Idea(
         name="factors " + " then ".join(f"({p:g}, {s:g})" for p, s in (factors, *tiers)),
         slot=FACTORS,

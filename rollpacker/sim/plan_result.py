@@ -54,7 +54,8 @@ class Measure:
     step_s: float
     """Seconds of a step, as a long-run mean over steps."""
     shift: float
-    """Length shift: mean trained length over the policy's own, minus 1, as a long-run mean."""
+    """Length shift: mean length of trained responses divided by that of the policy's own responses,
+    minus 1, as a long-run mean."""
     kinds_s: Mapping[str, float]
     """Mapping from each kind of round to the mean of the compared seconds."""
     tokens: float
@@ -189,7 +190,7 @@ class Bound:
     most: float | None
     """Share by which trained responses may be shorter than the policy's own; None: any share."""
     both_ways: bool
-    """Whether trained responses may also be longer by no more than `most`."""
+    """Whether `most` also bounds by how much trained responses may be longer."""
 
     def keeps(self, shift: float, error: float = 0.0, slack: float = 0.0) -> bool:
         """Whether a length shift keeps the bound, or misses it by at most `slack`. First `error`,
@@ -225,9 +226,10 @@ class Plan:
     """The setting to use: `current` if no other that keeps the bound on lengths is clearly
     faster."""
     ranked: tuple[Finding, ...]
-    """The finalists that keep the bound on the length shift, fastest first."""
+    """The finalists that keep the bound on the length shift (trained lengths against the policy's
+    own), fastest first."""
     too_short: tuple[Finding, ...]
-    """The finalists that do not keep the bound on the length shift."""
+    """The finalists whose trained lengths are too far from the policy's own."""
     reasons: tuple[Reason, ...]
     """What each idea of the best setting contributes to it."""
     rejected: tuple[tuple[Idea, float], ...]

@@ -40,7 +40,8 @@ SYSTEMS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 
 _STREAM = SYSTEMS["rollpacker-published"]["stream_trainer"]
 RELEASE_WINDOW: list[float] = _STREAM["window"]
-"""Lowest and highest share of a round's samples that are finished when it releases devices."""
+"""Lowest and highest share of a round's samples that are finished when devices of engines are
+released to the trainer."""
 STREAMED_SHARE: float = _STREAM["max_share"]
 """Largest share of a step's samples whose gradients are computed during generation."""
 

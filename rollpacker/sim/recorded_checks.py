@@ -23,7 +23,7 @@ class RecordedChecks:
         self, by_row: Mapping[int, Sequence[Check]], calls: Calls | None, *, warm: bool = False
     ) -> None:
         """`by_row` maps a row of the data to its recorded checks. `calls` None: every check is a
-        call of its own. `warm`: the slower first calls are over and not simulated."""
+        call of its own. `warm`: the first calls, which are slower, are not simulated."""
         self.calls = None if calls is None else RecordedCalls(calls, warm=warm)
         self._by_row = {row: sorted(checks, key=_length) for row, checks in by_row.items()}
 
@@ -60,8 +60,8 @@ class RecordedCalls:
             is_alone: some if len(some) >= MIN_NEIGHBOURS else calls.recorded
             for is_alone, some in ((True, alone), (False, beside))
         }
-        """Recorded calls, by whether nothing was generated during the call. Both keys have all
-        recorded calls if there would be too few."""
+        """Recorded calls, by whether nothing was generated during the call. A key with too few
+        calls has all recorded calls instead."""
 
     def call_s(self, num_samples: int, luck: float, *, alone: bool) -> float:
         """Seconds of a call that checks `num_samples` samples, scaled from a recorded call of about

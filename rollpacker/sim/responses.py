@@ -30,7 +30,7 @@ from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 from rollpacker.sim.workload import Workload
 
 MAX_REDRAWS = 16
-"""Most times that a response's end is refused and drawn again, as in a real engine."""
+"""Most times that a response's end is refused, as too early or too late, and drawn again."""
 
 
 class Draw(msgspec.Struct, frozen=True, gc=False):
@@ -87,7 +87,8 @@ class Responses:
         self.kept: dict[int, int] = {}
         """Number of tokens that came out as in an earlier launch, by key of a verified response."""
         self.redraws: dict[int, int] = {}
-        """How often each response's end was refused and drawn again, by key. No entry: never."""
+        """How often each response's end was refused (see `next_redraw`), by key. No entry:
+        never."""
         self.keys: dict[SampleId, int] = {}
         self._bounds: dict[int, tuple[int, int]] = {}
         """`floor` and `ceiling` (see `Draw`), by key of a response that was put off before."""
@@ -154,8 +155,9 @@ class Responses:
         return sum([sum(lengths(group[0].prompt, 0)[: len(group)]) for group in groups])
 
     def next_redraw(self, key: int) -> bool:
-        """Called when the response of this key ends. If its end is refused, give it the length of
-        its next end and return True; return False if the end stands."""
+        """Called when the response of this key ends. If the end is refused, because its length is
+        not above `floor` or not within `ceiling` (see `Draw`), gives the response the length of its
+        next end and returns True; returns False if the end stands."""
         redraws = self.redraws_to_come.get(key)
         if not redraws:
             return False

@@ -40,8 +40,8 @@ class Tally:
         self._num_tail_trained = 0
         self._tokens_redrawn = self._own_tokens = 0
         self.step = OpenStep(began_s=0.0)
-        """The step that is not committed yet. A port that takes a response out of an engine adds
-        its tokens and preemptions here."""
+        """The step that is not committed yet. Whoever takes a response out of an engine adds the
+        response's tokens and preemptions here."""
 
     # -- what the ports tell -----------------------------------------------------------
 
@@ -159,7 +159,8 @@ class OpenStep:
         self.preemptions = 0
         self.tokens_generated = 0
         self.tokens_redrawn = 0
-        """Number of tokens generated for ends of responses which were then refused."""
+        """Number of tokens generated up to ends of responses that were then refused and drawn
+        again."""
         self.tokens_trained = 0
         self.num_trained = 0
         self.max_trained = 0

@@ -82,7 +82,8 @@ class Unkind:
         is awaited."""
 
     def routes(self) -> Routes:
-        """Routes to the ports inside, on which launches, checks and turns are noted."""
+        """Returns the routes of commands to the simulated parts; launches, checks and turns are
+        noted on the way."""
         routes = {kind: obey for port in self._ports for kind, obey in port.routes().items()}
         overheard: Mapping[type[Command], Callable[[Any], None]] = {
             Launch: self._on_launch,

@@ -47,7 +47,7 @@ MODELLED = (
 )
 """Keys of a run's config whose changes a simulation of the run can follow."""
 COLOCATED = ("train.colocate", "train.processes", "train.replicas")
-"""Further such keys, if engines and the trainer share devices."""
+"""Further keys whose changes a simulation can follow if engines and the trainer share devices."""
 SHORTEST_STEP_S = 1e-6
 NUM_AGAIN = 64
 """Number of response lengths that are drawn for every row of the data, beside its recorded ones."""
@@ -71,7 +71,7 @@ class WhatIf:
     config: RunConfig
     """The run's config, changed by the overrides."""
     scenario: Mapping[str, Any]
-    """The same config as plain values (dicts and lists)."""
+    """`config` as plain values (dicts and lists)."""
 
 
 @dataclass(frozen=True)

@@ -364,7 +364,8 @@ def _seconds_at(law: Mapping[float, float], ranks: FloatArray) -> FloatArray:
 
 
 def _policy(parts: Sequence[_Part]) -> tuple[float, float]:
-    """Mean and 95th percentile of response lengths over all stages, hard prompts included."""
+    """Mean and 95th percentile of response lengths over all stages, those of hard prompts (which
+    often run to the cap) included."""
     total = sum(part.stage.share for part in parts)
     lengths, weights = [], []
     for part in parts:

@@ -160,7 +160,8 @@ class Rollout:
         self._give(keys, command.engines or (0,) * len(keys), now)
 
     def _give(self, keys: Sequence[int], engines: Sequence[int], now: float) -> None:
-        """Submit each sample to its engine; `keys` and engine numbers stand in the same order."""
+        """Submit the sample of each key to the engine whose number has the same place in
+        `engines`."""
         by_engine = defaultdict[int, list[int]](list)
         for key, number in zip(keys, engines, strict=True):
             by_engine[number].append(key)
@@ -343,7 +344,7 @@ class Rollout:
             self._live(number, 0.0)
 
     def _live(self, number: int, after_s: float) -> None:
-        """Schedule when an engine is lost that is ready in `after_s` seconds."""
+        """Schedule the loss, if any, of an engine that will be ready in `after_s` seconds."""
         incarnation = self._incarnations[number]
         life_s = self.life_s(number, incarnation)
         if life_s < math.inf:
