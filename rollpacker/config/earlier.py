@@ -13,9 +13,9 @@ GONE = {
 
 
 def as_it_was(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns values for keys that a run's `config.yaml` lacks because they did not exist when it
-    was written, and whose default would now mean something else: text prompts without a system
-    prompt went through no chat template then."""
+    """Returns values of keys that did not exist when a run's `config.yaml` (`tree`) was written:
+    `chat` is False for data without a system prompt, whose text prompts went through no chat
+    template."""
     data = tree.get("data")
     if not isinstance(data, Mapping):
         return {}

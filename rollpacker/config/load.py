@@ -149,7 +149,7 @@ def _step(at: Any, part: str, path: list[str | int], override: str) -> str | int
 
 
 def _merged(below: Any, above: Any) -> Any:
-    """`above`, to which keys that only `below` has are added, also further down."""
+    """`above` with the keys that only `below` has, also in mappings inside."""
     if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
         return above
     added = {key: value for key, value in below.items() if key not in above}
@@ -225,7 +225,8 @@ def changes_since(old: Mapping[str, Any], config: object) -> list[tuple[str, obj
 
 
 def _completed(old: Any, config: Any) -> Any:
-    """`old` with defaults for keys that it lacks; `config` shows which schema each place has."""
+    """The plain config `old` with defaults for keys that it lacks; `config` is the present one,
+    whose dataclasses say which keys there are."""
     if dataclasses.is_dataclass(config) and isinstance(old, Mapping):
         found = dict(old)
         for field in dataclasses.fields(config):

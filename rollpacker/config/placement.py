@@ -22,9 +22,9 @@ class RolloutPlacement:
     """Which devices the engines have (`placement.rollout.*`)."""
 
     devices: int | str = "all"
-    """Devices of the engines. all: as many as are left by roles that take no turns with them. A
-    number: so many devices. Ranges over all hosts, such as `0-7` or `0-3,6`: the devices of these
-    numbers; a single device is `3-3`."""
+    """Devices of the engines. all: every device but those of roles that share none with the engines
+    (`placement.colocate`). A number: so many devices. Ranges over all hosts, such as `0-7` or
+    `0-3,6`: the devices of these numbers; a single device is `3-3`."""
     per_engine: int = 1
     """Number of devices of one engine, all on one host. More than one with vLLM only."""
     memory_gib: float | None = None

@@ -35,8 +35,8 @@ from rollpacker.trackers.tracker import TrackerConfig, TrackerName
 from rollpacker.trainer.trainer import ModelConfig, TrainConfig
 
 OF_RELEASES = ("kinds", "window", "every", "released_share", "min_new_share")
-"""Keys of `stream_trainer` that decide when devices leave a round early. They have no effect in a
-run whose engines and trainer have devices of their own from beginning to end."""
+"""Keys of `stream_trainer` that decide when engines give devices to the trainer during generation.
+They have no effect if engines and trainer have devices of their own throughout."""
 
 MAX_TRAINER_LOSSES = 3
 """Number of losses of trainer processes, with no committed step between them, that end the run."""
@@ -375,9 +375,9 @@ class RunConfig:
 
     @property
     def tail(self) -> TailBatchingConfig:
-        """The settings of tail batching, changed where an environment needs it: `complement` is
-        off, and no tokens are kept for later rounds where a template rewrites earlier turns, since
-        each turn then has a prompt of its own."""
+        """The settings of tail batching, changed for an environment: `complement` (which keeps
+        lengths of continued responses unbiased) is off, and no tokens are kept for later rounds
+        where a template rewrites earlier turns, since each turn then has a prompt of its own."""
         tail, environment = self.tail_batching, self.environment
         if environment is None:
             return tail

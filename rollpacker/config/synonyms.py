@@ -107,7 +107,7 @@ def said(found: Collection[Synonym]) -> str:
 
 def elsewhere(name: str, known: Collection[str]) -> str:
     """Returns the hint ` Here it is ...` for a key of ours in the wrong section; empty for too many
-    right places. Of a list's entries the hint names the first, if the key is nowhere else."""
+    right places. Keys of list entries (`a.0.b`) are named only if no other key has the name."""
     if name in known:
         return f" Here it is {name}"
     places = [key for key in known if key.rpartition(".")[2] == name]

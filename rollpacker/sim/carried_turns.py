@@ -22,8 +22,9 @@ from rollpacker.sim.workload import Workload
 
 
 class CarriedTurns:
-    """Handles the core's command `Defer` (put prompts off to a later round) where trajectories keep
-    their tokens. Tokens are counted after the prompt and include environments' answers."""
+    """Remembers the tokens of trajectories when the core puts their prompts off to a later round
+    (command `Defer`), so that the next launch can keep them. Tokens are counted after the prompt
+    and include environments' answers."""
 
     def __init__(self, workload: Workload, mismatch: float, responses: Responses) -> None:
         assert workload.trajectories is not None
@@ -31,7 +32,7 @@ class CarriedTurns:
         """Counts of the policy's tokens, kept from earlier launches, that newer weights
         verified."""
         self.same: dict[int, int] = {}
-        """By a sample's key: how many tokens of its earlier launch come out the same now."""
+        """By a sample's key: how many tokens come out the same as in its earlier launch."""
         self._workload, self._mismatch, self._responses = workload, mismatch, responses
         self._trajectories = workload.trajectories
         self._left: dict[tuple[PromptId, int], tuple[int, int]] = {}
@@ -64,8 +65,8 @@ class CarriedTurns:
                 self.keep(responses.noises[key], tokens, self._version)
 
     def keep(self, noise: SampleId, tokens: int, version: int) -> None:
-        """Remember how many tokens a sample of a deferred prompt had, and of which weights'
-        version."""
+        """Remember how many tokens a deferred prompt's sample had, and the version of the weights
+        that generated them. `noise` is the id of the sample's random numbers."""
         self._left[noise.prompt, noise.index] = tokens, version
 
     def take_up(self, sample: SampleId, noise: SampleId, version: int) -> int:
@@ -83,7 +84,8 @@ class CarriedTurns:
         return tokens if kept == drawn else self._place(noise, kept)
 
     def _drawn(self, noise: SampleId, tokens: int) -> int:
-        """Number of the policy's own tokens among the first `tokens` of the trajectory."""
+        """Number of tokens that the policy generated among the first `tokens` of the trajectory,
+        whose random numbers have the id `noise`; the rest are environments' answers."""
         drawn = 0
         for turn in self._trajectories.turns(noise):
             drawn += min(turn.tokens, tokens)

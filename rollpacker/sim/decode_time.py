@@ -23,7 +23,7 @@ UNLIMITED = 1 << 60
 class _Beyond(NamedTuple):
     """Times of decode steps that are bound by reading the KV cache, for one number of running
     sequences. With K tokens in the cache a step takes (empty_s + per_cached_token_s * K +
-    sequences_s) / speedup seconds."""
+    sequences_s) / speedup seconds, of which `sequences_s` are for sampling."""
 
     empty_s: float
     sequences_s: float
@@ -100,5 +100,5 @@ def _flat_tokens(cost: StepCost) -> int:
 
 @lru_cache(maxsize=64)
 def _tables(cost: StepCost) -> tuple[list[float], list[_Beyond]]:
-    """The lists `flat_s` and `_beyond`, still empty, which all engines of this cost share."""
+    """Two empty lists, for `flat_s` and `_beyond`, which all engines with this cost share."""
     return [], []

@@ -43,8 +43,8 @@ class _Totals:
     """Counts of one simulated engine since it was made."""
 
     tokens: int = 0
-    """Number of tokens of all sequences that were running and have left, minus the tokens that any
-    sequence had already when it began to run here."""
+    """Tokens of all sequences that ran here and have left, minus the tokens that any sequence,
+    running ones too, brought along when it began to run here."""
     num_preemptions: int = 0
     idle_s: float = 0.0
 
@@ -250,7 +250,8 @@ class TokenClockEngine:
         self._simple = self._simple or self._peak <= self._limits.simple
 
     def _has_room_for(self, num: int) -> bool:
-        """Whether `num` new requests, counted in `_peak`, can join without any preemption later."""
+        """Whether `num` new requests, whose full lengths `_peak` has already, can all run at once
+        and none will be preempted later."""
         fits = self._simple or self._peak <= self._limits.admission
         return fits and len(self._running) + num <= self._limits.max_running
 

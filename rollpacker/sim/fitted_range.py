@@ -24,15 +24,18 @@ FITTED_NUM_GPUS = (16, 128)
 FITTED_CAPS = (8 * 1024, 32 * 1024)
 OUR_PRESET = "rollpacker"
 OUTSIDE_STEPS = 20
-"""Number of steps of a plan's best setting that are simulated to write this module's sentences."""
+"""Number of steps of a plan's best setting that are simulated to see what of it the run
+did not measure."""
 LEAST = 0.005
-"""Share of a step's time that training beyond the measured tokens must take to be mentioned."""
+"""Tokens beyond the largest measured step are mentioned if training on them takes at least this
+share of a step's time."""
 
 
 def outside_of_scenario(scenario: Scenario, *, step_s: float, whose: str, given: str = "") -> str:
     """Returns sentences to print below a scenario's table: what lies outside of the fitted range,
-    and how much of the step of the system `whose`, of `step_s` seconds, comes from power laws.
-    `given` is a sentence on the file's constants (`GivenConstants.describe`), or empty."""
+    and how many of a step's `step_s` seconds come from power laws. `whose` names that step or its
+    system in the text. `given` is a sentence on the file's constants (`GivenConstants.describe`),
+    or empty."""
     places = [*_places(scenario)]
     if places:
         where = f"Outside of what the constants were fitted to ({FITTED}): {', '.join(places)}."

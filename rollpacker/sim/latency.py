@@ -1,6 +1,6 @@
 """Models of how long generation and training take on a machine: from datasheets and a few fitted
 constants, or from a measured run. Both kinds have the methods of `LatencyModel`, so the simulator
-does not know which it has. Rewards are not here: their pools belong to the scenario."""
+does not know which it has. Seconds and workers of rewards are not here but in the scenario."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class LatencyModel(Protocol):
         back."""
 
     def train_s(self, tokens: float, gpus: int) -> float:
-        """Seconds of a training step on `gpus` GPUs that depend on its number of `tokens`."""
+        """Seconds of a training step on `gpus` GPUs, as far as they depend on its `tokens`."""
 
 
 def _fitted(default: float, unit: str, fitted_to: str) -> Any:

@@ -1,4 +1,4 @@
-"""Sources of response lengths: a law over normal scores, or recorded lengths."""
+"""Sources of response lengths: laws (distributions) over normal scores, or recorded lengths."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SCORES = np.arange(-_MAX_SCORE, _MAX_SCORE + 1e-9, 1 / _STEPS_PER_UNIT)
 
 
 class Lengths(Protocol):
-    """Draws the lengths of responses to the prompts that one reward stage checks."""
+    """Draws lengths of responses to the prompts of one reward stage (one way to check answers)."""
 
     cap: int
     hard_prompts: float
@@ -53,7 +53,8 @@ class Lengths(Protocol):
         length. Hard prompts, whose responses often run to the cap, are left out."""
 
     def law(self) -> tuple[IntArray, FloatArray]:
-        """All possible lengths in tokens, and their probabilities, hard prompts left out."""
+        """All possible lengths in tokens, and their probabilities, without hard prompts, whose
+        responses often run to the cap."""
 
 
 class _TableLengths:

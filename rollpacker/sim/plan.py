@@ -1,17 +1,17 @@
 """The search for settings that make a step fast without training on shorter responses than allowed.
 
-Searched are ideas that can be switched on one by one (`plan_ideas.py`), and the factors by which a
-round launches more prompts and samples than it needs. There is one search, candidates x seeds:
+It tries ideas that can be switched on one by one (`plan_ideas.py`), and factors by which a round
+launches more prompts and samples than it needs, in stages that drop the slower candidates:
 
     each idea alone  ->  all ideas that may help together, with each factor of a grid  ->  the
         better candidates and their neighbours, in which a factor is moved  ->  neighbours that lack
         one idea, as long as they are no slower  ->  finalists on fresh seeds  ->  the best
         candidate's neighbours that lack one idea: what each idea is worth
 
-Two settings are always compared on the same seeds, so that they differ by their decisions alone and
-the uncertainty is that of the paired difference. What is compared is the *long-run* step time (on
-shared pools: `plan_shared.py`): the mean of each kind of round, weighted by that kind's share of
-rounds. This share is known exactly, while a dozen steps hold too many or too few long rounds.
+Candidates (settings) are compared on the same seeds, so that they differ by decisions alone and the
+uncertainty is that of the paired difference. What is compared is the *long-run* step time (or
+what a step costs, `plan_shared.py`): the mean of each kind of round, weighted by that kind's share
+of rounds. This share is known exactly, but a dozen steps hold too many or too few long rounds.
 """
 
 from __future__ import annotations
@@ -161,8 +161,8 @@ def compare(
     jobs: int = 1,
 ) -> list[Finding]:
     """Simulate these candidates on the same seeds (each added to the base's own seed) and return a
-    finding for each, with the seconds that it saves against the first. More than `steps` steps are
-    simulated where some kind of round would not occur otherwise."""
+    `Finding` (result) for each, compared with the first. More than `steps` steps are simulated
+    where some kind of round would not occur otherwise."""
     with workers(evaluate, jobs) as pool:
         simulations = _Simulations(base, evaluate, pool, lambda *of: None, 1)
         return simulations.compare(candidates, seeds, steps, "comparison")
@@ -291,8 +291,8 @@ class _Search:
         return now, untailed, sorted(found, key=lambda f: f.cost_s)
 
     def _keeps_at_ends(self, found: Finding, bound: Bound, seeds: Sequence[int]) -> bool:
-        """Whether the candidate keeps the bound on the length shift, also at the lowest and the
-        highest rate of `Base.mismatch_band`."""
+        """Whether the candidate keeps the bound on the length shift, also if the chance that a kept
+        token comes out differently is at either end of `Base.mismatch_band`."""
         ends = [
             Idea(f"mismatch {rate:g}", "mismatch", {"carry.mismatch": rate})
             for rate in self._base.mismatch_band
@@ -358,8 +358,8 @@ class _Simulations:
     def compare(
         self, candidates: Sequence[Candidate], seeds: Sequence[int], steps: int, stage: str
     ) -> list[Finding]:
-        """Simulate all candidates on the same seeds and return a finding for each, with the seconds
-        that it saves against the first."""
+        """Simulate all candidates on the same seeds and return a `Finding` (result) for each,
+        compared with the first."""
         base, prices = self.base, self.base.prices
         keys = [
             [(c.key, base.seed + seed, self._num_steps(c, steps)) for seed in seeds]
@@ -439,7 +439,8 @@ def _together(alone: Sequence[tuple[Idea, float]], base: Base) -> Candidate:
 
 
 def _with_ideas_of_the_first(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Each candidate with its own factors and the other ideas of the first, without repetitions."""
+    """The candidates with the first one's ideas, except that each keeps its own factors of tail
+    batching. Candidates that are then equal come once."""
     found: dict[str, Candidate] = {}
     for candidate in candidates:
         own = [idea for idea in candidate.ideas if idea.slot == FACTORS]

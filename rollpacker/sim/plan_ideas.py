@@ -73,7 +73,7 @@ class Candidate:
 
     @property
     def num_switches(self) -> int:
-        """Number of the candidate's ideas, without the one in the slot `FACTORS`."""
+        """Number of the candidate's ideas, the one on factors of tail batching not counted."""
         return sum(idea.slot != FACTORS for idea in self.ideas)
 
     def with_idea(self, idea: Idea) -> Candidate:
@@ -102,7 +102,7 @@ class Base:
     tail_batching: TailBatchingConfig
     """The current settings of tail batching."""
     ideas: tuple[Idea, ...]
-    """Ideas that the search tries, without those of the slot `FACTORS`."""
+    """Ideas that the search tries, besides those on the factors of tail batching."""
     oracle: Candidate | None = None
     """Changes that make the system an oracle, which knows all lengths. None: it is not
     simulated."""
@@ -340,8 +340,9 @@ OFF = Idea(
 
 
 def factor_grid(base: Base, *, fine: bool) -> list[Idea]:
-    """Ideas of the slot `FACTORS` to try: factors of one and of two tiers, or, where only the order
-    of training may change, pools and queues; at last no tail batching. `fine`: try more of them."""
+    """Ideas on tail batching to try, the last of which turns it off. They set factors of one or two
+    short rounds or, where only the order of training may change, a prompt factor and where deferred
+    prompts wait. `fine`: try more of them."""
     return [*(_order_grid if base.order_only else _published_grid)(base, fine), OFF]
 
 
@@ -423,8 +424,8 @@ STREAMING = "stream_trainer."
 
 
 def on_shared_pools(base: Base, prices: PoolPrices) -> Base:
-    """The base, changed so that settings are compared by the cost of shared pools. Ideas that train
-    during generation are left out, since no job holds both pools at once."""
+    """The base, changed so that settings are compared by what they cost on pools of devices shared
+    by jobs. Ideas that train during generation are left out: no job holds devices of both kinds."""
     ideas = tuple(
         idea for idea in base.ideas if not any(key.startswith(STREAMING) for key in idea.changes)
     )

@@ -49,15 +49,15 @@ class Measure:
     """The numbers of one simulation by which settings are compared."""
 
     cost_s: float
-    """The seconds that settings are compared by, as a long-run mean: `total_s` of a step, or
-    `busy_s` on shared pools."""
+    """The seconds that settings are compared by, as a long-run mean: those of a whole step, or on
+    shared pools those of holding all nodes that cost as much as a step (`PoolPrices.busy_s`)."""
     step_s: float
     """Seconds of a step, as a long-run mean over steps."""
     shift: float
     """Length shift: mean length of trained responses divided by that of the policy's own responses,
     minus 1, as a long-run mean."""
     kinds_s: Mapping[str, float]
-    """Mapping from each kind of round to the mean of the compared seconds."""
+    """Mapping from a kind of round to the mean, over its steps, of the seconds behind `cost_s`."""
     tokens: float
     """Number of response tokens that a step trains on, as a long-run mean."""
 
@@ -277,8 +277,8 @@ class Plan:
 
     @property
     def given_up(self) -> str | None:
-        """A sentence on what is lost by turning `tail_batching.complement` off, if the best setting
-        does so; else None."""
+        """A sentence on what the best setting loses by turning off `tail_batching.complement` (it
+        keeps lengths of continued responses unbiased). None: it does not turn that off."""
         if self.best.candidate.changes.get("tail_batching.complement") is not False:
             return None
         return (

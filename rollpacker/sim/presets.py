@@ -49,17 +49,17 @@ _LENGTHS = _TABLES["lengths"]
 _CAP: int = _LENGTHS["cap"]
 """Longest response in the RollPacker paper's measurement of lengths, in tokens."""
 LONGER_SHARE: float = _LENGTHS["longer_share"]
-"""Share of responses beyond the cap of the paper's measurement, by luck and not for a hard prompt,
-that are assumed to be longer than twice that cap."""
+"""Of responses that exceed the paper's cap by luck, the share taken to exceed twice the cap."""
 LUCKY_SHARE: float = _LENGTHS["lucky_share"]
-"""Share of responses beyond the paper's cap that are long by luck, not for a hard prompt."""
+"""Of the responses that exceed the paper's cap, the share that does so by luck, and not because the
+prompt is hard (its responses often run to the cap)."""
 PROMPTS: dict[str, float] = _LENGTHS["prompts"]
 """Values of the three fields of `LengthLaw` that say how a length depends on its prompt."""
 
 
 def length_laws(longer_share: float, lucky_share: float) -> dict[str, Mapping[float, int]]:
-    """Mapping from a length law's name to its mapping from quantile to response tokens, without
-    hard prompts: the paper's figure, and an assumed tail above its highest quantile."""
+    """Mapping from a length law's name to its mapping from quantile to response tokens, for prompts
+    that are not hard: the paper's figure, and an assumed tail above its highest quantile."""
     laws: dict[str, Mapping[float, int]] = {}
     for name, law in _LENGTHS["laws"].items():
         capped = lucky_share * law["capped_share"]

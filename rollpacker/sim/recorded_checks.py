@@ -23,7 +23,7 @@ class RecordedChecks:
         self, by_row: Mapping[int, Sequence[Check]], calls: Calls | None, *, warm: bool = False
     ) -> None:
         """`by_row` maps a row of the data to its recorded checks. `calls` None: every check is a
-        call of its own. `warm`: the first calls, which are slower, are not simulated."""
+        call of its own. `warm`: rewards run already, so the slower first calls are left out."""
         self.calls = None if calls is None else RecordedCalls(calls, warm=warm)
         self._by_row = {row: sorted(checks, key=_length) for row, checks in by_row.items()}
 

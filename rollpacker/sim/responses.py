@@ -7,11 +7,12 @@ each earlier token may come out differently, with a chance given per token and w
 (`carry.mismatch`). The tokens before the first such token are kept, and the rest is drawn anew from
 the prompt's own law, given what is kept (`Workload.redrawn`, an approximation).
 
-    kept tokens | the token that came out differently, and a new end    (redraw 0)
-                | another end, if that one came at or before the floor  (redraw 1, ...)
+    kept tokens | the token that came out differently, and a new end    (first draw)
+                | another end, if that one came at or before the floor  (drawn again, ...)
 
 The floor is the largest number of tokens at which the response was ever cut off. A response that
-had ended before others of its prompt were cut off has a ceiling (`tail_batching.complement`).
+had ended by itself has a ceiling: the length of its prompt's longest response at that time. An end
+beyond it is drawn again as well. Both bounds hold with `tail_batching.complement` only.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class Draw(msgspec.Struct, frozen=True, gc=False):
     floor: int
     """Largest number of tokens at which the response was cut off; 0: never cut off."""
     ceiling: int
-    """Most tokens that the response may have if a token comes out differently and `floor` is 0."""
+    """Most tokens that the response may have after a token comes out differently, if it had ended
+    by itself (`floor` is 0): those of its prompt's longest response."""
 
 
 @dataclass(slots=True)
@@ -76,7 +78,7 @@ class Responses:
         self.samples: list[SampleId] = []
         """Sample of each key. The lists below are indexed by key too."""
         self.lengths: list[int] = []
-        """Number of tokens of each response, with the end that is drawn for it now."""
+        """Number of tokens of each response; another if its end is refused and drawn again."""
         self.noises: list[SampleId] = []
         """Id that each response's random numbers belong to, with the attempt that set its
         length."""
@@ -87,14 +89,13 @@ class Responses:
         self.kept: dict[int, int] = {}
         """Number of tokens that came out as in an earlier launch, by key of a verified response."""
         self.redraws: dict[int, int] = {}
-        """How often each response's end was refused (see `next_redraw`), by key. No entry:
-        never."""
+        """By key: how often the response's end was refused and drawn again. No entry: never."""
         self.keys: dict[SampleId, int] = {}
         self._bounds: dict[int, tuple[int, int]] = {}
         """`floor` and `ceiling` (see `Draw`), by key of a response that was put off before."""
         self.verified = Verified()
         self.redraws_to_come: dict[int, list[int]] = {}
-        """By key: the response's lengths after further refusals of its end, the next one last."""
+        """By key: lengths that the response gets, one at each refusal of its end, the next last."""
         self._keys_of: dict[PromptId, list[int]] = {}
         """Keys of the samples of each prompt."""
         self._workload = workload
@@ -188,7 +189,7 @@ class Responses:
             lengths.append(known[index])
 
     def _repeat(self, keys: range, failed: Sequence[int]) -> None:
-        """Give samples that replace failed ones the failed samples' responses once more."""
+        """Give each sample that replaces a failed one (of the keys `failed`) the same response."""
         for key, before in zip(keys, failed, strict=True):
             self.lengths[key] = self.lengths[before]
             if before in self.kept and self.done[key]:

@@ -364,9 +364,9 @@ def load_scenario(
     path: str | Path, overrides: Sequence[str] = (), system: str | None = None
 ) -> Scenario:
     """Read a scenario from a file and apply the overrides. `system` is simulated instead of the
-    file's own system; None: the file's own. Switches in the file or the overrides belong to the
-    file's own system; another system is its pure preset on the same workload and cluster. Constants
-    that the file gives for its own model are left out if an override sets another model
+    file's own system; None: the file's own. What file and overrides set in the sections of presets
+    is for the file's own system; another has its preset alone, on the same workload and cluster.
+    Constants that the file gives for its own model are left out if an override sets another model
     (`given_constants`). Raises `ConfigError` with one message."""
     _refuse_run_config(path)
     overrides = [*overrides, *given_constants(path, overrides).resets]
@@ -391,8 +391,8 @@ def _refuse_run_config(path: str | Path) -> None:
 
 
 def with_system(scenario: Scenario, system: str) -> Scenario:
-    """The scenario with the switches of this system's preset, or unchanged if it is the scenario's
-    own system. Raises `ValueError` for an unknown system."""
+    """The scenario with the sections that this system's preset sets, or unchanged if it is the
+    scenario's own system. Raises `ValueError` for an unknown system."""
     if system == scenario.system:
         return scenario
     check_known("system", system, SYSTEMS)

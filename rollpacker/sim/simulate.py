@@ -24,8 +24,8 @@ from rollpacker.sim.workload_spec import RewardStage
 
 DEDICATED_JUDGE_SHARE = 0.8
 """Share of its rate that a judge model reaches on devices of its own, compared with one that shares
-all devices. It is assumed so that the step times of the paper's Fig. 13a (without the sharing 0.82
-to 0.98 of the steps' speed) come out in their middle."""
+all devices. This value is assumed: it puts the speed of steps without sharing in the middle of the
+paper's Fig. 13a, which has 0.82 to 0.98 of the speed with sharing."""
 
 
 def simulate(

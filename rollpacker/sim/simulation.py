@@ -1,4 +1,5 @@
-"""A simulated run: the bus of a real run, with ports that know only how long things take.
+"""A simulated run: the bus (event loop) of a real run, with ports that only know how long things
+take. Ports carry out the core's commands (above each line) and answer with events (beside it).
 
       ports/rollout    ports/rewards    ports/training    simulation      responses
         Launch, Abort,   Score,           StartGradients,   FetchPrompts    Defer

@@ -101,8 +101,8 @@ def _rounds_table(results: Results) -> list[list[str]]:
 
 
 def _lengths_table(results: Results) -> list[list[str]]:
-    """Rows of a table: mean lengths, and their shift against the policy's own and, "paired",
-    against all responses that the same prompts would have, a shift which chance does not change."""
+    """Rows of a table: mean lengths of trained and of the policy's own responses, and by what share
+    they differ ("shift"). "paired" compares with the same prompts only, so without chance."""
     rows = [
         [
             *("tokens of a response", "trained", "own", "shift", "paired"),

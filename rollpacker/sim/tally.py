@@ -1,10 +1,11 @@
-"""Counts of a simulated run: the seconds of every step, and idle device-seconds by cause.
+"""Counts of a simulated run: the seconds of every step, and idle device-seconds by cause. Time goes
+from left to right, with a step's stages below the moments at which the tally is called:
 
     committed     launch       engines empty   (launch ...)    train on   trained   committed
         |--- sync ---|---- rollout ---|-- reward wait --|--- ... ---|-- train --|--- sync ---|
 
-The steps equal those that the event log's history gives, which a test checks. They are counted here
-all the same, since a simulation that keeps the history as well takes 1.4 times as long
+A report made from the event log gives the same numbers, which a test checks. They are counted here
+all the same, since a simulation that keeps what a report needs takes 1.4 times as long
 (`benchmarks/sim_speed.py --history`).
 
 A step that dynamic sampling fills up has several rollouts. A step that trains on nothing is not

@@ -13,8 +13,8 @@ class TrainSpec:
     """How the optimizer step is simulated (`train.*`)."""
 
     tensor_parallel: int = 1
-    """Number of GPUs that share each layer. The product of the three degrees is the number of GPUs
-    of a replica, which are released together; the degrees do not change a step's time."""
+    """Number of GPUs that share each layer. Times `pipeline_parallel` and `context_parallel` this
+    is the number of GPUs of a replica, released together. It does not change a step's time."""
     pipeline_parallel: int = 1
     """Number of stages that divide the layers. It counts only for a replica's number of GPUs."""
     context_parallel: int = 1

@@ -38,8 +38,8 @@ class TurnsSpec:
     deterministic: bool = False
     """Whether a lost environment is played again from its start. False: its sample fails."""
     keep_rows: bool = True
-    """Whether a trajectory stays in its engine's KV cache while the environment answers, where it
-    takes no room from others. False: the cache is computed anew for each turn."""
+    """Whether a trajectory stays in its engine's KV cache while the environment answers; its room
+    there is not counted meanwhile. False: the cache is computed anew for each turn."""
 
     def __post_init__(self) -> None:
         at_least_one(self, "max_tokens")

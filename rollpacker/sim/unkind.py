@@ -3,9 +3,9 @@
     bus --command--> Unkind --> the port that obeys it
     bus <--event---- Unkind.answer <-- what that port says
 
-The ports themselves are kind: they do what they are told. Between them and the bus, `Unkind`
-changes some of the answers. What it changes depends on its seed and on the sample, and on nothing
-else: the same run meets the same misfortune again, also after a resume.
+The ports (simulated engines, rewards, environments) do what they are told. Between them and the bus
+(event loop), `Unkind` turns some of their answers into faults. Which ones depends only on its seed
+and on the sample or engine: the same run meets the same faults again, also after a resume.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class Unkind:
         is awaited."""
 
     def routes(self) -> Routes:
-        """Returns the routes of commands to the simulated parts; launches, checks and turns are
-        noted on the way."""
+        """Returns which function obeys each command to the simulated parts. Launches, checks and
+        turns are noted before they are passed on."""
         routes = {kind: obey for port in self._ports for kind, obey in port.routes().items()}
         overheard: Mapping[type[Command], Callable[[Any], None]] = {
             Launch: self._on_launch,

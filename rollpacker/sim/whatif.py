@@ -240,10 +240,9 @@ class RunModel:
 
     @cached_property
     def _pools(self) -> Mapping[int, tuple[int, ...]]:
-        """Mapping from each row of the data to response lengths: the recorded ones, then
-        `NUM_AGAIN` drawn ones. A prompt whose recorded responses are long was partly unlucky, so
-        further lengths are drawn not from those recorded but from the classes of prompts that the
-        row may belong to."""
+        """Mapping from each row of the data to response lengths: the recorded ones (none if the run
+        aborted any response), then `NUM_AGAIN` drawn ones. Long recorded lengths are partly luck,
+        so lengths are drawn from a fitted class of prompts that the row may belong to."""
         work = self.fitted.workload
         recorded = [
             PromptLengths(finished=work.pools.get(row, ()), stopped=work.stopped.get(row, ()))

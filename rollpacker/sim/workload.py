@@ -43,8 +43,8 @@ CORRECT_SHARE = 0.5
 _PROMPT_STREAM, _RESPONSE_STREAM, _HARD_STREAM, _VERDICT_STREAM = range(4)
 _MISMATCH_STREAM, _REDRAW_STREAM, _TURN_STREAM = 4, 5, 6
 TURN_CHUNKS = 16
-"""Number of chunks of responses to one prompt that each turn of trajectories has: the message of
-turn t is drawn as a response of chunk t * TURN_CHUNKS or a later one."""
+"""Number of chunks (of `CHUNK` responses to one prompt) reserved for each turn of trajectories: the
+message of turn t is drawn as a response of chunk t * TURN_CHUNKS or a later one."""
 
 
 class Workload:
@@ -68,7 +68,7 @@ class Workload:
             self.policy_length_mean, self.policy_length_p95 = lengths
 
     _latest: ClassVar[tuple[object, Workload] | None] = None
-    """The workload that `of` made last, behind the facts that its draws depend on; None at
+    """Pair of what the last workload's draws depend on and that workload, made by `of`; None at
     first."""
 
     @classmethod
@@ -109,8 +109,9 @@ class Workload:
 
         A prompt's first launch gets its recorded lengths in order; further responses, relaunches
         and later epochs draw from its recorded lengths. After the last row the first comes again,
-        as the next epoch. `source` is that of all prompts (None: the kind of `stage`). Raises
-        `ValueError` if there is no prompt, or a prompt without a recorded length.
+        as the next epoch. All prompts are checked as `stage` says (None: not at all) and have the
+        source `source` (None: the kind of `stage`). Raises `ValueError` if there is no prompt, or a
+        prompt without a recorded length.
         """
         workload = cls.__new__(cls)
         stage = stage or RewardStage(kind="none", share=1.0)
@@ -424,7 +425,7 @@ def _normals(count: int, seed: int, *key: int) -> FloatArray:
 
 @functools.lru_cache(MAX_BLOCKS)
 def _prompts(seed: int, block: int) -> tuple[list[float], list[float]]:
-    """For the prompts of a block: their normal scores, and as many numbers in [0, 1), which make a
-    prompt hard if below `Lengths.hard_prompts`."""
+    """For the prompts of a block: normal scores, and numbers in [0, 1), which make a prompt hard
+    (its responses often run to the cap) if below `Lengths.hard_prompts`."""
     scores = _normals(BLOCK_ROWS, seed, _PROMPT_STREAM, block)
     return scores.tolist(), _uniforms(BLOCK_ROWS, seed, _HARD_STREAM, block).tolist()

@@ -66,7 +66,7 @@ class LengthLaw:
         return self.quantiles if self.preset is None else LENGTH_LAWS[self.preset]
 
     def of_prompts(self, name: str) -> float:
-        """The value of a field of `OWN_PROMPTS`, of this name: as given, or else its default."""
+        """The value of the field `name`, a key of `OWN_PROMPTS`: as given, or else its default."""
         written: float | None = getattr(self, name)
         if written is not None:
             return written
@@ -90,8 +90,8 @@ class RewardStage:
     calls_per_s: float | None = None
     """Number of calls that a judge answers per second (judge). None: as the kind says."""
     slowest_correct_s: float | None = None
-    """Seconds of a check beyond which no answer is correct (math, code). None: the preset's value,
-    or with `seconds_quantiles` the kind's time limit."""
+    """Seconds of a check beyond which no answer is correct (math, code). None: as the kind says, or
+    the kind's time limit if `seconds_quantiles` is set."""
     check_truncated: bool = True
     """Whether responses that were cut off at the cap are checked too. False: they are wrong at
     once, as a program without an end is."""

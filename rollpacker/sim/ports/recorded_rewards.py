@@ -70,8 +70,8 @@ class RecordedRewards(Rewards):
 def _scored(
     sample: SampleId, check: Check | None, timeout_s: float | None
 ) -> tuple[SampleScored, float]:
-    """The verdict event of a recorded check (None: a verdict without a value), and the seconds
-    until it comes. A check that takes longer than `timeout_s` has timed out; None: no limit."""
+    """The verdict of a recorded check (`check` None: a verdict without a value), and the seconds
+    until it comes. A check longer than `timeout_s` seconds has timed out; None: no limit."""
     if check is None:
         return SampleScored(time_s=0.0, sample=sample, value=None, cause="sample"), 0.0
     seconds, value, timed_out = check.seconds, check.value, check.timed_out

@@ -245,8 +245,8 @@ class Rollout:
     # -- what comes out ----------------------------------------------------------------
 
     def _finish(self, lane: Lane) -> Event | None:
-        """Take the response out that finishes now and return its event; None if the response's end
-        is refused and drawn once more."""
+        """Take the response out that finishes now and return its event. None: it goes on, since its
+        end came too early or too late (`tail_batching.complement`) and another was drawn."""
         key, length, preemptions = lane.engine.pop()
         responses, step, number = self._responses, self._tally.step, lane.number
         lane.last_busy_s = self._clock.time_s
@@ -388,7 +388,7 @@ class Rollout:
         )
 
     def _place(self, command: Place) -> None:
-        """Start samples anew on other engines. A response's redrawn end stays as it is."""
+        """Start samples anew on other engines. A response keeps the length last drawn for it."""
         keys = [self._responses.keys[sample] for sample in command.samples]
         self._give(keys, command.engines, self._clock.time_s)
 
@@ -428,7 +428,7 @@ class Rollout:
     # -- release -----------------------------------------------------------------------
 
     def _release(self, command: Release) -> None:
-        """Release the engines on these devices to the trainer. Moves of their samples follow."""
+        """Release the engines on these devices to the trainer. `Move` then takes their samples."""
         now, launch = self._clock.time_s, self._launch
         assert launch is not None
         degree = launch.tensor_parallel

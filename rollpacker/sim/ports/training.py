@@ -110,8 +110,9 @@ class Training:
         )
 
     def _swept_s(self, pipeline: Pipeline, lengths: list[int]) -> float:
-        """Seconds in which responses of these lengths (tokens) pass the trainer's pipeline stages.
-        The stages' idle time is counted; gradients begun during generation made no stage wait."""
+        """Seconds that responses of these lengths (tokens) take to pass the trainer's pipeline
+        stages. Counts the stages' idle time, as if gradients begun during generation caused
+        none."""
         if not lengths:
             return 0.0
         prompt_tokens = self._machine.prompt_tokens
