@@ -13,10 +13,7 @@ from torch import Tensor
 
 def discounted_sums(values: Tensor, lengths: Sequence[int], factor: float) -> Tensor:
     """At each token, the token's value plus `factor` times the sum at the next token of the same
-    sample.
-
-    [K] to [K]; what comes after a sample's last token is 0.
-    """
+    sample. [K] to [K]; what comes after a sample's last token is 0."""
     num_samples, longest = len(lengths), max(lengths, default=0)
     rows = torch.arange(num_samples).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
     columns = torch.cat([torch.arange(length) for length in lengths] or [rows])
@@ -32,10 +29,8 @@ def generalized_advantages(
     rewards: Tensor, values: Tensor, lengths: Sequence[int], *, gamma: float, gae_lambda: float
 ) -> tuple[Tensor, Tensor]:
     """GAE (arXiv 1506.02438): advantages [K] and returns [K], which are advantages plus values.
-
     `rewards` [K] are those of each token, `values` [K] the critic's before each token. The value
-    after a sample's last token is 0: the response has ended.
-    """
+    after a sample's last token is 0: the response has ended."""
     next_values = values.roll(-1)
     next_values[last_tokens(lengths)] = 0
     errors = rewards + gamma * next_values - values

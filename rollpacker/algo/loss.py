@@ -155,12 +155,10 @@ def policy_loss(
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, *, config: AlgorithmConfig
 ) -> TokenLoss:
-    """PPO's clipped squared error of each token, halved: [K] each, differentiable in `values`.
-
-    A value that moved by more than `value_clip` from its old one counts as if it had moved by that
+    """PPO's clipped squared error of each token, halved: [K] each, differentiable in `values`. A
+    value that moved by more than `value_clip` from its old one counts as if it had moved by that
     much, if that makes the error larger. `sums` has `value_clip_ratio`, the number of those; it is
-    empty without a clip.
-    """
+    empty without a clip."""
     error = (values - returns).square()
     if config.value_clip is None:
         return TokenLoss(per_token=error / 2, sums={})
@@ -179,13 +177,11 @@ def _importance_ratio(
     num_samples: int,
     config: AlgorithmConfig,
 ) -> Tensor:
-    """Probability ratios [K], all the same within a sample if the ratio is the sequence's.
-
-    The gradient of a sequence's ratio goes to all of its tokens, which all learn from the mean of
-    their advantages. With credit=turn a token's gradient goes to the token itself instead, as in
+    """Probability ratios [K], all the same within a sample if the ratio is the sequence's. The
+    gradient of a sequence's ratio goes to all of its tokens, which all learn from the mean of their
+    advantages. With credit=turn a token's gradient goes to the token itself instead, as in
     GSPO-token (arXiv 2507.18071, section 4.3): the same value, and the same gradient where
-    advantages are equal.
-    """
+    advantages are equal."""
     log_ratio = log_probs - old_log_probs
     if config.importance_ratio != "token":
         log_ratio = _sample_sums(log_ratio, sample_ids, num_samples)

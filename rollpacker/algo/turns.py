@@ -92,11 +92,9 @@ def places_in_groups(returns: Tensor, group_ids: Tensor, turns: Turns) -> Tensor
 def generalized_turn_advantages(
     rewards: Tensor, values: Tensor, turns: Turns, *, config: AlgorithmConfig
 ) -> tuple[Tensor, Tensor]:
-    """Advantages [T] and returns [T] of turns, by GAE whose steps are turns.
-
-    `rewards` [T]; `values` [K] are the critic's before each token, of which the one before a turn's
-    first token counts: what was to be expected when the turn began.
-    """
+    """Advantages [T] and returns [T] of turns, by GAE whose steps are turns. `rewards` [T];
+    `values` [K] are the critic's before each token, of which the one before a turn's first token
+    counts: what was to be expected when the turn began."""
     return generalized_advantages(
         rewards,
         values[turns.first_tokens],

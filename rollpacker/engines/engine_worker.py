@@ -40,10 +40,12 @@ from rollpacker.workers.program import Program, text_of
 
 
 class EngineHost:
-    """Holds an engine, passes on to it what messages ask for, and makes messages of its outputs."""
+    """Holds the engine of this process, passes requests and calls from messages on to it, and makes
+    messages of its outputs."""
 
     def __init__(self, engine: Engine, beat_s: float) -> None:
-        """Starts the engine. `beat_s`: longest time between two reports, in seconds."""
+        """Starts the engine. `beat_s`: longest time between two reports to the run's process, in
+        seconds."""
         self._engine = engine
         self._beat_s = beat_s
         self._calls: queue.SimpleQueue[tuple[int, Call]] = queue.SimpleQueue()
@@ -125,7 +127,8 @@ class EngineHost:
 
 
 def serve(program: Program, engine: Engine, beat_s: float) -> NoReturn:
-    """Obey messages until the line ends or the engine is dead, then end the process."""
+    """Obey messages until the connection ends or the engine is dead, then end the process.
+    `beat_s`: longest time between two reports, in seconds."""
     host = EngineHost(engine, beat_s)
 
     def speak() -> None:

@@ -59,7 +59,7 @@ class Call:
 
     name: str
     version: int = 0
-    """The new version of the weights, for `UPDATE_WEIGHTS`; unused in other calls."""
+    """New version number of the weights, for `UPDATE_WEIGHTS`; unused in other calls."""
     source: WeightSource | None = None
     """Where the new weights are, for `UPDATE_WEIGHTS`. None: the engine has them already."""
 
@@ -75,8 +75,8 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Requests, aborted samples, and samples of which nothing need be kept, since the last message
-    of this kind."""
+    """What the engine's process is to do: requests, samples to abort, and samples whose kept keys
+    and values may be dropped, all since the last message of this kind."""
 
     requests: tuple[GenerationRequest, ...] = ()
     aborts: tuple[SampleId, ...] = ()
@@ -89,7 +89,8 @@ PackedOutput = tuple[SampleGenerated | SampleAborted | SampleFailed, "PackedResp
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A sign of life: the outputs since the last report, and the engine's present status."""
+    """A report of an engine's process, which also shows that it lives: the outputs since the last
+    report and the engine's present status."""
 
     outputs: tuple[PackedOutput, ...]
     status: EngineStatus

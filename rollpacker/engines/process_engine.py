@@ -97,7 +97,8 @@ class ProcessEngine:
         )
         self._ready: Future[None] = Future()
         self._gone: Future[None] = Future()
-        """Done when the process has ended and everything that belongs to it here is closed."""
+        """Future that is done when the process has ended and everything that belongs to it here is
+        closed."""
         self._burying: asyncio.Task[None] | None = None
         self._is_heard = self._is_over = False
         setup = replace(setup, beat_s=min(MAX_BEAT_S, heartbeat_s / 5))
@@ -138,8 +139,8 @@ class ProcessEngine:
         await asyncio.shield(asyncio.wrap_future(self._ready))
 
     def start(self, listener: Listener, on_error: Callable[[BaseException], None]) -> None:
-        """Report to these functions from now on; see `Engine.start`. Called again while no samples
-        run, it replaces them."""
+        """Report outputs and errors to these functions from now on; see `Engine.start`. Called
+        again while no samples run, it replaces the functions."""
         self._inbox.tell(listener, on_error)
         self._is_heard = True
         self._wake()
@@ -212,7 +213,8 @@ class ProcessEngine:
         await asyncio.to_thread(self._use.end)
 
     def _ask(self, call: Call) -> Future[str | None]:
-        """Have the process make a call after those before. In any thread. Raises `EngineError`."""
+        """Have the engine's process make this call after the calls before it. May be called from
+        any thread. Raises `EngineError`."""
         self._inbox.check_open()  # a closed engine's loop may have ended
         return asyncio.run_coroutine_threadsafe(self._answer_to(call), self._use.loop)
 
@@ -257,7 +259,7 @@ class ProcessEngine:
             self._report(said)
 
     def on_hang_up(self) -> None:
-        """Do nothing; see `Owner.on_hang_up`."""
+        """Do nothing when the process closes its connection; see `Owner.on_hang_up`."""
 
     def _report(self, report: Report) -> None:
         self._status = report.status

@@ -130,10 +130,10 @@ class Environment(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begun:
-    """An episode has begun."""
+    """The reply of an environment to the beginning of an episode."""
 
     messages: tuple[Message, ...] | None
-    """The episode's prompt. None: the row's own prompt."""
+    """The episode's prompt. None: the dataset row's own prompt."""
     tools: tuple[ToolSchema, ...] | None = None
     """Schemas of the tools that the model is shown in this episode. None: the same tools as in
     every episode."""
@@ -164,7 +164,7 @@ class Episode:
     """The whole dialogue of an episode with its rewards, for reward functions and for display."""
 
     prompt: tuple[Message, ...] | None = None
-    """The prompt that the environment gave. None: the row's own prompt was used."""
+    """The prompt that the environment gave. None: the dataset row's own prompt was used."""
     messages: tuple[Message, ...]
     """All messages after the prompt: those of the model and of the environment, by turns."""
     rewards: tuple[float | None, ...] = ()
@@ -183,7 +183,8 @@ class Episode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """The episode cannot go on. This is never counted as a reward of zero."""
+    """The reply in place of an answer when the episode cannot go on. It is never counted as a
+    reward of zero."""
 
     reason: str
     cause: str
@@ -202,8 +203,8 @@ class Environments(Protocol):
     tools: tuple[ToolSchema, ...]
     """Schemas of the tools that the model is shown, unless an episode has its own (`Begun`)."""
     begins: bool
-    """Whether episodes must be begun before their first turn, since environments give the prompt.
-    False: `begin` may be left out, and the row's prompt is used."""
+    """Whether each episode must be begun before its first turn, since the environment gives the
+    prompt. False: `begin` may be left out, and the dataset row's prompt is used."""
     is_deterministic: bool
     """Whether the same actions lead to the same answers, so that a lost episode can be played
     again."""
@@ -240,8 +241,8 @@ class Environments(Protocol):
     async def finish(
         self, episode: SampleId, *, timeout_s: float | None = None
     ) -> float | Lost | None:
-        """Return the reward, beyond those given before, of an episode that a limit ended. None:
-        there is none. In all else like `act`."""
+        """Return what is left of the reward of an episode that a limit ended, beyond the rewards of
+        its turns. None: nothing is left. Errors, `Lost` and cancelling are as in `act`."""
         ...
 
     def end(self, episode: SampleId) -> None:

@@ -23,7 +23,7 @@ class Played(Protocol):
     async def act(self, message: Message) -> Reply: ...
 
     async def finish(self) -> Reply:
-        """Return the `reward`, beyond those given before, of an episode that a limit ended."""
+        """Return the `reward` of an episode that a limit ended, beyond the rewards of its turns."""
         ...
 
     def under_way(self) -> tuple[ToolCall, ...]:

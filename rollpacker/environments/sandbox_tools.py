@@ -36,7 +36,7 @@ MAX_FOLDER_BYTES = 8 << 20
 once."""
 MAX_OUTPUT_BYTES = 1 << 20
 _OWN_S = 2.0
-"""Seconds that our own program may take beyond those of the model's."""
+"""Seconds that our own program, which copies the files and runs the model's, may take besides."""
 _PROFILE = Profile(
     name="tools",
     folders=(("bin", "/usr/bin"),),
@@ -158,7 +158,8 @@ async def open_box(config: SandboxConfig, stack: AsyncExitStack) -> Sandbox:
 
 
 class Folder:
-    """The tools of one episode, with the files that their calls leave for later calls."""
+    """The tools `python` and `shell` of one episode, with the files that their calls leave for
+    later calls."""
 
     def __init__(self, box: Sandbox) -> None:
         self._box = box
@@ -222,8 +223,8 @@ class Folder:
         return "\n".join(told)
 
     def _keep(self, answer: Mapping[str, Any]) -> bool:
-        """Keep the files that are in the folder after a run. Returns False if they cannot be
-        kept."""
+        """Keep the files that a run left in the folder, for later calls. Returns False if they
+        cannot be kept."""
         try:
             files = {
                 n: base64.b64decode(text, validate=True)

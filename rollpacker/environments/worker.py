@@ -40,11 +40,13 @@ _SAID_IN_FULL = (
     *("ImportSpecError", "MissingPackageError", "EnvironmentSetupError", "SandboxUnavailable"),
     *("AdapterError", "DataError"),
 )
-"""Names of errors whose message alone is shown to the user."""
+"""Names of the classes of errors that the user is shown as their message alone, without a
+traceback."""
 
 
 def main(line: int | Line) -> None:
-    """Answer requests until the controller hangs up. `line`: the line to it, or its descriptor."""
+    """Answer requests until the controller hangs up. `line`: the connection to it, or its file
+    descriptor."""
     asyncio.run(_serve(connected(line)))
 
 
@@ -81,7 +83,7 @@ class _Episode:
 
 
 class _Server:
-    """Plays the episodes of this process."""
+    """Plays the episodes of this process, as the controller's requests say."""
 
     def __init__(self, controller: Controller, loaded: Loaded) -> None:
         self._controller = controller
@@ -105,7 +107,8 @@ class _Server:
                 self._end(request.number)
 
     def _under_way(self, call: int) -> tuple[ToolCall, ...]:
-        """The tool calls so far in that call of an episode. Empty: no tool runs."""
+        """The tool calls made so far for request number `call` of an episode. Empty: no tool
+        runs."""
         episodes = self._episodes.values()
         episode = next((one for one in episodes if call in one.running), None)
         return () if episode is None else episode.played.under_way()

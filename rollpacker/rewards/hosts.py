@@ -104,11 +104,8 @@ class HostedReward:
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         """Starts one process for each of `places`; `ready` waits for them. `names`: the names of
-        the rewards.
-
-        Raises `RewardError` for rewards that cannot be sent, and `OSError` if a process cannot be
-        started.
-        """
+        the rewards. Raises `RewardError` for rewards that cannot be sent, and `OSError` if a
+        process cannot be started."""
         self.names = tuple(names)
         self._places, self._heartbeat_s = tuple(places), heartbeat_s
         setup = reward_setup(rewards, sandbox, heartbeat_s=heartbeat_s)

@@ -177,12 +177,9 @@ def command(
 
 class Users:
     """User and group of the zygote and its programs. Normally they are those of the process that
-    starts them, under other numbers inside.
-
-    `others`: programs get a user of their own, since the kernel does not limit the host's root to a
-    number of tasks. Only that root can arrange this: bubblewrap waits while this process writes the
-    tables of users and groups.
-    """
+    starts them, under other numbers inside. `others`: programs get a user of their own, since the
+    kernel does not limit the host's root to a number of tasks. Only that root can arrange this:
+    bubblewrap waits while this process writes the tables of users and groups."""
 
     def __init__(self, *, others: bool) -> None:
         nobody = str(kernel.NOBODY)
@@ -244,10 +241,7 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Start a zygote that is served over `control` and writes errors to the file `errors`. Its runs
     enter the control groups whose `entrances` are given; `tasks_are_counted`: whether these limit
-    the number of tasks.
-
-    The zygote ends with the thread that calls this. Raises OSError.
-    """
+    the number of tasks. The zygote ends with the thread that calls this. Raises OSError."""
     fds = (control.fileno(), *entrances)
     with contextlib.ExitStack() as stack:
         own = []

@@ -77,11 +77,9 @@ async def open_http(
     workers: int | None = None,
 ) -> AsyncIterator[HttpSandbox]:
     """Open and test a service. Raises `SandboxUnavailable` if it cannot be reached, refuses the
-    token, or does not contain the self-test's essential attacks.
-
-    `token_env`: name of the environment variable with the bearer token. The token is sent only over
-    TLS, or to this machine itself.
-    """
+    token, or does not contain the self-test's essential attacks. `token_env`: name of the
+    environment variable with the bearer token. The token is sent only over TLS, or to this machine
+    itself."""
     token = _token(url, token_env)
     box = HttpSandbox(url, token=token, limits=limits, workers=workers)
     try:

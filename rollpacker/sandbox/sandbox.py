@@ -52,11 +52,9 @@ class SandboxConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """The modules and packages that programs of one kind find in their interpreter.
-
-    A caller with such programs makes a profile and passes it with every run. The sandbox keeps
-    interpreters ready for each profile that it has met.
-    """
+    """The modules and packages that programs of one kind find in their interpreter. A caller with
+    such programs makes a profile and passes it with every run. The sandbox keeps interpreters ready
+    for each profile that it has met."""
 
     name: str
     """The profile's name in messages and in lists of processes."""

@@ -97,12 +97,10 @@ _CHECKS: Mapping[str, tuple[_Check, ...]] = {
 
 
 def program(*, fork: bool, sessions: bool = True, architecture: str | None = None) -> bytes:
-    """The filter as an array of `struct sock_filter`, for `bwrap --seccomp` or prctl.
-
-    `fork`: whether processes can be started (threads always can). `sessions`: whether a process can
-    leave its session. `architecture`: x86_64 or aarch64; None: this machine's. Raises `ValueError`
-    for other architectures.
-    """
+    """The filter as an array of `struct sock_filter`, for `bwrap --seccomp` or prctl. `fork`:
+    whether processes can be started (threads always can). `sessions`: whether a process can leave
+    its session. `architecture`: x86_64 or aarch64; None: this machine's. Raises `ValueError` for
+    other architectures."""
     architecture = architecture or platform.machine()
     if architecture not in _AUDIT_ARCH:
         known = ", ".join(_AUDIT_ARCH)

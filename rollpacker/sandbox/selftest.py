@@ -104,10 +104,8 @@ def _listener(address: str) -> socket.socket:
 
 async def self_test(box: Sandbox, *, backend: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Run all attacks. Returns the names of those that were contained, and of those that were not.
-
     `backend`: with "http" the programs run elsewhere, so this machine's process table does not show
-    them. Nothing that a sandbox does wrong raises an error.
-    """
+    them. Nothing that a sandbox does wrong raises an error."""
     passed: list[str] = []
     failed: list[str] = []
     with _bait(local=backend != "http") as bait:

@@ -23,7 +23,8 @@ same time (measured on a CPU)."""
 
 
 class Bucket(NamedTuple):
-    """A range of rows [start, stop) that attend over the first `width` positions."""
+    """A range of rows [start, stop) whose newest tokens attend over the first `width` cache
+    positions."""
 
     start: int
     stop: int
@@ -34,11 +35,9 @@ class Bucket(NamedTuple):
 
 
 def plan_buckets(lengths: np.ndarray, call_cost: float) -> list[Bucket]:
-    """Split rows of these lengths, in this order, into contiguous buckets and return them.
-
-    A bucket is cut in two while that lowers the total cost in row-positions, which is `call_cost` +
-    rows x width for each bucket.
-    """
+    """Split rows of these lengths, in this order, into contiguous buckets and return them. A bucket
+    is cut in two while that lowers the total cost in row-positions, which is `call_cost` + rows x
+    width for each bucket."""
     buckets = [Bucket(0, len(lengths), int(lengths.max()))]
     while len(buckets) < MAX_BUCKETS:
         splits = [_best_split(lengths, bucket) for bucket in buckets]
@@ -55,9 +54,9 @@ def plan_buckets(lengths: np.ndarray, call_cost: float) -> list[Bucket]:
 
 
 def least_moves(order: np.ndarray, buckets: list[Bucket]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows to move and the places that they move to, so that every row lies in the
-    bucket that sorting by `order` would put it in. Rows that are in the right bucket stay where
-    they are: moving all rows to their sorted places would copy far more."""
+    """Return the rows to move, and for each the row whose place it takes, so that every row lies in
+    the bucket where sorting the rows by `order` would put it. Rows that are in the right bucket
+    stay where they are: moving all rows to their sorted places would copy far more."""
     held = np.repeat(np.arange(len(buckets)), [stop - start for start, stop, _, _ in buckets])
     wanted = np.empty_like(held)
     wanted[order] = held

@@ -2,15 +2,15 @@
 
 With few rows live a decode step is mostly overhead, and a step that computes several tokens a row
 costs little more than one that computes a single token. So each row is given a draft, the tokens at
-all positions of the draft are drawn with the row's own noise, and they count up to the first that
-differs from the draft, that one included. The drafts never change which tokens come out, only how
-many steps it takes.
+all positions of the draft are drawn with the row's own noise (its random numbers), and they count
+up to the first that differs from the draft, that one included. The drafts never change which tokens
+come out, only how many steps it takes.
 
 A draft is what follows the longest match of the row's newest tokens: in the row's own prompt and
 response, in its running or finished siblings (the samples of the same prompt), or, at the same
-place, in what an earlier launch of the sample generated. How many tokens are drafted is decided by
-counts and constants, never by a clock: an abort takes effect at a decode step, so a run must not
-depend on its timing.
+place, in what an earlier launch (submission to an engine) of the sample generated. How many tokens
+are drafted is decided by counts and constants, never by a clock: an abort takes effect at a decode
+step, so a run must not depend on its timing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ LOOK_COST = (0.15, 0.05)
 LOOK_SHARE = 0.01
 """Largest share of the time that may go into looks for drafts which find nothing."""
 LOOK_ROWS = 8
-"""Number of rows that are looked at first where the step before was not drafted."""
+"""Number of rows for which drafts are looked up first when the last step was a plain one. If these
+promise nothing, the other rows are not looked at."""
 MIN_GAIN = 1.15
 """Least tokens per second that drafts must promise to be tried, as a multiple of what plain steps
 give."""
@@ -59,15 +60,16 @@ RECENT_TOKENS = 128
 OWN, RUNNING, FINISHED, EARLIER, RESUMED = range(5)
 KINDS = ("own", "running", "finished", "earlier", "resumed")
 """Names of the texts that a draft may be copied from: the row's own prompt and response, a running
-or a finished sibling's response, or what an earlier launch of the same sample generated. "resumed"
+or a finished sibling's response, or what the same sample generated before it was aborted. "resumed"
 is the text of the last draft, one token behind the place where that draft went wrong."""
 _PRIOR = (0.3, 0.5, 0.5, 0.7, 0.85, 0.9)
-"""Chance that a drafted token is right, by the class of its match's length, before anything was
-drafted: somewhat below what `benchmarks/drafts.py` finds on the quickstart."""
+"""Chance that a drafted token is right before anything was drafted, by the class (`_SIZE_CLASS`) of
+the match that the draft follows: somewhat below what `benchmarks/drafts.py` finds."""
 _PRIOR_TOKENS = 8.0
-"""Weight of the chances in `_PRIOR`, as a number of drafted tokens."""
+"""Number of drafted tokens that count as much as the chances in `_PRIOR`."""
 NOTES_PER_LOOK = 8
-"""Number of drafts after which the expected numbers of tokens are computed again."""
+"""Number of drafts after which `Acceptance` computes again how many tokens drafts may be expected
+to give."""
 _SIZE_CLASS = (0, 0, 1, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 4, 4, 4, 4, 5)
 """Class of a match, by its number of equal tokens. Longer matches are of the last class."""
 _SEPARATOR = chr(0x10FFFF)
@@ -83,14 +85,16 @@ class Text:
 
 @dataclass(slots=True, eq=False)
 class RowText(Text):
-    """The prompt and response of a live row, and where in which text its draft is copied from."""
+    """The prompt and response of a live row, and the place in a text that its next draft is copied
+    from."""
 
     group: PromptId
     num_seen: int
     """Number of response tokens that are in `text`."""
     redraw: int
-    """Which set of noise the row's tokens are drawn with now: 0, or the number of a redraw. When it
-    changes, the row has lost tokens (`Extender.draw_again`)."""
+    """Which set of random numbers the row's tokens are drawn with: 0 for the first, or the number
+    of times that tokens were drawn again. When it changes, the row has lost tokens
+    (`Extender.draw_again`)."""
     earlier: Text | None = None
     source: Text | None = None
     place: int = 0
@@ -104,8 +108,9 @@ class RowText(Text):
         return _size_class(self.matched)
 
     def go_on(self, new: str) -> None:
-        """Append new tokens of the row, and move the place in `source` on by as many. If they
-        differ from what stood there, the match shrinks to what agrees behind the difference."""
+        """Append new tokens of the row, and move the place in `source` on by as many. If the new
+        tokens differ from the source's there, only the tokens after the last difference still count
+        as matched."""
         self.text += new
         self.num_seen += len(new)
         if self.source is None:
@@ -120,8 +125,8 @@ class RowText(Text):
             self.kind, self.matched = RESUMED, same if len(followed) == len(new) else 0
 
     def ahead(self, num_tokens: int) -> str:
-        """The next tokens of the text that the row's draft is copied from, at most `num_tokens`. A
-        row that repeats itself goes on repeating."""
+        """Return up to `num_tokens` next tokens of the text that the row's draft is copied from. If
+        that text is the row's own, the repetition found there is continued."""
         if self.source is None:
             return ""
         part = self.source.text[self.place : self.place + num_tokens]
@@ -201,7 +206,7 @@ class Pacing:
     num_steps: int = 0
 
     def looks(self, num_rows: int) -> bool:
-        """Whether to look for drafts at the next step. Counts the step."""
+        """Count one step, and return whether to look for drafts at that step."""
         if self.pause:
             self.pause -= 1
             return False
@@ -285,7 +290,8 @@ class Drafter:
     # -- drafts ------------------------------------------------------------------------------------
 
     def propose(self, rows: RowTable) -> list[list[int]] | None:
-        """For every live row the tokens that may come next. None if a plain step is better."""
+        """Return for every live row the tokens that may come next (its draft, possibly empty).
+        None: a plain step is better."""
         num_rows = rows.num_rows
         if num_rows > MAX_ROWS or not self._pacing.looks(num_rows):
             return None
@@ -308,8 +314,8 @@ class Drafter:
         self, rows: RowTable, which: Sequence[int], num_rows: int
     ) -> tuple[int, list[RowText], list[str]]:
         """For these rows, return how many tokens to draft per row (0 if a plain step is better),
-        the rows' texts, and the tokens that may follow each row. The number assumes that all
-        `num_rows` rows are like these."""
+        the rows' texts, and the tokens that may follow each row. The number to draft assumes that
+        all `num_rows` live rows are like those of `which`."""
         texts = self._read(rows, which)
         expected = self.acceptance.expected_tokens()
         groups: dict[PromptId, list[RowText]] = {}
@@ -345,8 +351,9 @@ class Drafter:
         self._pacing.took_step(num_tokens, num_rows * float(self._costs[num_rows, place]))
 
     def _point(self, text: RowText, siblings: Sequence[RowText], chance: np.ndarray) -> None:
-        """Set the source of the row's draft to the longest match, unless going on in its present
-        source is more likely right."""
+        """Set the source of the row's draft to the longest match, unless the source that it has is
+        more likely to go on being right. `chance`: probability that a drafted token is right
+        [kinds, match classes]."""
         kept = text.source
         found = self._longest_match(text, siblings)
         if found is None:

@@ -1,11 +1,11 @@
 """Computes several new tokens of a row in one forward pass: guessed tokens are drawn again with the
-row's noise.
+row's noise (its random numbers).
 
 A row's newest token is not in the cache yet. `Extender.extend` feeds it together with a guess of
 the tokens after it, draws at every one of these positions with the noise that decoding would use
 there, and keeps what came out up to and with the first token that differs from the guess. The row
-is then exactly where as many decode steps would have brought it. Tokens that an earlier launch left
-of a response are such a guess (`Extender.take_up`).
+is then exactly where as many decode steps would have brought it. Tokens that a response had when it
+was aborted are such a guess (`Extender.take_up`).
 
 The new prompt tokens of a row that was kept between turns (kept_rows.py) are fed in such passes,
 too (`Extender.go_on`).
@@ -34,7 +34,8 @@ from rollpacker.engines.embedded.sampling import draw
 from rollpacker.engines.engine import Carried
 
 MAX_REDRAWS = 16
-"""Most times that tokens of one response are drawn again by the rule in `draw_again`."""
+"""Most times that the tokens of one response are drawn with new noise by the rule in
+`draw_again`."""
 MAX_GUESS = 255
 """Most tokens of a guess. Longer guesses are cut: a response that differs early then costs one
 short pass."""
@@ -48,7 +49,8 @@ DRAW_LOGITS = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """Tokens that may follow a row's newest token."""
+    """Tokens that may follow a row's newest token, to be compared with the tokens that are
+    drawn."""
 
     tokens: Sequence[int]
     log_probs: Sequence[float] | None = None
@@ -92,7 +94,6 @@ class Extender:
         return num_new
 
     def _most(self, max_tokens: int) -> int:
-        """Most tokens of one row that go through the model in one pass."""
         width = self._decoder.slots.width * self._query_groups
         return max(1, min(max_tokens, self._max_scores // width))
 
@@ -171,8 +172,9 @@ class Extender:
     # -- what was kept -----------------------------------------------------------------------------
 
     def go_on(self, entries: Sequence[Pending], kept: Sequence[KeptRow]) -> None:
-        """Add rows, whose slots are reserved, from keys and values that were kept of the first part
-        of their prompts: feed the rest of the prompts and draw the first tokens."""
+        """Add rows whose slots are reserved and whose prompts begin with a dialogue that was kept
+        from an earlier turn: restore its keys and values, feed the rest of the prompts, draw the
+        first tokens."""
         for start in range(0, len(entries), self._max_logits):
             part = slice(start, start + self._max_logits)
             first = self._rows.num_rows
@@ -213,9 +215,9 @@ class Extender:
     # -- what was carried --------------------------------------------------------------------------
 
     def take_up(self, first: int) -> int:
-        """Go on from carried tokens, which an earlier launch generated, in the rows from `first` on
-        that have some. These rows have just drawn their first tokens. Returns the number of tokens
-        that all rows from `first` on have, without the carried ones that were kept."""
+        """Continue the rows from `first` on that have carried tokens (generated before an abort and
+        kept). These rows have just drawn their first tokens. Returns the number of tokens that all
+        rows from `first` on have, without the carried tokens that were kept."""
         carrying = [
             row for row in range(first, self._rows.num_rows) if self._rows.pending[row].has_carried
         ]
@@ -274,9 +276,9 @@ class Extender:
         return next(differs, min(len(tokens), len(carried)))
 
     def _guess(self, row: int, count: int) -> Guess:
-        """The guess made of the row's carried tokens from number `count` on. It ends before the
-        last token with the same redraw (set of noise), since the token after a guess is drawn with
-        that noise too."""
+        """Return the guess made of the row's carried tokens from number `count` on. It ends before
+        the last token that was drawn with the same set of noise, since the token after a guess is
+        drawn with that noise too."""
         redraw, end = self._rows.pending[row].carried_redraw(count)
         self._rows.draw_with(row, count, redraw)
         size = MAX_GUESS if end is None else min(MAX_GUESS, end - count - 1)

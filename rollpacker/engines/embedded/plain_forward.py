@@ -136,8 +136,7 @@ def _is_adapted(module: Any) -> bool:
 
 
 class PlainForward:
-    """Runs prefill and decode steps of a model as plain tensor calls, under
-    `torch.inference_mode`."""
+    """Runs the forward passes of a model as plain tensor calls, under `torch.inference_mode`."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         decoder: Any = model.model
@@ -181,9 +180,9 @@ class PlainForward:
     def extend(
         self, tokens: Tensor, positions: Tensor, wanted: Tensor | None, step: RolloutStep
     ) -> Tensor:
-        """Return logits after `tokens` [tokens] at `positions` [tokens]: [wanted, vocabulary], only
-        after the tokens whose indices are in `wanted`. None: after all tokens. `step` sees all
-        tokens as those of one row."""
+        """Return logits after some of the `tokens` [tokens] at `positions` [tokens]: [wanted,
+        vocabulary], for the tokens whose indices are in `wanted` (None: for all). `step` treats all
+        tokens as one row."""
         hidden = self._hidden(tokens, positions, 1, step)
         return self._logits(hidden if wanted is None else hidden.index_select(0, wanted))
 

@@ -53,9 +53,9 @@ class VllmEngine(LoopEngine):
     a fixed prompt: all parameters can be equal while vLLM computes with something derived from
     older ones. The model is the trainer's own, or is compared with it by `weight_probe`.
 
-    Carried tokens, which an earlier launch generated, become the end of the prompt, and are drawn
-    again there if they are to be verified (engines/vllm/live.py). There can be one such engine in a
-    process. Set torch's thread count before it is made.
+    Carried tokens, which the sample had when it was aborted, become the end of the prompt, and are
+    drawn again there if they are to be verified (engines/vllm/live.py). There can be one such
+    engine in a process. Set torch's thread count before it is made.
 
     Raises:
         MissingPackageError: vLLM is not installed.
@@ -96,7 +96,7 @@ class VllmEngine(LoopEngine):
         # The worker's own.
         self._live: dict[int, Live] = {}
         self._num_ended = 0
-        """Number of tokens generated for responses that have left vLLM."""
+        """Number of tokens generated for responses that vLLM no longer has."""
         self._num_steps = 0
         self._is_closed = False
         try:
@@ -187,7 +187,8 @@ class VllmEngine(LoopEngine):
         self._live[entry.sequence] = live
 
     def _hand_over(self, number: int, draw: Draw, prompt: list[int], **sampling: Any) -> Request:
-        """Hand a request to vLLM. Returns vLLM's record of it."""
+        """Hand vLLM a request with this prompt, these sampling parameters, and `draw`, which draws
+        its tokens. Returns vLLM's record of the request."""
         from vllm import SamplingParams as VllmSamplingParams
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
@@ -287,9 +288,9 @@ class VllmEngine(LoopEngine):
         return outputs
 
     def _look(self) -> dict[int, int]:
-        """Accept the tokens that were drawn in the places of carried ones, where vLLM has read them
-        all. Returns the numbers of the requests that vLLM cannot continue because one came out
-        differently, each with the number of tokens that are kept."""
+        """Compare the carried tokens (from before an abort) with the tokens drawn in their places,
+        where vLLM has read them all. Returns the numbers of the requests that vLLM cannot continue
+        because a token came out differently, each with the number of tokens that are kept."""
         seen = [
             live
             for live in self._live.values()
@@ -348,8 +349,8 @@ class VllmEngine(LoopEngine):
         ]
 
     def _take_out(self, numbers: Sequence[int], unended: Sequence[int]) -> list[Live]:
-        """Take these responses out of vLLM and return them. `unended` are those that vLLM has not
-        ended by itself, and must be made to drop."""
+        """Take the responses of these requests out of vLLM and return them. `unended`: numbers of
+        the requests that vLLM has not ended by itself, which it is told to drop."""
         states = self._vllm.output_processor.request_states
         for number in unended:
             state = states.get(self._live[number].request.request_id)

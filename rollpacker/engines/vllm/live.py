@@ -39,32 +39,33 @@ class Live:
         self.given = list(carried.tokens)
         """The response's tokens, without those that vLLM is generating in its present request."""
         self.log_probs = list(carried.log_probs)
-        """Log-probabilities of the tokens in `given`."""
+        """Log-probability of each token in `given`."""
         self.num_kept: int | None = None
-        """Number of carried tokens that came out the same when drawn again. None: that has not been
-        done."""
+        """Number of carried tokens (from before an abort) that came out the same when drawn again.
+        None: they have not been drawn again."""
         self.num_redraws = 0
         entry.draw_with(0, entry.carried_redraw(0)[0])
         self.num_preemptions = 0
-        """Number of preemptions, without those in vLLM's current record."""
+        """Number of times that vLLM preempted this response in its earlier requests to vLLM."""
         self.num_reused = 0
         """Number of prompt tokens of a later turn that vLLM found in its prefix cache."""
 
     @property
     def is_unseen(self) -> bool:
-        """Whether there are carried tokens to verify whose outcome is not known yet."""
+        """Whether carried tokens (from before an abort) still wait to be drawn again and
+        compared."""
         return self.num_kept is None and self.carried.verify and bool(self.carried.tokens)
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """All tokens of the response so far, while vLLM has it."""
+        """All tokens of the response so far. May be called while vLLM has the response."""
         new = () if self.is_unseen else self.request.output_token_ids
         return (*self.given, *new)
 
     @property
     def is_broken(self) -> bool:
-        """Whether vLLM, which has the response, generated a token of it from logits that are not
-        numbers. With worker processes this is known only when the response has left vLLM."""
+        """Whether vLLM generated a token of this response from logits that are not numbers. With
+        worker processes this is known only when the response has left vLLM."""
         num_new = 0 if self.is_unseen else len(self.request.output_token_ids)
         return any(map(math.isnan, self.draw.log_probs[:num_new]))
 
@@ -77,9 +78,9 @@ class Live:
     # -- vLLM gets it and gives it back ------------------------------------------------------------
 
     def begin(self) -> list[int]:
-        """Make the response's `draw`, and return the response tokens that vLLM's prompt is to end
-        with. If carried tokens are to be verified, the last of them is left for vLLM's first step
-        to generate, which so always has something to do."""
+        """Make the `Draw` with which vLLM is to go on, and return the response tokens that vLLM's
+        prompt is to end with. If carried tokens are to be verified, the last of them is left for
+        vLLM's first step to generate, which so always has something to do."""
         entry = self.entry
         if not self.is_unseen:
             key = entry.key(entry.redraws[-1][1] if entry.redraws else 0)
@@ -94,8 +95,8 @@ class Live:
         return self.given[:-1]
 
     def look(self, ends: Callable[[Sequence[int], int], bool]) -> int | None:
-        """Compare the tokens drawn in the places of the carried ones with these. vLLM's first new
-        token must be there.
+        """Compare the carried tokens (from before an abort) with the tokens drawn in their places.
+        vLLM's first new token must be there.
 
         `ends(tokens, count)`: whether the first `count` tokens have just ended the response.
         Returns the number of tokens to continue from in a new request, without vLLM's new ones;
@@ -158,7 +159,8 @@ class Live:
 
     @property
     def is_too_long(self) -> bool:
-        """Whether the response, which vLLM has, is longer than its ceiling and may be redrawn."""
+        """Whether the response has grown longer than its ceiling (`Carried.ceiling`) and may be
+        drawn again."""
         return len(self.tokens) > self._ceiling and self.num_redraws < MAX_REDRAWS
 
     def draw_again(self, *, stopped: bool) -> bool:

@@ -30,7 +30,7 @@ any shorter format."""
 
 
 class Copy:
-    """vLLM's copy of the weights of one engine."""
+    """vLLM's copy of the weights of one engine's model, and its comparison with that model."""
 
     def __init__(
         self,
@@ -42,8 +42,8 @@ class Copy:
         forget: Callable[[Sequence[int]], None],
     ) -> None:
         """`workers`: the worker processes if several devices share the engine, else None.
-        `hand_over` and `forget` are the engine's methods: to hand vLLM a request, and to drop ended
-        ones."""
+        `hand_over` and `forget` are the engine's methods: to hand a request to vLLM, and to drop
+        what is noted of requests that have ended."""
         self._model = model
         self._vllm = vllm
         self._workers = workers

@@ -238,7 +238,8 @@ def _reward_of(episode: Any) -> float:
 
 
 def _config(name: str, arguments: dict[str, Any]) -> tuple[Any, int | None, bool]:
-    """Config of verifiers' environment, number of rows, and whether the arguments set it."""
+    """Return the config of verifiers' environment, the number of rows (None: as many as there are
+    tasks), and whether the arguments set that number."""
     require("verifiers", extra="verifiers", what="an environment of verifiers")
     if not (found := version("verifiers")).startswith("0.4."):
         raise AdapterError(

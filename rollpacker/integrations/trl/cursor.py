@@ -14,11 +14,8 @@ SOURCE = "train"
 
 class SamplerCursor:
     """The rows that TRL's sampler would draw, in its order. As there, the end of an epoch that does
-    not fill a step is not trained on.
-
-    It ends with the prompts of the last step, since a prompt begun early for a later step would
-    never be trained on.
-    """
+    not fill a step is not trained on. It ends with the prompts of the last step, since a prompt
+    begun early for a later step would never be trained on."""
 
     def __init__(
         self, num_rows: int, *, prompts_per_step: int, num_steps: int, shuffle: bool, seed: int
@@ -38,8 +35,8 @@ class SamplerCursor:
         self._begin_epoch()
 
     def take(self, count: int) -> tuple[tuple[PromptId, ...], bool, bool]:
-        """Return up to `count` prompts, and whether the epoch and all epochs ended
-        (`Cursor.take`)."""
+        """Return up to `count` prompts, whether an epoch ended with them, and whether all epochs
+        did."""
         if self.ended:
             return (), True, True
         count = min(count, self._left)
@@ -62,10 +59,8 @@ class SamplerCursor:
         return {"epoch": self._epoch, "position": self._position, "order": len(self._order)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a place that `state` returned. Only for a new cursor.
-
-        Raises `ValueError` if the data or the batch has another size.
-        """
+        """Continue from a place that `state` returned. Only for a new cursor. Raises `ValueError`
+        if the data or the batch has another size."""
         if state["order"] != len(self._order):
             raise ValueError(
                 f"cannot resume: an epoch had {state['order']} prompts, and now has "

@@ -61,7 +61,8 @@ class LateRow:
 
 
 class LateDataset(Dataset):  # type: ignore[misc]
-    """The user's data set, except that a data loader gets `LateRow`s."""
+    """The user's data set, except that a data loader gets `LateRow`s, which are chosen when they
+    are read."""
 
     @classmethod
     def of(cls, dataset: Dataset, decide: Callable[[], list[Row]]) -> LateDataset:

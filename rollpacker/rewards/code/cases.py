@@ -111,10 +111,8 @@ Test = IoTest | CallTest | AssertTest
 
 
 def read_tests(tests: Any) -> list[Test]:
-    """Read the tests of one row: a list or a mapping in a known format, or JSON text of one.
-
-    Raises `BadTests` if they cannot be used.
-    """
+    """Read the tests of one row: a list or a mapping in a known format, or JSON text of one. Raises
+    `BadTests` if they cannot be used."""
     return list(_read_text(tests)) if isinstance(tests, str) else _read(tests)
 
 

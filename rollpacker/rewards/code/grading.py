@@ -39,12 +39,9 @@ _FENCE = re.compile(r" {0,3}(`{3,})([^`\n]*)")
 
 
 def extract(completion: str) -> str | None:
-    """The program in a completion; None if there is none.
-
-    Only the text after the last `</think>` is looked at. The program is the last fenced block
-    marked as Python, else the last fenced block, else the whole text. A block whose fence is not
-    closed reaches to the end.
-    """
+    """The program in a completion; None if there is none. Only the text after the last `</think>`
+    is looked at. The program is the last fenced block marked as Python, else the last fenced block,
+    else the whole text. A block whose fence is not closed reaches to the end."""
     text = completion[-MAX_COMPLETION_CHARACTERS:].rpartition("</think>")[2]
     blocks = _blocks(text)
     marked = [block for language, block in blocks if language in PYTHON]

@@ -56,11 +56,9 @@ class _Refused(Exception):
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class EndpointCompleter:
-    """Asks one model behind one address for completions. Meets the protocol `Completer`.
-
-    An attempt that fails is repeated up to `max_retries` times. While the endpoint is down or says
-    that it is too busy, it is repeated until that has lasted for `outage_s` seconds.
-    """
+    """Asks one model behind one address for completions. Meets the protocol `Completer`. An attempt
+    that fails is repeated up to `max_retries` times. While the endpoint is down or says that it is
+    too busy, it is repeated until that has lasted for `outage_s` seconds."""
 
     url: str
     """The base address, up to and with `/v1`."""

@@ -130,10 +130,8 @@ def _group_end(text: str, start: int) -> int:
 
 def extract(text: str, methods: Sequence[str], caps: Caps) -> tuple[str | None, str]:
     """The final answer, and the method that found it, which is the first in `methods` that finds
-    one. The answer is None if there is none.
-
-    If boxes are asked for and the response has one, only its boxes are looked at.
-    """
+    one. The answer is None if there is none. If boxes are asked for and the response has one, only
+    its boxes are looked at."""
     for method in methods:
         found = _FINDERS[method](text, caps)
         if found is not None:

@@ -355,11 +355,9 @@ def checker() -> str:
 
 def parse_reply(stdout: bytes, nonce: str, count: int) -> list[Verdict] | None:
     """The verdicts in the checker's reply. None for anything but exactly the object that it writes.
-
     The checker repeats the nonce that it got by stdin, so that no other output is taken for its
     reply. Code that ran inside the checker could read the nonce; but nothing there evaluates
-    text.
-    """
+    text."""
     try:
         reply = json.loads(stdout.decode("ascii"))
     except (ValueError, RecursionError):

@@ -45,10 +45,8 @@ RIGHT, WRONG, UNKNOWN = "right", "wrong", "unknown"
 
 
 class Comparison:
-    """Compares a right answer ("gold") with another answer, under the options.
-
-    `strict`: equal text is not enough, the parser must also be able to read it.
-    """
+    """Compares a right answer ("gold") with another answer, under the options. `strict`: equal text
+    is not enough, the parser must also be able to read it."""
 
     def __init__(self, *, form: str, percent: str, min_digits: int, strict: bool = False) -> None:
         self.strict = strict
