@@ -1,4 +1,4 @@
-"""Advantages as rewards relative to a group or to the step."""
+"""Advantages as rewards relative to a group (the samples of one prompt) or to the whole step."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def advantages(rewards: Tensor, group_ids: Tensor, *, config: AlgorithmConfig) -
 
 
 def _centred(values: Tensor, groups: Tensor, *, leave_one_out: bool) -> Tensor:
-    """Values [M] less the mean of their group, or of the others in it; exactly 0 where a group's
-    are all equal."""
+    """Return the values [M] less the mean of their group, or with `leave_one_out` of the others in
+    it. The result is exactly 0 where all values of a group are equal."""
     lowest = _per_group(values, groups, "amin")
     highest = _per_group(values, groups, "amax")
     centred = values - _per_group(values, groups, "mean")
@@ -62,7 +62,7 @@ def _std(values: Tensor, groups: Tensor) -> Tensor:
 
 
 def _per_group(values: Tensor, groups: Tensor, how: str) -> Tensor:
-    """A statistic of each group, given to each of its members [M]."""
+    """A statistic of each group (`how`: torch's name of it), repeated for all members [M]."""
     size = int(groups.max()) + 1 if len(groups) else 0
     empty = values.new_zeros(size)
     return empty.scatter_reduce(0, groups, values, how, include_self=False)[groups]

@@ -1,7 +1,5 @@
-"""Sums over the tokens to come, for all samples of a step at once.
-
-Flat tokens: sample after sample, `lengths` tokens each.
-"""
+"""Sums over the tokens to come, for all samples of a step at once. The tokens of all samples lie
+one behind the other in one tensor [K], `lengths` of each sample."""
 
 from __future__ import annotations
 
@@ -12,8 +10,11 @@ from torch import Tensor
 
 
 def discounted_sums(values: Tensor, lengths: Sequence[int], factor: float) -> Tensor:
-    """At each token, the token's value plus `factor` times the sum at the next token of the same
-    sample. [K] to [K]; what comes after a sample's last token is 0."""
+    """Return at each token the token's value plus `factor` times the sum at the next token of the
+    same sample.
+
+    [K] to [K]; what comes after a sample's last token is 0.
+    """
     num_samples, longest = len(lengths), max(lengths, default=0)
     rows = torch.arange(num_samples).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
     columns = torch.cat([torch.arange(length) for length in lengths] or [rows])
@@ -39,5 +40,5 @@ def generalized_advantages(
 
 
 def last_tokens(lengths: Sequence[int]) -> Tensor:
-    """The flat index of each sample's last token [N]."""
+    """The index of each sample's last token [N] in the tensor of all tokens."""
     return torch.tensor(lengths, dtype=torch.int64).cumsum(0) - 1

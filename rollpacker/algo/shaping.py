@@ -1,4 +1,4 @@
-"""Rewards that depend on a response's length."""
+"""Changes to rewards that depend on a response's length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How tokens add up to one loss."""
+"""How the losses of tokens add up to the loss of a step, as weights of the tokens."""
 
 from __future__ import annotations
 

@@ -32,8 +32,7 @@ NOT_NUMBERS = "the model's logits are not numbers"
 
 
 class EngineError(RuntimeError):
-    """The engine as a whole has failed, or was called in a state in which the call is not
-    allowed."""
+    """The engine as a whole has failed, or its state does not allow the call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,8 +140,7 @@ class Response:
 
     @property
     def last_turn(self) -> tuple[int, ...]:
-        """The tokens that the model drew last, back to the last token given to it or change of its
-        prompt."""
+        """The tokens drawn since the model was last given tokens or a rewritten prompt."""
         given = self.given[-1][1] if self.given else 0
         anew = self.rewritten[-1][0] if self.rewritten else 0
         return self.tokens[max(given, anew) :]
@@ -300,6 +298,5 @@ class EngineConfig:
 
     @property
     def takes_quantized(self) -> bool:
-        """Whether the engine can generate with a base model quantised to 4 bits below the
-        adapter."""
+        """Whether the engine can generate with a base model of 4 bits below an adapter."""
         return self.name not in WITHOUT_QUANTIZATION

@@ -40,12 +40,11 @@ from rollpacker.workers.program import Program, text_of
 
 
 class EngineHost:
-    """Holds the engine of this process, passes requests and calls from messages on to it, and makes
-    messages of its outputs."""
+    """Holds the engine of this process, hands it what messages ask for, and sends back its
+    outputs."""
 
     def __init__(self, engine: Engine, beat_s: float) -> None:
-        """Starts the engine. `beat_s`: longest time between two reports to the run's process, in
-        seconds."""
+        """Starts the engine. `beat_s`: longest time between two reports to the run, in seconds."""
         self._engine = engine
         self._beat_s = beat_s
         self._calls: queue.SimpleQueue[tuple[int, Call]] = queue.SimpleQueue()

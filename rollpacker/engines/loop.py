@@ -39,8 +39,7 @@ CLOSE_S = 5.0
 """Seconds that `close` waits for the current decode step to end."""
 
 Numbered = tuple[int, EngineOutput]
-"""An engine's output and the number of its request in the order of submission, by which the outputs
-of one step are ordered."""
+"""An engine's output, and its request's number, by which the outputs of one step are ordered."""
 
 
 class LoopEngine(ABC):
@@ -96,14 +95,13 @@ class LoopEngine(ABC):
         self._version = version
 
     async def offload(self) -> None:
-        """Free the device's memory; see `Engine.offload`. A failure makes the engine useless."""
+        """Free the device's memory; see `Engine.offload`. A failure ends its use."""
         self._inbox.leave()
         self._forget_kept()
         await asyncio.to_thread(self._let_go)
 
     async def reload(self) -> None:
-        """Take the device's memory again; see `Engine.reload`. A failure makes the engine
-        useless."""
+        """Take the device's memory again; see `Engine.reload`. A failure ends its use."""
         await asyncio.to_thread(self._take_back)
         self._inbox.come_back()
 

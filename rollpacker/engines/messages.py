@@ -66,8 +66,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The result of a call, or the message of its error. Both are None for a call that returns
-    nothing."""
+    """The result of a call, or its error's message. Both are None if the call returns nothing."""
 
     result: str | None = None
     error: str | None = None

@@ -52,8 +52,7 @@ logger = logging.getLogger(__name__)
 
 PROGRAM = "rollpacker.engines.engine_worker"
 MAX_BEAT_S = 1.0
-"""Longest time between two reports of an engine, in seconds. Each report costs this process
-time."""
+"""Longest time between two reports of an engine, in seconds. Each costs this process time."""
 CLOSE_S = 5.0
 """Seconds that `close` waits for the event loop of all lines, which may be busy."""
 HERE = ThisHost()
@@ -97,7 +96,7 @@ class ProcessEngine:
         )
         self._ready: Future[None] = Future()
         self._gone: Future[None] = Future()
-        """Future that is done when the process has ended and everything that belongs to it here is
+        """Future that is done when the process has ended and all that belongs to it here is
         closed."""
         self._burying: asyncio.Task[None] | None = None
         self._is_heard = self._is_over = False
@@ -269,8 +268,8 @@ class ProcessEngine:
             listener(outputs)
 
     def _outputs(self, report: Report) -> list[EngineOutput]:
-        """The outputs of a report as a listener gets them. Those of samples that are not in flight
-        are logged and left out."""
+        """A report's outputs as a listener gets them. Outputs of samples not in flight are logged
+        only."""
         found = []
         for event, response in report.outputs:
             prompt = self._prompts.pop(event.sample, None)

@@ -183,8 +183,7 @@ class Episode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """The reply in place of an answer when the episode cannot go on. It is never counted as a
-    reward of zero."""
+    """The reply if the episode cannot go on. It is never counted as a reward of zero."""
 
     reason: str
     cause: str

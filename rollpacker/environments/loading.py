@@ -30,8 +30,7 @@ class Loaded:
     """What the controller is told of the tools or the environment: `name`, `tools`, `begins`,
     `is_deterministic`, `gives_rewards`, `scores_at_end`, and `rows` if it asked for them."""
     make: Callable[[Calls], Played]
-    """Function that makes an episode whose tools or environment are called through the given
-    `Calls`."""
+    """Function that makes an episode whose functions are called through the given `Calls`."""
 
 
 async def load(request: Mapping[str, Any], stack: AsyncExitStack) -> Loaded:

@@ -158,8 +158,7 @@ async def open_box(config: SandboxConfig, stack: AsyncExitStack) -> Sandbox:
 
 
 class Folder:
-    """The tools `python` and `shell` of one episode, with the files that their calls leave for
-    later calls."""
+    """The tools `python` and `shell` of one episode, with the files that their calls leave."""
 
     def __init__(self, box: Sandbox) -> None:
         self._box = box
@@ -223,8 +222,7 @@ class Folder:
         return "\n".join(told)
 
     def _keep(self, answer: Mapping[str, Any]) -> bool:
-        """Keep the files that a run left in the folder, for later calls. Returns False if they
-        cannot be kept."""
+        """Keep the files that a run left, for later calls. Returns False if that cannot be."""
         try:
             files = {
                 n: base64.b64decode(text, validate=True)

@@ -144,8 +144,7 @@ class SupervisedEnvironments:
     # -- processes --------------------------------------------------------------------------
 
     def be_on(self, places: Sequence[Host]) -> None:
-        """Have one environment process on each of these hosts, not beside this process. Call this
-        before `open`."""
+        """Have one environment process on each of these hosts. Call this before `open`."""
         assert self._pool is None, "open already"
         self._places.extend(places)
         while self._spares:
@@ -388,8 +387,7 @@ class SupervisedEnvironments:
         return Lost(reason=why, cause=cause, seconds=seconds)
 
     def _report(self, kind: str, more: str = "") -> None:
-        """Log a warning that begins with `kind` and goes on with `more`, only once for each
-        `kind`."""
+        """Log a warning made of `kind` and `more`, only once for each `kind`."""
         if kind not in self._told:
             self._told.add(kind)
             logger.warning("environment %s%s", kind, more)

@@ -40,13 +40,11 @@ _SAID_IN_FULL = (
     *("ImportSpecError", "MissingPackageError", "EnvironmentSetupError", "SandboxUnavailable"),
     *("AdapterError", "DataError"),
 )
-"""Names of the classes of errors that the user is shown as their message alone, without a
-traceback."""
+"""Names of error classes of which the user is shown the message alone, without a traceback."""
 
 
 def main(line: int | Line) -> None:
-    """Answer requests until the controller hangs up. `line`: the connection to it, or its file
-    descriptor."""
+    """Answer requests until the controller hangs up. `line`: its connection, or the descriptor."""
     asyncio.run(_serve(connected(line)))
 
 
@@ -107,8 +105,7 @@ class _Server:
                 self._end(request.number)
 
     def _under_way(self, call: int) -> tuple[ToolCall, ...]:
-        """The tool calls made so far for request number `call` of an episode. Empty: no tool
-        runs."""
+        """The tool calls so far in request number `call` of an episode. Empty: no tool runs."""
         episodes = self._episodes.values()
         episode = next((one for one in episodes if call in one.running), None)
         return () if episode is None else episode.played.under_way()

@@ -31,7 +31,7 @@ class _Logged(logging.Handler):
     def __init__(self, line: Line) -> None:
         super().__init__()
         self.loop: asyncio.AbstractEventLoop | None = None
-        """The event loop that owns the line. None: it does not run yet."""
+        """The event loop that owns the connection to the run. None: it does not run yet."""
         self._line = line
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -51,7 +51,7 @@ class RewardHost:
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     async def serve(self) -> NoReturn:
-        """Judge samples until the line ends; then the process ends."""
+        """Judge samples until the connection to the run ends, then end the process."""
         loop = asyncio.get_running_loop()
         self._line.attach(loop, self._heard, lambda: os._exit(0))
         self._line.post(READY, 0, codec().encode(self._reward.shared.unsandboxed))

@@ -54,7 +54,7 @@ class RewardHostsLost(RuntimeError):
 
 
 def refuse_bound(rewards: Sequence[RewardConfig]) -> None:
-    """Raise `RewardError` for rewards that exist only in the run's own process."""
+    """Raise `RewardError` for rewards that exist only in this process, so that no host has them."""
     bound = [
         f"{one.name or one.function} (an object of this Python program: name a function in a file, "
         '"path/to/file.py:function")'
@@ -77,8 +77,8 @@ def refuse_bound(rewards: Sequence[RewardConfig]) -> None:
 def reward_setup(
     rewards: Sequence[RewardConfig], sandbox: SandboxConfig, *, heartbeat_s: float
 ) -> RewardSetup:
-    """The setup for hosts that shall find the same modules as this process. Raises `RewardError` as
-    `refuse_bound` does."""
+    """Return the setup for reward hosts, which are to find the same modules as this process. Raises
+    `RewardError` as `refuse_bound` does."""
     refuse_bound(rewards)
     return RewardSetup(
         rewards=tuple(rewards),
@@ -103,7 +103,7 @@ class HostedReward:
         names: Sequence[str],
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
-        """Starts one process for each of `places`; `ready` waits for them. `names`: the names of
+        """Starts one process at each of `places` (hosts); `ready` waits for them. `names`: names of
         the rewards. Raises `RewardError` for rewards that cannot be sent, and `OSError` if a
         process cannot be started."""
         self.names = tuple(names)
@@ -116,7 +116,7 @@ class HostedReward:
         self.book = RewardHosts(len(self._places))
         self._living: dict[int, _HostProcess] = {}
         self._counts: dict[str, float] = {}
-        """Sums of the metrics of lost reward hosts, which `metrics` adds to those of the others."""
+        """Sums of the metrics of lost reward hosts. `metrics` adds those of the living."""
         self._unsandboxed = False
         self._changed = asyncio.Event()
         self._ending: set[asyncio.Future[None]] = set()
@@ -175,7 +175,7 @@ class HostedReward:
 
     @property
     def pids(self) -> dict[int, int]:
-        """Process ids of the living reward hosts, by the index of their place."""
+        """Process ids of the living reward hosts, each by its index in the list of hosts."""
         return {number: one.served.child.pid for number, one in list(self._living.items())}
 
     async def close(self) -> None:
@@ -248,7 +248,7 @@ class HostedReward:
         return f"reward host {number} on {self._places[number].name}"
 
     def start(self, owner: Owner, number: int) -> Served:
-        """Start a process at the place of this index. Raises `OSError`."""
+        """Start the process of the reward host with this index. Raises `OSError`."""
         return Served(
             self._use,
             self._places[number],
@@ -260,13 +260,13 @@ class HostedReward:
         )
 
     def begun(self, process: _HostProcess, unsandboxed: bool) -> None:
-        """Note that the process can judge, so that it gets checks from now on."""
+        """Note that this host's process can judge, so that it is sent samples from now on."""
         self._unsandboxed |= unsandboxed
         self.book.ready(process.number)
         self._tell()
 
     def lost(self, process: _HostProcess, loss: Loss) -> None:
-        """Start another process in place of a lost one, or give the place up after many losses."""
+        """Start another process in place of a lost one, or give the host up after many losses."""
         number, why = process.number, loss.reason
         del self._living[number]
         for name, count in process.status.metrics.items():
@@ -316,8 +316,8 @@ class _HostProcess:
         self.served = hosted.start(self, number)
 
     async def judge(self, payload: bytes) -> Sequence[Verdict]:
-        """Return the verdicts of a check. Raises `ProcessLost` if the host is lost. Cancelling this
-        call ends the check."""
+        """Have the host judge the samples of a packed `Check`, and return the verdicts. Raises
+        `ProcessLost` if the host is lost. Cancelling this call ends the check."""
         judged = await self.served.call(payload)
         self.status = judged.status
         verdicts: Sequence[Verdict] = judged.verdicts

@@ -109,7 +109,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """The verdict is missing for a sample. It is never counted as zero."""
+    """The record of a sample without a verdict. It is never counted as a reward of zero."""
 
     reason: str
     parts: Mapping[str, float | None] = field(default_factory=dict)
@@ -137,12 +137,11 @@ class Reward(Protocol):
         ...
 
     def outage(self) -> str | None:
-        """Describe the outage of an external service that the rewards wait for. None: there is no
-        outage."""
+        """Describe the outage of an external service that rewards wait for. None: no outage."""
         ...
 
     def broken(self) -> str | None:
-        """The reason why there will be no verdicts any more, in words. None: there will be."""
+        """The reason why rewards give no verdicts any more, in words. None: they still do."""
         ...
 
     def metrics(self) -> dict[str, float]:

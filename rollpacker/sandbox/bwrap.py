@@ -33,7 +33,7 @@ def find_bwrap() -> str:
 
 
 def why_unavailable(missing: str) -> str:
-    """The message for a machine on which nothing isolates programs."""
+    """The message for a machine that cannot isolate programs. `missing`: what it lacks."""
     return (
         f"no sandbox for untrusted programs on this machine: {missing}.\n"
         "Check it: `bwrap --version` and `unshare -Ur true` must both succeed.\n"
@@ -103,7 +103,6 @@ def _site_folders(profile: Profile) -> set[str]:
 
 
 def _and_above(path: str) -> set[str]:
-    """All folders above a path, without the root."""
     return {str(parent) for parent in Path(path).parents} - {"/"}
 
 
@@ -157,8 +156,9 @@ def command(
     fds: Sequence[int],
     users: Sequence[str],
 ) -> list[str]:
-    """The whole command line. `own`: descriptors of our files, with their paths inside. `fds`:
-    descriptors that the zygote gets by number. `users`: arguments for its user and group."""
+    """Return bubblewrap's whole command line. `own`: descriptors of our files, with their paths in
+    the sandbox. `fds`: descriptors that the zygote gets by number. `users`: arguments for user and
+    group."""
     ours = [
         word for fd, path in own for word in ("--perms", "0644", "--ro-bind-data", str(fd), path)
     ]
@@ -240,8 +240,11 @@ def start(
     tasks_are_counted: bool,
 ) -> subprocess.Popen[bytes]:
     """Start a zygote that is served over `control` and writes errors to the file `errors`. Its runs
-    enter the control groups whose `entrances` are given; `tasks_are_counted`: whether these limit
-    the number of tasks. The zygote ends with the thread that calls this. Raises OSError."""
+    enter control groups through the descriptors in `entrances`; `tasks_are_counted`: whether these
+    limit the number of tasks.
+
+    The zygote ends with the thread that calls this. Raises OSError.
+    """
     fds = (control.fileno(), *entrances)
     with contextlib.ExitStack() as stack:
         own = []

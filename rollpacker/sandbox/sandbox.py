@@ -96,7 +96,7 @@ def profile_of(profile: Profile | str) -> Profile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of one run."""
+    """Limits of one run of a program."""
 
     wall_s: float = 10.0
     """Most seconds that the run may take, enforced from outside."""
@@ -147,7 +147,7 @@ class RunResult:
     stdout: bytes = b""
     stderr: bytes = b""
     truncated: bool = False
-    """Whether output was cut off at its limit."""
+    """Whether stdout or stderr was cut off at the limit on output."""
     wall_s: float = 0.0
     cpu_s: float = 0.0
     peak_memory_bytes: int = 0
@@ -199,7 +199,7 @@ class Sandbox(Protocol):
         ...
 
     async def lacks(self, profile: Profile) -> str:
-        """A sentence with the packages that programs of this profile lack here; else empty."""
+        """A sentence with the packages of this profile that are missing here. Empty: none."""
         ...
 
     async def close(self) -> None:

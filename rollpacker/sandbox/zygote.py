@@ -84,8 +84,8 @@ def send_all(fd: int, data: bytes | memoryview) -> None:
 
 
 class Kept:
-    """Bytes of a run that pass through the zygote, in a mapping of their own. The next run is a
-    copy of the zygote's memory, in which nothing of this run may be left."""
+    """Bytes of a run that pass through the zygote, kept in a memory mapping of their own. The next
+    run is a copy of the zygote's memory, in which nothing of this run may be left."""
 
     def __init__(self, most: int) -> None:
         self._size = 0
@@ -113,7 +113,7 @@ class Kept:
 
 
 class PreparedRun:
-    """One run: a process that is made in advance, gets its request, and is watched until it
+    """One run: a process that is made in advance, gets its program, and is watched until it
     ends."""
 
     def __init__(self, kernel: Kernel, own_pidfd: int) -> None:
@@ -190,11 +190,11 @@ class PreparedRun:
                     return FLOODED
 
     def _read(self, fd: int) -> bool:
-        """Read one chunk of output. Returns whether there may be more."""
+        """Read one chunk of the program's output from `fd`. Returns whether there may be more."""
         return self.output[fd].add(fd, _CHUNK) > 0
 
     def _drain(self, cap: int) -> bool:
-        """Read the rest of the output. Returns whether no process can write more of it."""
+        """Read the rest of the output. Returns whether no process can write more output."""
         closed = 0
         for fd, kept in self.output.items():
             try:

@@ -21,7 +21,7 @@ GRACE_S = 0.5
 LOOK_S = 0.05
 """Seconds between two checks of a worker during a run."""
 START_LIMIT_S = 60.0
-"""Most seconds that a new worker may take until its first report."""
+"""Most seconds that a new worker may take until it reports that it is ready."""
 
 
 class WorkerError(Exception):
@@ -44,7 +44,7 @@ class Reply:
     short_of_memory: bool = False
     """Whether the kernel killed processes of the run for memory."""
     waited_share: float = 0.0
-    """Share of its time in which the run was ready but had no processor. Known only where a run is
+    """Share of the run's time in which it was ready but had no processor. Known only where a run is
     a single process; otherwise 0."""
 
 
@@ -113,8 +113,7 @@ class Worker:
         return f"{self.name} (pid {self.pid})"
 
     def trouble(self) -> str:
-        """What is wrong with the worker, as far as can be seen without asking it, in words; empty
-        if nothing is."""
+        """What is wrong with the worker, as seen without asking it, in words. Empty: nothing."""
         assert self._child is not None
         if self._child.how_ended() is not None or self._reader.at_eof():
             return f"{self} died: {self.last_words() or 'nobody knows why'}"
@@ -162,8 +161,8 @@ class Worker:
             raise WorkerError(f"{self} died: {self.last_words() or error!r}") from None
 
     async def _watch(self, exchange: asyncio.Future[Any], limit_s: float) -> str:
-        """Wait until the exchange is done, its time is over, or something is wrong with the worker.
-        Returns what is wrong, or ""."""
+        """Wait until the exchange with the worker is done, its time is over, or something is wrong
+        with the worker. Returns what is wrong, or ""."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         until = began + limit_s

@@ -26,8 +26,8 @@ class UnsupportedModelError(ValueError):
 
 
 class Scores(NamedTuple):
-    """How an attention layer makes its scores from the products of queries and keys: the factor,
-    the window and the bound."""
+    """How an attention layer makes scores from products of queries and keys: factor, window,
+    bound."""
 
     scaling: float
     sliding_window: int | None
@@ -100,9 +100,11 @@ def rollpacker_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention in the shape that transformers asks for. query is [rows, heads, tokens, head_dim],
-    key and value have the key-value heads. Returns the output as [rows, tokens, heads, head_dim],
-    and no weights."""
+    """Attention in the shape that transformers asks for.
+
+    query is [rows, heads, tokens, head_dim], key and value have the key-value heads. Returns the
+    output [rows, tokens, heads, head_dim], and no weights.
+    """
     _refuse_extras(module, attention_mask, is_causal, kwargs)
     if scaling is None:
         scaling = query.shape[-1] ** -0.5

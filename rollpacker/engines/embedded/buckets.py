@@ -23,15 +23,13 @@ same time (measured on a CPU)."""
 
 
 class Bucket(NamedTuple):
-    """A range of rows [start, stop) whose newest tokens attend over the first `width` cache
-    positions."""
+    """A range of rows [start, stop) whose newest tokens attend over `width` cache positions."""
 
     start: int
     stop: int
     width: int
     is_even: bool = False
-    """Whether the bucket is known to be exactly as wide as every one of its rows, which then need
-    no mask."""
+    """Whether all rows are known to be exactly as long as the bucket is wide, and need no mask."""
 
 
 def plan_buckets(lengths: np.ndarray, call_cost: float) -> list[Bucket]:

@@ -55,7 +55,7 @@ class KeptPrompt:
 
 @dataclass(slots=True)
 class WidthPlan:
-    """Buckets of the live rows, used for several decode steps, at each of which all rows grow by a
+    """Buckets of the live rows for several decode steps, at each of which all rows grow by a
     token."""
 
     buckets: list[Bucket]
@@ -129,9 +129,11 @@ class Decoder:
 
     def admit(self, entries: Sequence[Pending], next_prompt: Prompt | None) -> None:
         """Prefill these requests, whose slots are reserved, and draw their first tokens. Neighbours
-        with equal prompts are prefilled once. `next_prompt` is the prompt of the first request that
-        still waits. If it was prefilled here, its logits and its cache are kept for that
-        request."""
+        with equal prompts are prefilled once.
+
+        `next_prompt` is the prompt of the first request that still waits. If it was prefilled here,
+        its logits and cache are kept for it.
+        """
         groups = [list(run) for _, run in groupby(entries, key=lambda e: e.request.prompt_tokens)]
         if self._kept is not None and groups[0][0].request.prompt_tokens == self._kept.prompt:
             self._join(groups.pop(0), self._kept)
@@ -143,7 +145,7 @@ class Decoder:
         self._plan = None
 
     def forget_plan(self) -> None:
-        """Drop the plan of buckets. Call this after rows grew or shrank by anything but a decode
+        """Drop the plan of buckets. Called after rows grew or shrank other than by a decode
         step."""
         self._plan = None
 
@@ -161,8 +163,7 @@ class Decoder:
 
     def reserve(self, entries: Sequence[Pending], beside: int = 0) -> None:
         """Reserve cache slots for these requests, as wide as the longest row may become. `beside`:
-        number of positions of the memory budget that dialogues kept between two turns
-        (kept_rows.py) take up."""
+        positions of the memory budget that dialogues kept between turns (kept_rows.py) use."""
         num_rows = self.rows.num_rows + len(entries)
         width = max(entry.width for entry in (*self.rows.pending, *entries))
         keeps = any(entry.request.keep for entry in entries)
@@ -335,8 +336,7 @@ class Decoder:
     # -- departure ---------------------------------------------------------------------------------
 
     def remove(self, gone: np.ndarray) -> None:
-        """Remove the rows whose indices are in `gone`. The last rows move into the places that
-        become free."""
+        """Remove the rows with indices in `gone`. The last rows move into their places."""
         for row in gone[np.isnan(self.rows.host_column("log_prob")[gone])]:
             self.slots.clear(int(row))
         source, target = self.rows.remove(gone)

@@ -46,8 +46,7 @@ LOOK_ROWS = 8
 """Number of rows for which drafts are looked up first when the last step was a plain one. If these
 promise nothing, the other rows are not looked at."""
 MIN_GAIN = 1.15
-"""Least tokens per second that drafts must promise to be tried, as a multiple of what plain steps
-give."""
+"""Least tokens per second that drafts must promise to be tried, as a multiple of plain steps'."""
 MIN_BALANCE = 0.98
 """Least tokens per second that drafting must have given lately, as a multiple of what plain steps
 give. Below that, drafting pauses."""
@@ -68,8 +67,7 @@ the match that the draft follows: somewhat below what `benchmarks/drafts.py` fin
 _PRIOR_TOKENS = 8.0
 """Number of drafted tokens that count as much as the chances in `_PRIOR`."""
 NOTES_PER_LOOK = 8
-"""Number of drafts after which `Acceptance` computes again how many tokens drafts may be expected
-to give."""
+"""Number of drafts after which `Acceptance` computes its expected numbers of tokens again."""
 _SIZE_CLASS = (0, 0, 1, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 4, 4, 4, 4, 5)
 """Class of a match, by its number of equal tokens. Longer matches are of the last class."""
 _SEPARATOR = chr(0x10FFFF)
@@ -85,16 +83,14 @@ class Text:
 
 @dataclass(slots=True, eq=False)
 class RowText(Text):
-    """The prompt and response of a live row, and the place in a text that its next draft is copied
-    from."""
+    """Prompt and response of a live row, and the place in a text where its next draft begins."""
 
     group: PromptId
     num_seen: int
     """Number of response tokens that are in `text`."""
     redraw: int
-    """Which set of random numbers the row's tokens are drawn with: 0 for the first, or the number
-    of times that tokens were drawn again. When it changes, the row has lost tokens
-    (`Extender.draw_again`)."""
+    """Which set of random numbers the row's tokens are drawn with: 0, or how often tokens were
+    drawn again. When it changes, the row has lost tokens (`Extender.draw_again`)."""
     earlier: Text | None = None
     source: Text | None = None
     place: int = 0
@@ -108,9 +104,8 @@ class RowText(Text):
         return _size_class(self.matched)
 
     def go_on(self, new: str) -> None:
-        """Append new tokens of the row, and move the place in `source` on by as many. If the new
-        tokens differ from the source's there, only the tokens after the last difference still count
-        as matched."""
+        """Append new tokens of the row, and move the place in `source` on by as many. Where they
+        differ from the source, only tokens after the last difference count as matched."""
         self.text += new
         self.num_seen += len(new)
         if self.source is None:
@@ -236,8 +231,7 @@ class Pacing:
 
 
 class Drafter:
-    """Makes drafts for the live rows of one engine. A row is identified by its launch number
-    (`Pending.sequence`)."""
+    """Makes drafts for the live rows of one engine. A row is identified by `Pending.sequence`."""
 
     def __init__(self, max_tokens: int) -> None:
         self.num_drafted = 0
@@ -351,9 +345,8 @@ class Drafter:
         self._pacing.took_step(num_tokens, num_rows * float(self._costs[num_rows, place]))
 
     def _point(self, text: RowText, siblings: Sequence[RowText], chance: np.ndarray) -> None:
-        """Set the source of the row's draft to the longest match, unless the source that it has is
-        more likely to go on being right. `chance`: probability that a drafted token is right
-        [kinds, match classes]."""
+        """Set the source of the row's draft to the longest match, unless its present source is
+        likelier to be right. `chance` of a drafted token: [kinds, match classes]."""
         kept = text.source
         found = self._longest_match(text, siblings)
         if found is None:

@@ -136,8 +136,7 @@ class TorchEngine(LoopEngine):
         return outputs
 
     def _step(self) -> int:
-        """Make one decode step, with drafts if there are any, and return the number of tokens
-        generated."""
+        """Make one decode step, with drafts if any, and return the number of tokens generated."""
         rows = self._decoder.rows
         drafts = self._drafter.propose(rows) if self._drafter is not None else None
         if self._drafter is None or drafts is None:
@@ -156,8 +155,7 @@ class TorchEngine(LoopEngine):
         self._decoder.remove(gone)
 
     def _rest(self) -> None:
-        """Put the model back into the mode that it was found in (training or not), and forget all
-        drafts."""
+        """Put the model back into its former mode (training or not), and forget all drafts."""
         if self._busy:
             self._busy = False
             self._decoder.forget_prompt()
@@ -208,8 +206,7 @@ class TorchEngine(LoopEngine):
 
     def _carrying(self, row: int) -> dict[str, Any]:
         """Return the fields of a row's event about carried tokens (kept from before an abort): how
-        many were drawn again alike, and how often the tokens after them were drawn with new random
-        numbers."""
+        many came out the same, and how often later tokens were drawn again."""
         column = self._decoder.rows.host_column
         num_kept = int(column("num_kept")[row])
         return {
@@ -306,9 +303,8 @@ class TorchEngine(LoopEngine):
         return kept
 
     def _settle(self, kept: list[SampleId], outputs: list[Numbered]) -> list[Numbered]:
-        """Drop copies of keys and values for which there is no memory, now that the ended rows have
-        left. Returns the outputs with the numbers of kept tokens, and the room left, in their
-        events."""
+        """Drop copies of keys and values that lack memory, now that the ended rows have left.
+        Returns the outputs, with the numbers of kept tokens and the room left in their events."""
         self._kept.settle(kept, *self._decoder.would_have(()))
         num_rows, width = self._decoder.would_have(self._waiting)
         room, keeping = self._kept.room(num_rows * width), set(kept)

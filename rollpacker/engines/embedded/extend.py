@@ -34,8 +34,7 @@ from rollpacker.engines.embedded.sampling import draw
 from rollpacker.engines.engine import Carried
 
 MAX_REDRAWS = 16
-"""Most times that the tokens of one response are drawn with new noise by the rule in
-`draw_again`."""
+"""Most times that tokens of one response are drawn again by the rule in `draw_again`."""
 MAX_GUESS = 255
 """Most tokens of a guess. Longer guesses are cut: a response that differs early then costs one
 short pass."""
@@ -49,8 +48,7 @@ DRAW_LOGITS = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """Tokens that may follow a row's newest token, to be compared with the tokens that are
-    drawn."""
+    """Tokens that may follow a row's newest token, for comparison with the tokens drawn."""
 
     tokens: Sequence[int]
     log_probs: Sequence[float] | None = None
@@ -277,8 +275,8 @@ class Extender:
 
     def _guess(self, row: int, count: int) -> Guess:
         """Return the guess made of the row's carried tokens from number `count` on. It ends before
-        the last token that was drawn with the same set of noise, since the token after a guess is
-        drawn with that noise too."""
+        the last token of the same set of noise, since the token after a guess is drawn with that
+        noise too."""
         redraw, end = self._rows.pending[row].carried_redraw(count)
         self._rows.draw_with(row, count, redraw)
         size = MAX_GUESS if end is None else min(MAX_GUESS, end - count - 1)

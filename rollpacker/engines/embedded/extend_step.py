@@ -167,8 +167,8 @@ class _SpanStep:
         return part.narrow(0, self._first_row, self._num_rows)
 
     def _bias(self, sliding_window: int | None, groups: int) -> Tensor:
-        """The attention bias [rows, 1, groups x tokens, width]: 0 where a token may look, minus
-        infinity elsewhere."""
+        """The attention bias [rows, 1, groups x tokens, width]: 0 where a token may look, else
+        minus infinity."""
         bias = self._biases.get(sliding_window)
         if bias is None:
             lines = self._slots.bias_line(sliding_window).unfold(0, self._width, 1)

@@ -16,8 +16,7 @@ from rollpacker.engines.embedded.kv_slots import KVSlots, PromptCache
 
 HEADROOM = 1 / 8
 """Share of the memory budget that `room` does not report as free. The core decides from that report
-which dialogues are dropped, and learns of it late: without a reserve, rows that end fast would not
-be kept."""
+what is dropped, and learns of it late: without a reserve, rows that end fast are not kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +28,7 @@ class KeptRow:
 
 
 class KeptRows:
-    """The dialogues whose keys and values are kept, by sample, the oldest first. Used from one
-    thread."""
+    """The dialogues whose keys and values are kept, by sample, oldest first. For one thread."""
 
     def __init__(self, slots: KVSlots) -> None:
         self._slots = slots
@@ -50,8 +48,7 @@ class KeptRows:
 
     def take(self, sample: SampleId, prompt: tuple[int, ...]) -> KeptRow | None:
         """Remove the keys and values kept of a sample, and return those of the tokens with which
-        its new prompt begins, at most all but the prompt's last. None: nothing kept fits the new
-        prompt."""
+        its new prompt begins, without the prompt's last. None: nothing fits."""
         kept = self._rows.get(sample)
         if kept is None:
             return None
@@ -66,8 +63,7 @@ class KeptRows:
         return KeptRow(kept.tokens[:size], cache) if size else None
 
     def let_go(self, samples: Iterable[SampleId]) -> None:
-        """Drop the keys and values kept of these samples. Samples of which nothing is kept are
-        ignored."""
+        """Drop the keys and values kept of these samples. Other samples are ignored."""
         for sample in samples:
             kept = self._rows.pop(sample, None)
             if kept is not None:
@@ -90,15 +86,13 @@ class KeptRows:
             self.let_go([sample])
 
     def trim(self) -> None:
-        """Drop the oldest kept dialogues until the memory suffices for the rest beside the slots,
-        which may have grown."""
+        """Drop the oldest kept dialogues until memory suffices, as the slots may have grown."""
         while self._is_over and self._rows:
             self.let_go([next(iter(self._rows))])
 
     def room(self, num_positions: int) -> int:
         """Number of tokens of dialogues that can still be kept beside live rows of `num_positions`
-        positions in all, as reported in `SampleGenerated.room`. Negative: too much is kept
-        already."""
+        positions in all, as in `SampleGenerated.room`. Negative: too much is kept."""
         taken = 0 if self._is_wasteful(num_positions) else self._allocated
         most = int((1 - HEADROOM) * self._slots.budget_tokens)
         return most - max(taken, num_positions) - self.num_tokens

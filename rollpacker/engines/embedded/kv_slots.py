@@ -140,8 +140,7 @@ class KVSlots:
 
     def bias_line(self, sliding_window: int | None) -> Tensor:
         """A vector [2 x width - 1] of minus infinities around zeros, of which every row's bias is a
-        part. The bias of a row whose newest token is at position p begins at index width - 1 -
-        p."""
+        part. A row's bias begins at index width - 1 - (position of its newest token)."""
         line = self._bias_lines.get(sliding_window)
         if line is None:
             size = (2 * self.width - 1,)
@@ -152,8 +151,8 @@ class KVSlots:
         return line
 
     def move(self, source: list[int], target: list[int], lengths: list[int]) -> None:
-        """Copy row source[i] to row target[i], its first lengths[i] positions. No row is both a
-        source and a target."""
+        """Copy row source[i] to row target[i], its first lengths[i] positions. No row is both
+        source and target."""
         if len(source) <= PAIRWISE_MOVES:
             for store in self._stores():
                 for from_row, to_row, length in zip(source, target, lengths, strict=True):
@@ -262,8 +261,7 @@ class DecodeStep:
 
 
 class LayerProbe:
-    """A forward pass that only notes which layers attend, and the shapes of their keys and
-    values."""
+    """A forward pass that only notes which layers attend, and their keys' and values' shapes."""
 
     def __init__(self) -> None:
         self.shapes: list[LayerShape] = []

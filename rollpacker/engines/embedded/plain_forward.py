@@ -181,8 +181,8 @@ class PlainForward:
         self, tokens: Tensor, positions: Tensor, wanted: Tensor | None, step: RolloutStep
     ) -> Tensor:
         """Return logits after some of the `tokens` [tokens] at `positions` [tokens]: [wanted,
-        vocabulary], for the tokens whose indices are in `wanted` (None: for all). `step` treats all
-        tokens as one row."""
+        vocabulary], for the tokens whose indices are in `wanted` (None: for all). `step` sees one
+        row."""
         hidden = self._hidden(tokens, positions, 1, step)
         return self._logits(hidden if wanted is None else hidden.index_select(0, wanted))
 

@@ -23,8 +23,7 @@ from rollpacker.engines.engine import GenerationRequest, Response
 ANY_LENGTH = np.iinfo(np.int64).max
 """The ceiling of a row that may become as long as its limit allows."""
 NOISE_BLOCK = 64
-"""Number of decode steps whose noise (the random numbers that tokens are drawn with) is made at a
-time."""
+"""Number of decode steps whose noise (random numbers to draw tokens with) is made at a time."""
 NOISE_BLOCK_ENTRIES = 1 << 15
 """Most numbers in a block of noise, which covers fewer steps if need be: larger blocks leave a
 CPU's caches and take twice as long."""
@@ -57,8 +56,7 @@ _HOST_COLUMNS = {
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A request that the engine has taken on. `sequence` numbers the submissions of samples to this
-    engine."""
+    """A request that the engine has taken on. `sequence` numbers the engine's requests."""
 
     request: GenerationRequest
     sequence: int
@@ -79,17 +77,15 @@ class Pending:
         return bool(self.request.carried and self.request.carried.tokens)
 
     def carried_redraw(self, token: int) -> tuple[int, int | None]:
-        """For a carried token (kept from before an abort), return which redraw (set of noise) it
-        was drawn with, and the number of the first later token of another redraw, None if there is
-        none."""
+        """For a carried token (kept from before an abort), return its redraw (set of noise) and the
+        number of the first later token of another redraw (None: there is none)."""
         carried = self.request.carried
         redraws = carried.redraws if carried is not None and carried.verify else ()
         redraw = max([redraw for start, redraw in redraws if start <= token], default=0)
         return redraw, min([start for start, _ in redraws if start > token], default=None)
 
     def key(self, redraw: int) -> int:
-        """64-bit key of the request's noise in this redraw (0: the first set of noise). Every
-        redraw has other noise."""
+        """64-bit key of the request's noise in this redraw (0: the first set of noise)."""
         request = self.request
         whose = request.noise or request.sample
         return sample_key(request.sampling.seed, whose, redraw, request.turn)
@@ -103,8 +99,7 @@ class Pending:
         return self.key(redraw)
 
     def redraw_from(self, start: int) -> int:
-        """Note that the tokens from number `start` on are drawn with noise that was not used yet.
-        Returns its key."""
+        """Note that tokens from number `start` on are drawn with unused noise. Returns its key."""
         carried = self.request.carried
         before = (*self.redraws, *(carried.redraws if carried is not None else ()))
         return self.draw_with(start, 1 + max([redraw for _, redraw in before], default=0))
@@ -173,8 +168,7 @@ class RowTable:
         return self._columns[name][: self.num_rows]
 
     def _set_mode(self) -> None:
-        """Note which parts of `sampling.draw` the rows need. Called after rows were added or
-        removed."""
+        """Note which parts of `sampling.draw` the rows need, after some came or went."""
         temperature, top_k, top_p = (
             self.host_column(name) for name in ("temperature", "top_k", "top_p")
         )
@@ -199,8 +193,8 @@ class RowTable:
         return column
 
     def noise_ahead(self, rows: slice | np.ndarray, count: int) -> Tensor:
-        """Noise of the next `count` tokens of each of these rows, float64 [rows, count, size] on
-        the device."""
+        """Noise for the next `count` tokens of these rows, float64 [rows, count, size] on the
+        device."""
         keys, counts = (
             torch.from_numpy(column[rows]).to(self.device)
             for column in (self._columns["key"].view(np.int64), self._columns["count"])
@@ -218,8 +212,7 @@ class RowTable:
     # -- rows come, advance, go --------------------------------------------------------------------
 
     def add(self, new: list[Pending]) -> Tensor:
-        """Append rows with no token yet. Returns noise for their first tokens, float64
-        [new, size]."""
+        """Append rows with no token yet. Returns their first tokens' noise, float64 [new, size]."""
         first, self.num_rows = self.num_rows, self.num_rows + len(new)
         rows = slice(first, self.num_rows)
         self.pending.extend(new)
@@ -292,8 +285,8 @@ class RowTable:
 
     def cut(self, rows: np.ndarray, counts: Sequence[int]) -> None:
         """Shorten row rows[i] to its first counts[i] tokens; later tokens get the noise of the
-        row's present key. The cache keeps garbage beyond. A row left without tokens feeds the
-        prompt's last token again."""
+        row's present key. The cache keeps garbage. A row left without tokens feeds its prompt's
+        last token again."""
         for row, count in zip(rows.tolist(), counts, strict=True):
             store, prompt = self._columns["store"][row], self.pending[row].request.prompt_tokens
             assert count <= self._columns["count"][row]
@@ -312,8 +305,7 @@ class RowTable:
         self._columns["key"][row] = self.pending[row].redraw_from(start)
 
     def draw_with(self, row: int, start: int, redraw: int) -> None:
-        """Let the row's tokens from number `start` on be drawn with the set of noise of this number
-        (0: the first set)."""
+        """Let the row's tokens from `start` on be drawn with this set of noise (0: the first)."""
         self._columns["key"][row] = self.pending[row].draw_with(start, redraw)
 
     def _widen_outputs(self) -> None:
@@ -335,8 +327,8 @@ class RowTable:
         return tokens
 
     def first_broken(self, row: int, start: int) -> int | None:
-        """Number of the row's first token, from `start` on, whose log-probability is NaN. None:
-        there is no such token."""
+        """Number of the row's first token from `start` on with a NaN log-probability. None: no
+        token."""
         count, store = int(self._columns["count"][row]), self._columns["store"][row]
         broken = np.flatnonzero(np.isnan(self._log_probs[store, start:count]))
         return start + int(broken[0]) if len(broken) else None

@@ -47,7 +47,7 @@ def sample_key(seed: int, sample: SampleId, redraw: int = 0, turn: int = 1) -> i
 
 def num_groups(vocabulary_size: int) -> int:
     """Number of groups that the first of two rounds chooses from; the vocabulary's size if there is
-    only one round."""
+    only one."""
     if vocabulary_size <= WIDE_VOCABULARY:
         return vocabulary_size
     return 1 << math.ceil(math.log2(vocabulary_size) / 2)

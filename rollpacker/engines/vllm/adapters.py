@@ -96,8 +96,7 @@ def load_adapter(model: PreTrainedModel, vllm: LLMEngine) -> None:
 
 
 def _write(model: PreTrainedModel, folder: Path) -> None:
-    """Write the adapter's tensors and config into the folder, in peft's format. Raises
-    `OSError`."""
+    """Write the adapter's tensors and config into the folder, as peft does. Raises `OSError`."""
     from peft import get_peft_model_state_dict
     from safetensors import SafetensorError
     from safetensors.torch import save_file

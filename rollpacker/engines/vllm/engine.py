@@ -246,8 +246,7 @@ class VllmEngine(LoopEngine):
         return "length" if _may_stop(entry) else "stop"
 
     def _stops(self, entry: Pending, tokens: Sequence[int], count: int) -> bool:
-        """Whether the first `count` of these tokens have just ended the response, by an end token
-        or a stop string."""
+        """Whether the first `count` of these tokens end in an end token or a stop string."""
         if count == 0 or not _may_stop(entry):
             return False
         stops = entry.request.sampling.stop
@@ -308,8 +307,7 @@ class VllmEngine(LoopEngine):
         return {number: count for number, count in cuts.items() if count is not None}
 
     def _broken(self) -> list[int]:
-        """Numbers of the requests for which vLLM has generated a token from logits with a NaN.
-        Empties `Draws.broken`."""
+        """Return and forget the numbers of the requests whose logits held a NaN."""
         broken, self._draws.broken = self._draws.broken, []
         return [one for one in broken if one in self._live and self._live[one].is_broken]
 

@@ -52,8 +52,7 @@ class Live:
 
     @property
     def is_unseen(self) -> bool:
-        """Whether carried tokens (from before an abort) still wait to be drawn again and
-        compared."""
+        """Whether carried tokens (from before an abort) are not yet drawn again and compared."""
         return self.num_kept is None and self.carried.verify and bool(self.carried.tokens)
 
     @property
@@ -71,8 +70,8 @@ class Live:
 
     @property
     def first_broken(self) -> int | None:
-        """Number of the first token with a NaN log-probability, once the response has left vLLM.
-        None: there is none."""
+        """Number of the first token with a NaN log-probability (None: no token). Called after
+        `leave`."""
         return next((n for n, one in enumerate(self.log_probs) if math.isnan(one)), None)
 
     # -- vLLM gets it and gives it back ------------------------------------------------------------
@@ -159,14 +158,13 @@ class Live:
 
     @property
     def is_too_long(self) -> bool:
-        """Whether the response has grown longer than its ceiling (`Carried.ceiling`) and may be
-        drawn again."""
+        """Whether the response is longer than `Carried.ceiling`, and may be drawn again."""
         return len(self.tokens) > self._ceiling and self.num_redraws < MAX_REDRAWS
 
     def draw_again(self, *, stopped: bool) -> bool:
         """Apply the complement rule (`Extender.draw_again`) to a response that has left vLLM.
-        Returns whether it must be continued, from fewer tokens and with new noise. `stopped`:
-        whether it ended by itself."""
+        Returns whether it must go on, from fewer tokens, with new noise. `stopped`: it ended by
+        itself."""
         count = len(self.given)
         floor = self.carried.floor if self.carried.verify else 0
         is_wrong = (stopped and count <= floor) or count > self._ceiling

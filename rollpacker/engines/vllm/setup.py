@@ -60,8 +60,7 @@ _ENVIRONMENT = {
     RUNNER_VARIABLE: "0",
 }
 _OF_MEMORY = re.compile(r"memory|KV cache|cache blocks", re.IGNORECASE)
-"""Matches the message of a `ValueError` of vLLM's that says that the memory for keys and values
-does not suffice."""
+"""Matches the message of vLLM's `ValueError` for too little memory for keys and values."""
 
 
 _the_only_one = threading.Lock()

@@ -76,8 +76,7 @@ def _draw_anew(
 
 
 class _Piece(NamedTuple):
-    """Carried tokens (from before an abort) of one request that the current step of vLLM has
-    read."""
+    """Carried tokens (from before an abort) of one request that vLLM's current step has read."""
 
     draw: Draw
     anew: Anew
@@ -85,8 +84,7 @@ class _Piece(NamedTuple):
     """Index in the response of the first of these tokens."""
     num_tokens: int
     row: int
-    """Index in the step's hidden states of the state from which the first of these tokens is
-    drawn."""
+    """Index in the step's hidden states of the state that the first of them is drawn from."""
 
 
 def _draw_all(runner: Any, found: list[_Piece], hidden_states: Tensor) -> None:

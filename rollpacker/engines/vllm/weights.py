@@ -54,8 +54,7 @@ class Copy:
     @torch.no_grad()
     def load(self) -> None:
         """Copy the model's weights into vLLM, and raise `EngineError` if vLLM then computes
-        something else. Of a model with an adapter only the adapter is copied after the first
-        time."""
+        something else. After the first time only an adapter, if there is one, is copied."""
         if not (self._has_base and has_adapter(self._model)):
             self._load_base()
             self._has_base = True

@@ -163,8 +163,7 @@ class _Process:
             os.close(errors.writer)
         self._output, self._errors = output, errors
         self.ended: asyncio.Future[str] = asyncio.ensure_future(self._end())
-        """Future that gets how the program ended, such as "exit status 0", after all its output was
-        read."""
+        """Future for how the program ended, such as "exit status 0", after all output was read."""
 
     def reward(self) -> Any:
         """The reward in the program's last line of output. None: there is none in it."""

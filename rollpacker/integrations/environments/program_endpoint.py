@@ -58,8 +58,7 @@ class Session:
         """Future that gets the program's next call, or a `ProgramError` if the program did
         something that cannot be trained on."""
         self._said: list[str] = []
-        """All messages of the dialogue so far, the model's included, each as text from
-        `chat.as_said`."""
+        """All messages so far, the model's included, each as text from `chat.as_said`."""
         self._tools: tuple[dict[str, Any], ...] = ()
         self._pending: asyncio.Future[dict[str, Any]] | None = None
         self._asked: list[str] = []

@@ -61,8 +61,7 @@ class LateRow:
 
 
 class LateDataset(Dataset):  # type: ignore[misc]
-    """The user's data set, except that a data loader gets `LateRow`s, which are chosen when they
-    are read."""
+    """The user's data set, except that a data loader gets `LateRow`s, not rows."""
 
     @classmethod
     def of(cls, dataset: Dataset, decide: Callable[[], list[Row]]) -> LateDataset:

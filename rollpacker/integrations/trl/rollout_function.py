@@ -89,8 +89,7 @@ class RolloutFunction(TrainerCallback):
             )
         _check_tail_batching(tail_batching)
         self.dataset = LateDataset.of(dataset, self._decide)
-        """The data set for the trainer. Which rows a step trains on is chosen when TRL first reads
-        one."""
+        """The trainer's data set. A step's rows are chosen when TRL first reads one."""
         self._rows = dataset
         self._tail_batching = tail_batching
         self._engine_config = engine
@@ -112,8 +111,7 @@ class RolloutFunction(TrainerCallback):
     # -- what the trainer calls --------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Begin a job for this training. Raises `ValueError` for settings that cannot be used
-        here."""
+        """Begin this training's rollouts. Raises `ValueError` for settings that cannot be used."""
         _check_arguments(args, self._rows)
         self._trainer = None  # of an earlier training
         tokenizer = parts["processing_class"]
@@ -194,8 +192,7 @@ class RolloutFunction(TrainerCallback):
             self._trainer._metrics["train"][f"rollpacker/{name}"].append(value)
 
     def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Save the prompts that were put off to a later step, beside TRL's checkpoint of this
-        step."""
+        """Save the prompts that were put off to a later step, beside TRL's checkpoint."""
         if self._rollouts is not None and state.is_world_process_zero:
             self._rollouts.save(_checkpoint(args, state.global_step))
 

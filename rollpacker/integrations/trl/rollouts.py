@@ -74,8 +74,7 @@ from rollpacker.run.ports.carried import CarriedTokens, KeptByPrompt, read_carri
 from rollpacker.run.ports.clock import RealClock
 
 FOLDER = "rollpacker"
-"""Name of the folder in TRL's checkpoints that holds the prompts which were put off to a later
-step."""
+"""Name of the folder in TRL's checkpoints with the prompts that were put off to a later step."""
 TOKENIZER = "that of the checkpoint"
 
 LIMIT = "generation_s of rollout_function"
@@ -107,8 +106,7 @@ class Rollouts:
         self.engine = engine
         self.cursor = cursor
         self.waiting: KeptByPrompt = waiting or {}
-        """Tokens kept of deferred prompts (put off to a later step), as of the last step that was
-        trained on."""
+        """Tokens kept of deferred prompts (put off to a later step) after the last trained step."""
         self._history = History()
         self._history.last_step = job.step
         self._time = TimeBook(slots=None)

@@ -36,7 +36,8 @@ class BadValue(ValueError):
 
 
 def plain(value: Any) -> Tree:
-    """The plain form of a value that is expected. Raises `ValueError` if there is none."""
+    """The plain form (`harness.Tree`) of a value that a test expects. Raises `ValueError` if it has
+    none."""
     try:
         tree = encode(value)
     except Refused as error:
@@ -77,8 +78,8 @@ def _refuse(text: str) -> Any:
 
 
 def check_tree(tree: Tree, depth: int = 0, key_depth: int = 0) -> None:
-    """Raise `BadValue` unless this is the plain form of a value. `key_depth`: number of sets and
-    dict keys around it."""
+    """Raise `BadValue` unless `tree` is the plain form of a value. `depth`, `key_depth`: numbers of
+    containers, and of sets and dict keys among them, that the value lies in."""
     if tree is None or type(tree) in (bool, int, str):
         return
     if type(tree) is not list or not tree or max(depth, 12 * key_depth) > MAX_DEPTH:

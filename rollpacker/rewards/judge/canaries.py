@@ -69,8 +69,8 @@ def has_content(answer: str, *, min_chars: int = 1, reference: str | None = None
 
 
 def _counts(character: str) -> bool:
-    """Whether a character counts as content: a letter, a digit, or a symbol outside of ASCII.
-    Infinity counts, a dollar sign does not."""
+    """Whether a character counts as content of an answer: a letter, a digit, or a symbol outside of
+    ASCII. The sign of infinity counts, a dollar sign does not."""
     if character.isascii():
         return character.isalnum()
     if character == UNKNOWN:

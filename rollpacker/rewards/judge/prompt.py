@@ -19,7 +19,7 @@ from rollpacker.rewards.judge.verdicts import Scale
 Messages = list[dict[str, str]]
 
 MAX_SENTENCE_WORDS = 40
-"""Most words of the reason that the judge is told to give."""
+"""Most words of the reason that the judge is told to give for its score."""
 
 UNKNOWN = "\ufffd"
 """Replaces in a text each character that cannot be shown."""

@@ -34,7 +34,8 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """Scores that a judge may give: all from `low` to `high`, or with `binary` these two."""
+    """The scores that a judge may give: all numbers from `low` to `high`, or with `binary` these
+    two."""
 
     low: float = 0.0
     high: float = 10.0
