@@ -190,7 +190,7 @@ class AlgorithmConfig:
 
     @property
     def is_as_named(self) -> bool:
-        """Whether the algorithm is exactly the one of its name."""
+        """Whether every switch is as in the row of the algorithm's name."""
         own = (self.function, self.advantage_function, self.loss_function)
         return not self.not_its_row and own == (None, None, None)
 

@@ -97,8 +97,8 @@ def own_function(kind: str, key: str, spec: str) -> OwnFunction:
 
 
 def file_digests(specs: Mapping[str, str | None]) -> dict[str, str]:
-    """SHA-256 of the files in these `path/to/file.py:function`s, by key. Modules, which are named
-    without a file, are left out."""
+    """SHA-256 of the files in these `path/to/file.py:function`s, by key. None and modules, which
+    are named without a file, are left out."""
     files = {key: file_of(spec) for key, spec in specs.items() if spec is not None}
     return {
         key: hashlib.sha256(path.read_bytes()).hexdigest()

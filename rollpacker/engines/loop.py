@@ -79,7 +79,7 @@ class LoopEngine(ABC):
         self._inbox.abort(samples)
 
     def let_go(self, samples: Sequence[SampleId]) -> None:
-        """Allow the engine to drop what it keeps of these samples; see `Engine.let_go`."""
+        """Allow the engine to drop the keys and values kept of samples; see `Engine.let_go`."""
         self._inbox.let_go(samples)
 
     async def update_weights(

@@ -36,7 +36,7 @@ from rollpacker.weights.buffer import WeightSource
 
 UPDATE_WEIGHTS, WEIGHT_PROBE = "update_weights", "weight_probe"
 OFFLOAD, RELOAD = "offload", "reload"
-"""Names of the calls, for `Call.name`."""
+"""Names of the methods of an engine that a message can call, for `Call.name`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,8 @@ class Work:
 
 
 PackedOutput = tuple[SampleGenerated | SampleAborted | SampleFailed, "PackedResponse | None"]
-"""An `EngineOutput` as it is sent: the event, and its response without sample and prompt."""
+"""An `EngineOutput` as it is sent: the event, and its response without sample and prompt, if
+any."""
 
 
 @dataclass(frozen=True, slots=True)

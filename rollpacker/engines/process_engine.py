@@ -54,7 +54,7 @@ PROGRAM = "rollpacker.engines.engine_worker"
 MAX_BEAT_S = 1.0
 """Longest time between two reports of an engine, in seconds. Each costs this process time."""
 CLOSE_S = 5.0
-"""Seconds that `close` waits for the event loop of all lines, which may be busy."""
+"""Seconds that `close` waits for the event loop of all processes' connections, if it is busy."""
 HERE = ThisHost()
 
 
@@ -155,7 +155,7 @@ class ProcessEngine:
         self._wake()
 
     def let_go(self, samples: Sequence[SampleId]) -> None:
-        """Allow the engine to drop what it keeps of these samples; see `Engine.let_go`."""
+        """Allow the engine to drop the keys and values kept of samples; see `Engine.let_go`."""
         self._inbox.let_go(samples)
         self._wake()
 
@@ -212,8 +212,8 @@ class ProcessEngine:
         await asyncio.to_thread(self._use.end)
 
     def _ask(self, call: Call) -> Future[str | None]:
-        """Have the engine's process make this call after the calls before it. May be called from
-        any thread. Raises `EngineError`."""
+        """Have the engine's process make this call after those before it. Returns a future of the
+        answer. May be called from any thread. Raises `EngineError`."""
         self._inbox.check_open()  # a closed engine's loop may have ended
         return asyncio.run_coroutine_threadsafe(self._answer_to(call), self._use.loop)
 

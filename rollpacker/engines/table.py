@@ -11,7 +11,7 @@ It is called with `model`, `tokenizer` and `config` (`EngineConfig`) by keyword 
 `Engine`."""
 
 TAKE_UP_CARRIED = ("torch", "vllm")
-"""Engines that can go on from tokens which an earlier launch generated
+"""Engines that can continue from tokens which a sample had when it was aborted
 (`GenerationRequest.carried`), and check whether each token would still be drawn."""
 
 TENSOR_PARALLEL = ("vllm",)

@@ -178,7 +178,7 @@ class Episode:
     policy_s: tuple[float, ...] = ()
     """Seconds from the request for a turn to its last token, by turn."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Sums over all turns of the answers' metrics."""
+    """Sums of the metrics of the environment's answers over all turns, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +193,7 @@ class Lost:
     seconds: float = 0.0
     calls: tuple[ToolCall, ...] = ()
     """The tool calls of the turn, in order, if the environment was too slow; the last had not
-    ended. Empty: no tool ran, or it is not known."""
+    ended. Empty: no tool ran, or that is not known."""
 
 
 class Environments(Protocol):
@@ -250,5 +250,5 @@ class Environments(Protocol):
         ...
 
     async def close(self) -> None:
-        """End all processes."""
+        """End all environment processes."""
         ...

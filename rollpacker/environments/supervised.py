@@ -94,8 +94,8 @@ class SupervisedEnvironments:
     ) -> None:
         """Starts a process to examine the tools or the environment; must be called outside of an
         event loop. `brings_rows`: whether the environment provides the data set's rows. `num_rows`:
-        how many, if it has none of its own. Raises `EnvironmentSetupError` if something cannot be
-        used."""
+        number of rows if the environment has none of its own. Raises `EnvironmentSetupError` if
+        something cannot be used."""
         if not config.tools and config.function is None:
             raise EnvironmentSetupError(
                 "no environment is set; set environment.tools or environment.function."

@@ -138,12 +138,12 @@ class ToolBox:
         self._call = call
         self._max_chars = max_chars
         self._made: list[ToolCall] = []
-        """The calls of the latest message that have ended."""
+        """The tool calls of the model's latest message that have ended."""
         self._runs: tuple[str, float] | None = None
         """Name of the tool that runs now, and the time at which it began. None: no tool runs."""
 
     def under_way(self) -> tuple[ToolCall, ...]:
-        """The calls so far of the message being answered, the last of which runs. Empty: no tool
+        """The tool calls so far of the message being answered; the last one runs. Empty: no tool
         runs."""
         if self._runs is None:
             return ()

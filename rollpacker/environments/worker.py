@@ -75,7 +75,7 @@ class _Episode:
     played: Played
     calls: Calls
     running: set[int] = field(default_factory=set)
-    """Numbers of the episode's calls that have not ended."""
+    """Numbers of the requests about the episode that are not answered yet."""
     is_over: bool = False
     """Whether the episode was ended, so that it is closed after its last call."""
 

@@ -43,7 +43,7 @@ Verdict = Scored | Failed
 
 PROGRAM = "rollpacker.rewards.host_worker"
 BEATS = 5
-"""Signs of life that a host gives in the time after which silence means that it is lost."""
+"""Number of reports that a host sends in the time after which a silent host counts as lost."""
 
 
 class RewardHostsLost(RuntimeError):
@@ -116,7 +116,7 @@ class HostedReward:
         self.book = RewardHosts(len(self._places))
         self._living: dict[int, _HostProcess] = {}
         self._counts: dict[str, float] = {}
-        """Sums of the metrics of lost reward hosts. `metrics` adds those of the living."""
+        """Sums of the metrics of lost reward hosts. `metrics` adds those of the living hosts."""
         self._unsandboxed = False
         self._changed = asyncio.Event()
         self._ending: set[asyncio.Future[None]] = set()
@@ -152,11 +152,12 @@ class HostedReward:
         return await self._there(self._score(samples, timeout_s))
 
     def outage(self) -> str | None:
-        """Return the first outage that a host reports; see `Reward.outage`."""
+        """Return the first outage that a host reports, else None; see `Reward.outage`."""
         return self._first(lambda status: status.outage)
 
     def broken(self) -> str | None:
-        """Return the first reason of a host why there will be no verdicts; see `Reward.broken`."""
+        """Return the first host's reason why there will be no verdicts, else None; see
+        `Reward.broken`."""
         return self._first(lambda status: status.broken)
 
     def metrics(self) -> dict[str, float]:
@@ -187,8 +188,8 @@ class HostedReward:
         await asyncio.to_thread(self._use.end)
 
     async def _there(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run the coroutine in the event loop of all lines, and return its result. Cancelling this
-        call cancels the coroutine."""
+        """Run the coroutine in the event loop of all hosts' connections, and return its result.
+        Cancelling this call cancels the coroutine."""
         assert not self._is_closed
         there = asyncio.run_coroutine_threadsafe(coroutine, self._use.loop)
         return await asyncio.wrap_future(there)

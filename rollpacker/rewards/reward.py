@@ -98,7 +98,7 @@ class Scored:
     """Execution time in seconds, without any waiting, from which adaptive deadlines learn; for a
     program with several tests that of the slowest. None: the caller measures the time."""
     correct: bool | None = None
-    """Whether the answer whose time was measured is right. None: it is if the value is above 0."""
+    """Whether the answer whose time was measured is right. None: right if the value is above 0."""
     timed_out: bool = False
     """Whether the answer exceeded its time limit, for which it counts as wrong."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -149,7 +149,7 @@ class Reward(Protocol):
         ...
 
     async def close(self) -> None:
-        """End all workers."""
+        """End all workers of the rewards."""
         ...
 
 

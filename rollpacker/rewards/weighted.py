@@ -87,8 +87,8 @@ class WeightedReward:
     # -- before the run ---------------------------------------------------------------------
 
     def check(self, rows: Iterable[tuple[str | None, Mapping[str, Any]]]) -> None:
-        """Raise `RewardError` if these rows (pairs of task and other columns) cannot be judged.
-        Must be called outside of any event loop."""
+        """Raise `RewardError` if these rows, pairs of task (None: no task) and columns, cannot be
+        judged. Must be called outside of any event loop."""
         rows = list(rows)
         for number, (task, _) in enumerate(rows):
             if not self._is_judged(task):

@@ -199,9 +199,9 @@ class Sandbox(Protocol):
         ...
 
     async def lacks(self, profile: Profile) -> str:
-        """A sentence with the packages of this profile that are missing here. Empty: none."""
+        """A sentence with the packages of this profile that are missing here; else empty."""
         ...
 
     async def close(self) -> None:
-        """End all workers."""
+        """End all workers of the sandbox."""
         ...

@@ -64,7 +64,7 @@ class Worker:
         self._writer: asyncio.StreamWriter | None = None
         self._impatient: asyncio.TimerHandle | None = None
         self._asked = False
-        """Whether the present run's request was written."""
+        """Whether the present run's request was sent to the zygote."""
         self._waited_share = 0.0
 
     async def start(self, program: str, call_filter: bytes) -> None:

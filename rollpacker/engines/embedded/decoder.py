@@ -55,8 +55,8 @@ class KeptPrompt:
 
 @dataclass(slots=True)
 class WidthPlan:
-    """Buckets of the live rows for several decode steps, at each of which all rows grow by a
-    token."""
+    """Buckets (ranges of the live rows) for several decode steps, while all rows grow by a token
+    each."""
 
     buckets: list[Bucket]
     age: int = 0
@@ -131,8 +131,8 @@ class Decoder:
         """Prefill these requests, whose slots are reserved, and draw their first tokens. Neighbours
         with equal prompts are prefilled once.
 
-        `next_prompt` is the prompt of the first request that still waits. If it was prefilled here,
-        its logits and cache are kept for it.
+        `next_prompt`: prompt of the first request that still waits (None: none does). If it was
+        prefilled here, its logits and cache are kept for it.
         """
         groups = [list(run) for _, run in groupby(entries, key=lambda e: e.request.prompt_tokens)]
         if self._kept is not None and groups[0][0].request.prompt_tokens == self._kept.prompt:

@@ -406,8 +406,8 @@ def _text(tokens: Sequence[int] | np.ndarray) -> str:
 
 
 def _row_text(entry: Pending, tokens: Sequence[int], redraw: int) -> RowText:
-    """The text of a row that was not seen before. If an earlier launch of the sample left more
-    tokens than the row has, the draft is copied from these."""
+    """The text of a row that was not seen before. If the sample had more tokens before it was
+    aborted than the row has now, the row's draft is copied from them."""
     request = entry.request
     text = RowText(
         text=_text(request.prompt_tokens) + _text(tokens),

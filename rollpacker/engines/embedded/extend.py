@@ -243,7 +243,7 @@ class Extender:
         return carried
 
     def _take_first(self, rows: list[int]) -> None:
-        """Replace the first token of each of these rows by its first carried token."""
+        """Replace each row's first token by its first carried token (kept from before an abort)."""
         if not rows:
             return
         carried = [self._carried(row) for row in rows]
@@ -256,8 +256,8 @@ class Extender:
         )
 
     def _agreeing(self, rows: list[int]) -> list[int]:
-        """The rows that may go on with their carried tokens: all tokens so far equal the carried
-        ones, there are more carried ones, and no token has ended the row."""
+        """The rows that may go on with their carried tokens (from before an abort): all tokens so
+        far equal them, there are more of them, and no token has ended the row."""
         counts = self._rows.host_column("count")[rows].tolist()
         return [
             row
@@ -267,7 +267,7 @@ class Extender:
         ]
 
     def _num_agreed(self, row: int) -> int:
-        """Number of the row's tokens before the first that differs from the carried one."""
+        """Number of the row's tokens that equal its carried tokens, up to the first difference."""
         tokens, carried = self._rows.tokens(row), self._carried(row).tokens
         pairs = zip(tokens, carried, strict=False)
         differs = (place for place, (one, other) in enumerate(pairs) if one != other)
@@ -287,10 +287,11 @@ class Extender:
         """Apply the complement rule to rows that have just stopped or passed their ceiling, and
         return which rows go on: bool [rows].
 
-        The rule: a response that was cut off at a length must not end before that length, and one
-        that had ended before its siblings were cut off must not grow longer than they. Where it
-        would, the tokens after the first that differs from the carried one are drawn again, with
-        new noise (a redraw); if that first token is the end itself, so is that token.
+        The rule is for responses that do not come out as their carried tokens (from before an
+        abort). A response that was cut off at a length must not end before that length; one that
+        had ended before its siblings were cut off must not grow longer than they. Where it would,
+        the tokens after the first different token are drawn again, with new noise (a redraw); if
+        that token is the end, so is that token.
         """
         column = self._rows.host_column
         count = column("count")[rows]

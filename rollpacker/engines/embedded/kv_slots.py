@@ -139,8 +139,8 @@ class KVSlots:
         }
 
     def bias_line(self, sliding_window: int | None) -> Tensor:
-        """A vector [2 x width - 1] of minus infinities around zeros, of which every row's bias is a
-        part. A row's bias begins at index width - 1 - (position of its newest token)."""
+        """A vector [2 x width - 1] of minus infinities around zeros, part of which is every row's
+        attention bias. A row's bias begins at index width - 1 - (position of its newest token)."""
         line = self._bias_lines.get(sliding_window)
         if line is None:
             size = (2 * self.width - 1,)

@@ -153,7 +153,7 @@ class PlainForward:
         )
 
     def reserve(self, width: int) -> None:
-        """Compute the rotations for positions below `width`."""
+        """Compute the rotary embedding's rotations for positions below `width`."""
         old_width = len(self._rotations)
         if width <= old_width:
             return

@@ -139,7 +139,7 @@ class RowTable:
     # -- storage -----------------------------------------------------------------------------------
 
     def reserve(self, num_slots: int) -> None:
-        """Make room for `num_slots` rows."""
+        """Make room for `num_slots` rows in the columns."""
         if num_slots <= self._num_slots:
             return
         added = num_slots - self._num_slots

@@ -37,10 +37,11 @@ class Anew:
     __slots__ = ("keys", "log_probs", "tokens")
 
     def __init__(self, keys: Sequence[int]) -> None:
-        """`keys`: the 64-bit key of each carried token's noise, in their order."""
+        """`keys`: 64-bit key of the noise (random numbers) of each token to be drawn again, in
+        order."""
         self.keys = [_signed(key) for key in keys]
         self.tokens: list[int] = []
-        """The tokens that have been drawn so far in the places of the carried ones."""
+        """The tokens that have been drawn so far in place of the carried ones."""
         self.log_probs: list[float] = []
 
 

@@ -160,7 +160,8 @@ class VllmEngine(LoopEngine):
 
     def _add(self, entry: Pending) -> Numbered | None:
         """Hand a request to vLLM. Returns its output if nothing is to be generated for it, because
-        it can never run or its carried tokens are a whole response. Else None."""
+        it can never run or its carried tokens (from before an abort) are a whole response; else
+        None."""
         reason = self._why_impossible(entry)
         if reason is not None:
             return failure(entry, reason)
@@ -238,7 +239,7 @@ class VllmEngine(LoopEngine):
         return reason
 
     def _is_over(self, entry: Pending, tokens: Sequence[int]) -> Literal["stop", "length"] | None:
-        """How a response consisting of these carried tokens has ended. None: it has not ended."""
+        """How a response of these carried tokens (from before an abort) ended. None: it has not."""
         if self._stops(entry, tokens, len(tokens)):
             return "stop"
         if len(tokens) < entry.limit:

@@ -49,7 +49,7 @@ class OwnArguments:
         return number
 
     def check_nothing_left(self) -> None:
-        """Raise `AdapterError` if an argument is left that is not the adapter's."""
+        """Raise `AdapterError` if an argument is left, since the adapter does not know it."""
         for key in self._arguments:
             raise AdapterError(
                 f"{self._name} takes no argument {key}.{did_you_mean(key, self._own)}"

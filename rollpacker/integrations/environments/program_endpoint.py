@@ -62,7 +62,7 @@ class Session:
         self._tools: tuple[dict[str, Any], ...] = ()
         self._pending: asyncio.Future[dict[str, Any]] | None = None
         self._asked: list[str] = []
-        """The messages of the latest call, as text."""
+        """The messages of the program's latest call, as text."""
         self._num_turns = 0
         self._failure: ProgramError | None = None
 

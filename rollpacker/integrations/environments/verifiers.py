@@ -68,8 +68,8 @@ class Servers:
 
     @asynccontextmanager
     async def for_an_episode(self) -> AsyncIterator[Any]:
-        """A context for one episode, in which the servers run; its value is verifiers' environment.
-        Raises the error with which they failed to start."""
+        """A context for one episode, in which verifiers' servers run; its value is verifiers'
+        environment. Raises the error with which a server failed to start."""
         running = self._running = self._running or _Running(self._config)
         running.num_episodes += 1
         try:

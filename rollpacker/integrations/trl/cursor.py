@@ -54,7 +54,7 @@ class SamplerCursor:
         return self._left == 0
 
     def state(self) -> dict[str, Any]:
-        """The cursor's present place, for `restore`."""
+        """The cursor's present place in the data, to be given to `restore`."""
         return {"epoch": self._epoch, "position": self._position, "order": len(self._order)}
 
     def restore(self, state: Mapping[str, Any]) -> None:

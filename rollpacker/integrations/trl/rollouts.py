@@ -102,7 +102,7 @@ class Rollouts:
         waiting: KeptByPrompt | None = None,
     ) -> None:
         """`prompts`: the prompt of each row. `waiting`: tokens kept of deferred prompts (put off to
-        a later step) when the job was saved; None for a new job."""
+        a later step) in a checkpoint; None in a new training."""
         self.engine = engine
         self.cursor = cursor
         self.waiting: KeptByPrompt = waiting or {}
@@ -175,8 +175,9 @@ class Rollouts:
         return f"rollpacker: {self.bus.job.version} steps in {wall:.1f} s: {', '.join(parts)}"
 
     def save(self, checkpoint: Path) -> None:
-        """Save the job and its waiting prompts beside TRL's checkpoint. Does nothing between the
-        updates of one generation, from where a training cannot resume."""
+        """Save the job (the state of these rollouts) and the prompts put off to a later step beside
+        TRL's checkpoint. Does nothing between the updates of one generation, from where a training
+        cannot resume."""
         job, folder = self.bus.job, checkpoint / FOLDER
         if job.phase is not Phase.COMMITTING:
             return
@@ -262,9 +263,10 @@ class Rollouts:
 
 
 def restore(checkpoint: Path, config: JobConfig, cursor: Cursor) -> tuple[Job, KeptByPrompt] | None:
-    """Return the job that `Rollouts.save` saved in this checkpoint, and the tokens kept of its
-    deferred prompts (put off to a later step). `cursor` continues from its saved place. None: no
-    job was saved. Raises `ValueError` if the job does not fit the data, or cannot be read."""
+    """Return the job (state of the rollouts) that `Rollouts.save` saved in this checkpoint, and the
+    tokens kept of its deferred prompts (put off to a later step). `cursor` continues from its saved
+    place. None: no job was saved. Raises `ValueError` if the job does not fit the data, or cannot
+    be read."""
     folder = checkpoint / FOLDER
     if not (folder / "state.json").exists():
         return None

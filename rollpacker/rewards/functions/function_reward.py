@@ -372,7 +372,7 @@ class Patience:
 
 
 def _sent(spec: str) -> bytes:
-    """The program's own function, pickled for a worker process. Raises `RewardError`."""
+    """A function of the running program, pickled for a worker process. Raises `RewardError`."""
     try:
         return pickled_given(spec, "its worker processes")
     except ImportSpecError as error:

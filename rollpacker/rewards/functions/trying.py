@@ -30,8 +30,8 @@ class Finding:
 
 
 def made_up(row: RewardInput) -> list[RewardInput]:
-    """Two made-up samples of a row: with some text, and with the row's answer (a number if it has
-    none) as completion."""
+    """Two made-up samples of a row, whose completions are some text, and the row's answer (a number
+    if the row has none)."""
     answer = row.columns.get("answer")
     texts = (TEST_TEXT, str(answer) if isinstance(answer, str | int | float) else "1")
     return [

@@ -56,9 +56,12 @@ _NOT_WORDS = re.compile(r"[\W_]+")
 
 
 def has_content(answer: str, *, min_chars: int = 1, reference: str | None = None) -> bool:
-    """Whether an answer attempts anything at all. It must hold `min_chars` letters, digits or
-    symbols (punctuation and invisible characters do not count), and more than an opener such as
-    "Solution:". An answer that equals the reference always has content."""
+    """Whether an answer attempts anything at all.
+
+    It must hold `min_chars` letters, digits or symbols (punctuation and invisible characters do not
+    count), and more than an opener such as "Solution:". An answer that equals `reference` (the
+    right answer, if known) always has content.
+    """
     head = clean(shortened(answer, MAX_LOOKED_AT)[0]).strip()
     if reference is not None and head and head == clean(reference).strip():
         return True
