@@ -92,7 +92,8 @@ class GenerationRequest:
     """Exact number of response tokens, for benchmarks: the response ends with "stop" after that
     many, whatever is drawn. None: the response ends by itself."""
     noise: SampleId | None = None
-    """The sample whose noise the response is drawn with. None: the request's own sample."""
+    """The sample whose noise (random numbers) the response is drawn with. None: the request's
+    own."""
     turn: int = 1
     """Number of the model's turn in the sample's dialogue, from 1. The prompt of a later turn is
     everything that came before it."""

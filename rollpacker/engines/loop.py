@@ -95,13 +95,14 @@ class LoopEngine(ABC):
         self._version = version
 
     async def offload(self) -> None:
-        """Free the device's memory; see `Engine.offload`. A failure ends its use."""
+        """Free the device's memory; see `Engine.offload`. A failure makes the engine useless."""
         self._inbox.leave()
         self._forget_kept()
         await asyncio.to_thread(self._let_go)
 
     async def reload(self) -> None:
-        """Take the device's memory again; see `Engine.reload`. A failure ends its use."""
+        """Take the device's memory again; see `Engine.reload`. A failure makes the engine
+        useless."""
         await asyncio.to_thread(self._take_back)
         self._inbox.come_back()
 
@@ -151,7 +152,8 @@ class LoopEngine(ABC):
             own[name].copy_(value)
 
     def _forget_kept(self) -> None:
-        """Drop what was computed with the present weights. Called while no samples run."""
+        """Drop results of the present weights, such as kept keys and values, while no samples
+        run."""
         return
 
     @property

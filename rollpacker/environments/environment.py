@@ -43,7 +43,7 @@ class EnvironmentConfig:
     """The environment: a class with `reset` and `step`, or a function that makes one, as
     `module:Class` or `file.py:Class`; or `gem:NAME`, `verifiers:NAME` and so on; or
     `program:COMMAND`, a program that uses the policy through OpenAI's API. Cannot be set together
-    with `tools`."""
+    with `tools`. None: `tools` alone, if any."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments with which `function` is called for each episode."""
     rewrites: Literal["refuse", "prefixes"] = "refuse"

@@ -130,6 +130,6 @@ def _tools_of(environment: Any) -> list[Any]:
 
 
 def made_in_loop(make: Callable[[], Any]) -> bool:
-    """Whether environments are made in the event loop. So are those of a class whose methods are
-    async: making them is assumed not to block either."""
+    """Whether `make` is called in the event loop. It is for a class whose methods are async: making
+    such an environment is assumed not to block either."""
     return all(inspect.iscoroutinefunction(getattr(make, name, None)) for name in ("reset", "step"))

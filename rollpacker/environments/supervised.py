@@ -341,8 +341,8 @@ class SupervisedEnvironments:
         return lost
 
     def _settled(self, known: _Episode, life: _Life, answer: Answer) -> Answer | Lost:
-        """Return the answer; a `Lost` if an earlier life of the episode had another answer at this
-        turn."""
+        """Return the answer, or a `Lost` if the episode, when it was played before, had another one
+        here."""
         life.last = answer
         if not self.is_deterministic:
             return answer

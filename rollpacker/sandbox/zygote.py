@@ -43,10 +43,10 @@ TEMP, WORK, SITE, OWN = "/tmp", "/tmp/work", "/site", "/sandbox"
 """Folders inside the sandbox: the only writable place, where a run works in it, packages of a
 profile, and our own files."""
 MODULES = ("kernel", "program", "zygote")
-"""Modules of this package that run inside bubblewrap, with their full names in `OWN`."""
+"""Modules of this package that run inside bubblewrap, where they lie in the folder `OWN`."""
 PROGRAM = f"{OWN}/rollpacker/sandbox/program.pyc"
 FLAGS = ("-ISB", "-X", "utf8")
-"""Command-line flags of every interpreter."""
+"""Command-line flags of every interpreter in the sandbox."""
 START_CODE = (
     f"import sys; sys.path.append({OWN!r}); from rollpacker.sandbox.zygote import main; main()"
 )

@@ -79,7 +79,7 @@ class ExtendStep:
         self.positions = torch.from_numpy(positions).to(slots.device)
         """Position of each of the pass's tokens in its row [tokens]."""
         self.last = first + lengths - 1
-        """Index in [tokens] of each row's last token [rows]."""
+        """Index among the pass's tokens of each row's last token [rows]."""
         self._spans = [
             _SpanStep(slots, new.of(span), int(first[span.start]), span)
             for span in plan_spans(lengths, starts + lengths, call_cost)
@@ -126,9 +126,10 @@ class _SpanStep:
         place = np.minimum(np.arange(span.num_tokens), lengths[:, None] - 1)
         self._last_columns = slots.width - 1 - (starts[:, None] + place)
         self._padded: Tensor | None = None
-        """Index of the token at each place of [rows x tokens]. None: no row is padded."""
+        """Index of the token at each place of the padded rows [rows x tokens]. None: no row is
+        padded."""
         self._real: Tensor | None = None
-        """Indices in [rows x tokens] of the real tokens. None: no row is padded."""
+        """Indices of the real tokens in the padded rows [rows x tokens]. None: no row is padded."""
         real = np.arange(span.num_tokens) < lengths[:, None]
         if not real.all():
             padded = first + (np.cumsum(lengths) - lengths)[:, None] + place

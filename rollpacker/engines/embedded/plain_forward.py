@@ -41,7 +41,7 @@ class _Linear:
 
 @dataclass(frozen=True, slots=True)
 class _Adapter:
-    """A low-rank addition to a matrix. Its dtype may have more digits than the matrix's."""
+    """A low-rank addition to a matrix. Its dtype may be more precise than the matrix's."""
 
     down: Tensor
     """The matrix [in, rank], a view of the parameter."""
@@ -56,7 +56,7 @@ class _Norm:
     eps: Tensor
     """The norm's epsilon [1], in float32."""
     mean_factor: float
-    """1 / width: the factor that makes a mean of a sum."""
+    """1 / (number of elements): the factor that makes a mean of a sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +240,7 @@ class PlainForward:
 
 
 def _by_row(heads: Tensor, num_rows: int) -> Tensor:
-    """The heads, given as [rows x tokens, heads, head_dim], as [rows, heads, tokens, head_dim]."""
+    """Turn heads [rows x tokens, heads, head_dim] into [rows, heads, tokens, head_dim]."""
     if heads.shape[0] == num_rows:
         return heads.unsqueeze(2)
     rows = torch.unflatten(heads, 0, (num_rows, -1))

@@ -160,7 +160,7 @@ class RowTable:
         self._noise_column = steps
 
     def device_column(self, name: str) -> Tensor:
-        """The whole column [slots] as a tensor on the device. It may only be read."""
+        """The column of this name for all slots, as a tensor on the device. It may only be read."""
         return self._seen_as_tensors[name].to(self.device)
 
     def host_column(self, name: str) -> np.ndarray:

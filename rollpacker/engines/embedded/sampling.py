@@ -26,7 +26,7 @@ from torch import Tensor
 from rollpacker.core.ids import SampleId
 
 WIDE_VOCABULARY = 64
-"""Largest vocabulary that is drawn from in one round; a larger one is drawn from in two."""
+"""Largest vocabulary that is drawn from in one round. A larger one takes two: group, then token."""
 AT_ONCE = 1 << 18
 """Most logits drawn from together on a CPU, per torch thread: as float64 these are 2 MiB, which
 stay in the thread's cache. All rows of a wide vocabulary at once would need new memory at each
@@ -46,8 +46,8 @@ def sample_key(seed: int, sample: SampleId, redraw: int = 0, turn: int = 1) -> i
 
 
 def num_groups(vocabulary_size: int) -> int:
-    """Number of groups that the first of two rounds chooses from; the vocabulary's size if there is
-    only one."""
+    """Number of groups of tokens of which the first round draws one. A small vocabulary, drawn from
+    in a single round, has as many groups as tokens."""
     if vocabulary_size <= WIDE_VOCABULARY:
         return vocabulary_size
     return 1 << math.ceil(math.log2(vocabulary_size) / 2)

@@ -123,8 +123,8 @@ def _adapted(model: PreTrainedModel) -> list[str]:
 
 
 def _places(model: torch.nn.Module) -> set[str]:
-    """The names, as in files, of the modules of vLLM's model that can have adapters. Runs in vLLM's
-    process."""
+    """The names, as in weight files, of the modules of vLLM's model that can have adapters. Runs in
+    vLLM's process."""
     loras: Any = model.lora_manager
     packed: dict[str, list[str]] = loras.packed_modules
     names = [n for n in loras.modules if n.rpartition(".")[2] in loras.supported_lora_modules]

@@ -190,7 +190,7 @@ class Live:
         }
 
     def response(self, reason: Literal["stop", "length", "aborted"], version: int) -> Response:
-        """The `Response` made of this response, which has left vLLM."""
+        """Return the finished `Response`, once vLLM no longer has it."""
         request = self.entry.request
         return Response(
             sample=request.sample,

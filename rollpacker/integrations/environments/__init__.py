@@ -28,7 +28,7 @@ PACKAGES = {
     "reasoning-gym": "reasoning_gym",
     "verifiers": "verifiers",
 }
-"""Name of the module in this package, by the name before the colon."""
+"""Names of the adapters' modules in this package, by the name before the colon."""
 
 __all__ = ["PACKAGES", "AdapterError", "is_adapted", "load", "rows"]
 

@@ -18,8 +18,9 @@ Row = dict[str, Any]
 
 
 class LateRows:
-    """The rows of one generation, chosen when the first of them is read. Batches that TRL draws and
-    never reads are never chosen: it draws each batch as often as it trains on it."""
+    """The rows of one generation (request for responses), chosen when the first of them is read.
+    Batches that TRL draws and never reads are never chosen: it draws each batch as often as it
+    trains on it."""
 
     def __init__(self, count: int, decide: Callable[[], list[Row]]) -> None:
         self._count = count

@@ -26,7 +26,7 @@ class JudgeConfig:
     """Address of an OpenAI-compatible endpoint, up to and with `/v1`. Either this or `model_path`
     must be set. None: there is no endpoint."""
     model: str | None = None
-    """The model's name at the endpoint. Needed with `url`."""
+    """The model's name at the endpoint. Needed with `url`; None with `model_path`."""
     token_env: str | None = None
     """The environment variable with the endpoint's key. None: no key is sent."""
     model_path: str | None = None

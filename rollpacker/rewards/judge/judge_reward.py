@@ -199,7 +199,7 @@ class JudgeReward:
     async def _vote(
         self, prompt: Any, answer: str, reference: str | None, timeout_s: float
     ) -> float | Failed:
-        """Ask the judge for one vote on an answer, anew while its reply is unreadable. Returns the
+        """Ask the judge for one vote on an answer, again if its reply is unreadable. Returns the
         score, from 0 to 1, or the failure."""
         why = ""
         for attempt in range(1 + self._config.max_reasks):
