@@ -219,8 +219,8 @@ class AlgorithmConfig:
 
     @property
     def own_advantages(self) -> OwnFunction | None:
-        """The user's function for advantages, or None. Raises `ValueError` if it cannot be
-        loaded."""
+        """The user's function for advantages (None: not set). Raises `ValueError` if it does not
+        load."""
         if self.advantage_function is not None:
             return own_function("advantages", "advantage_function", self.advantage_function)
         if self.own is None or self.own.advantages is None:
@@ -230,7 +230,8 @@ class AlgorithmConfig:
 
     @property
     def own_loss(self) -> OwnFunction | None:
-        """The user's function for the loss, or None. Raises `ValueError` if it cannot be loaded."""
+        """The user's function for the loss (None: not set). Raises `ValueError` if it does not
+        load."""
         if self.loss_function is not None:
             return own_function("loss", "loss_function", self.loss_function)
         if self.own is None or self.own.loss is None:

@@ -39,9 +39,9 @@ class Algorithm:
     own arithmetic is used."""
 
     row: Row = field(default_factory=Row)
-    """Values of the switches that the config leaves at null. Two of them must be true of the
-    functions: an advantage that compares the step's samples needs normalize_mean="batch", which
-    keeps it from being streamed; one that works with a single sample per prompt needs "none"."""
+    """Values of the switches that the config leaves at null. normalize_mean must fit the functions:
+    "batch" for an advantage that compares the step's samples, and so waits for all of them; "none"
+    for one that works with a single sample per prompt."""
     advantages: Callable[..., Any] | None = None
     """Function for advantages, in place of normalize_mean and normalize_std; as
     `algorithm.advantage_function`, which has precedence. None: the package's own."""

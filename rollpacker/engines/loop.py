@@ -182,7 +182,8 @@ class LoopEngine(ABC):
 
     @abstractmethod
     def _rest(self) -> None:
-        """Put the engine at rest. Called when no samples run any more, and when the worker dies."""
+        """Reset what the engine needs only while samples run. Called when none runs any more, and
+        when the worker dies."""
 
     # -- the worker --------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ ANSWER_WITHIN_S = 2.0
 it, so it has longer than a process of a reward function."""
 MAX_HUNG = 16
 """Number of calls that must hang in a process (go on after they were given up) for it to get no
-more episodes. It ends with those that it has."""
+more episodes. The process ends once those that it has are over."""
 APART_WITHIN_S = 30.0
 """Seconds after which an episode of a suspected prompt begins among the others, if the separate
 process for such episodes has not become free."""

@@ -398,7 +398,8 @@ def _calls_in(reply: Mapping[str, Any]) -> tuple[ToolCall, ...]:
 
 
 def _compared(answer: Begun | Answered) -> str:
-    """The parts of an answer that must be the same in every life, as text. Its seconds are not."""
+    """The parts of an answer that must be the same in every life, as text. The seconds are left
+    out."""
     values: list[Any] = [answer.messages]
     if isinstance(answer, Answered):
         values += [answer.reward, answer.done, answer.truncated]

@@ -44,7 +44,7 @@ class _Logged(logging.Handler):
 
 
 class RewardHost:
-    """Serves the rewards of this process, in one event loop."""
+    """Judges samples for the run with the rewards of this process, in one event loop."""
 
     def __init__(self, reward: WeightedReward, line: Line, beat_s: float) -> None:
         self._reward, self._line, self._beat_s = reward, line, beat_s

@@ -19,7 +19,7 @@ _CAP_SETGID, _CAP_SETUID, _CAP_SETPCAP, _CAP_SYS_ADMIN = 6, 7, 8, 21
 
 
 class Kernel:
-    """Calls system calls that Python has no function for. Its methods raise OSError."""
+    """Makes system calls that Python has no function for. Its methods raise OSError."""
 
     def __init__(self) -> None:
         import ctypes

@@ -61,7 +61,7 @@ class Profile:
     packages: tuple[str, ...] = ()
     """Installed packages that programs may import, by import name. All others are hidden."""
     distributions: tuple[str, ...] = ()
-    """Installed distributions whose metadata these packages read."""
+    """Installed distributions whose metadata the packages in `packages` read."""
     folders: tuple[tuple[str, str], ...] = ()
     """Folders of modules that programs may import: pairs of dotted package name and path."""
     warm: tuple[str, ...] = ()
@@ -86,7 +86,8 @@ PROFILES = {profile.name: profile for profile in (PYTHON, COLD)}
 
 
 def profile_of(profile: Profile | str) -> Profile:
-    """The profile itself, or the built-in one of that name. Raises `ValueError` for others."""
+    """The profile itself, or the built-in one of this name. Raises `ValueError` for another
+    name."""
     if isinstance(profile, Profile):
         return profile
     if profile not in PROFILES:

@@ -40,8 +40,8 @@ LENGTH = struct.Struct("<Q")
 READY = b"k"
 ENDED, TIMED_OUT, FLOODED, CANCELLED, BROKEN = b"e", b"t", b"f", b"c", b"b"
 TEMP, WORK, SITE, OWN = "/tmp", "/tmp/work", "/site", "/sandbox"
-"""Folders inside the sandbox: the only writable place, where a run works in it, packages of a
-profile, and our own files."""
+"""Folders inside the sandbox: the only writable one, a run's working folder in it, a profile's
+packages, and our own files."""
 MODULES = ("kernel", "program", "zygote")
 """Modules of this package that run inside bubblewrap, where they lie in the folder `OWN`."""
 PROGRAM = f"{OWN}/rollpacker/sandbox/program.pyc"
@@ -426,7 +426,8 @@ def address_space() -> int:
 
 
 def main() -> None:
-    """Serve requests until the socket closes. In a run's process: prepare and execute it."""
+    """Serve requests until the socket closes. In a run's process, prepare and execute its
+    program."""
     import gc
 
     _, _, kind, modules, control, *entrances = sys.argv

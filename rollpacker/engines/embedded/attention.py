@@ -37,7 +37,8 @@ class Scores(NamedTuple):
 
 
 class RolloutStep(Protocol):
-    """One forward pass of the engine, as the attention layers see it."""
+    """One forward pass of the engine, which gives the attention layers their cached keys and
+    values."""
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores

@@ -69,7 +69,8 @@ class Pending:
 
     @property
     def width(self) -> int:
-        """Number of cache positions that the row can need. Its last token is never fed back."""
+        """Number of cache positions that the row can need: one a token, but for the last response
+        token."""
         return len(self.request.prompt_tokens) + self.limit - 1
 
     @property

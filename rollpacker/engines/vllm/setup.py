@@ -202,7 +202,7 @@ def _watch_runners(engine: LLMEngine, draws: Draws, tensor_parallel: int) -> Non
 
 
 def _why_it_does_not_start(error: ValueError, config: EngineConfig) -> str:
-    """vLLM's reason in one line, with our setting for memory if the reason is about memory."""
+    """vLLM's reason in one line, with the name of our memory setting if it is about memory."""
     reason = " ".join(str(error).split())
     if not _OF_MEMORY.search(reason):
         return f"vLLM does not start with this model: {reason}"

@@ -78,8 +78,8 @@ class Copy:
         return bool(self._vllm.model_config.enable_sleep_mode)
 
     def sleep(self) -> None:
-        """Move vLLM's weights to host memory and drop its keys and values. (Level 2 would drop the
-        weights too, with buffers that are never sent again.)"""
+        """Move vLLM's weights to host memory and drop its keys and values. (vLLM's sleep level 2
+        would drop the weights too, with buffers that are never sent again.)"""
         self._vllm.sleep(level=1)
 
     def wake_up(self) -> None:

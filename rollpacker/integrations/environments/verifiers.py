@@ -60,7 +60,7 @@ def rows(name: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
 
 class Servers:
     """The servers that verifiers needs for its episodes: its own endpoint, and tools that tasks
-    share. All episodes share them; they run while there are any."""
+    share. All episodes share them. They run while any episode is open."""
 
     def __init__(self, config: Any) -> None:
         self._config = config

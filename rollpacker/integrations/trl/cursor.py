@@ -14,8 +14,11 @@ SOURCE = "train"
 
 class SamplerCursor:
     """The rows that TRL's sampler would draw, in its order. As there, the end of an epoch that does
-    not fill a step is not trained on. It ends with the prompts of the last step, since a prompt
-    begun early for a later step would never be trained on."""
+    not fill a step is not trained on.
+
+    It ends with the prompts of the last step, since a prompt begun early for a later step would
+    never be trained on.
+    """
 
     def __init__(
         self, num_rows: int, *, prompts_per_step: int, num_steps: int, shuffle: bool, seed: int
