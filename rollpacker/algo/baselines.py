@@ -17,9 +17,9 @@ def advantages(rewards: Tensor, group_ids: Tensor, *, config: AlgorithmConfig) -
 
     `rewards` [N] and `group_ids` [N] (integers, in any order) give [N] in the rewards' dtype.
     Standard deviations are unbiased and those of the rewards as they come, not of the centred ones.
-    NaN is "no verdict": left out of every statistic, and NaN in the result. Where fewer than two
-    verdicts, or equal ones, meet in a mean, the result is exactly 0. Whitening (`whiten`) is not
-    done here: it counts tokens, see `step_advantages`.
+    NaN is "no verdict": left out of every statistic, and NaN in the result. Where a mean is
+    subtracted, the result is exactly 0 in a group (or step) with one verdict or equal rewards.
+    Whitening (`whiten`) is not done here: it counts tokens, see `step_advantages`.
     """
     assert rewards.shape == group_ids.shape and rewards.ndim == 1, (rewards.shape, group_ids.shape)
     has_verdict = ~rewards.isnan()

@@ -202,8 +202,8 @@ class AlgorithmConfig:
 
     @property
     def not_its_row(self) -> tuple[str, ...]:
-        """Names of the switches that differ from the algorithm `name`, or from that of
-        `function`."""
+        """Names of the switches that differ from the row of the algorithm `name`, or of that which
+        `function` returns."""
         names = (switch.name for switch in fields(Row))
         return tuple(n for n in names if getattr(self, n) != getattr(self._row, n))
 

@@ -29,12 +29,12 @@ class TokenLoss:
     per_token: Tensor
     """The loss of each token [K], differentiable."""
     sums: Mapping[str, Tensor]
-    """Detached sums over the tokens, by name. Of the policy: `clip_ratio_low` and
-    `clip_ratio_high`, tokens whose ratio was clipped with an effect on the loss, or in place of
-    these what a user's own loss counts. If their part is on: `clip_ratio_dual`, the same of the
-    dual clip; `kl`, the estimate; `mismatch_weight` and `mismatch_weight_squared`, of the weights
-    as applied (the effective sample size is the first, squared, over the second);
-    `mismatch_outside`, tokens beyond the bounds, cut or left out."""
+    """Detached sums over the tokens, by name. For the policy: `clip_ratio_low` and
+    `clip_ratio_high`, numbers of tokens whose ratio was clipped with an effect on the loss; a
+    user's own loss has its own numbers instead. Where such a switch is on: `clip_ratio_dual`, the
+    same for the dual clip; `kl`, the estimated KL divergence; `mismatch_weight` and
+    `mismatch_weight_squared`, sums of the weights as applied and of their squares;
+    `mismatch_outside`, number of tokens whose mismatch ratio lies beyond its bounds."""
 
 
 def token_loss(

@@ -70,8 +70,8 @@ def places_in_groups(returns: Tensor, group_ids: Tensor, turns: Turns) -> Tensor
     have the same place in their dialogues.
 
     A turn that only one sample of a group came to would have nothing to be compared with. Such
-    turns are compared with each other and with the last place that another sample has too: a late
-    success is worth something, even if all others had ended. Samples without a verdict (`returns`
+    turns go into the group of the last place that at least two samples came to: a late success is
+    worth something, even if all others had ended. Samples without a verdict (`returns`
     [T] of NaN) are not counted.
     """
     counts = torch.tensor(turns.counts, dtype=torch.int64)

@@ -64,8 +64,8 @@ class EngineCompleter:
         self._engine.start(self._listen, self._died)
 
     async def complete(self, messages: Sequence[Mapping[str, str]], *, timeout_s: float) -> str:
-        """Return the reply's text, without special tokens. `timeout_s` limits the generation,
-        without the wait for one of the engine's `concurrency` places.
+        """Return the reply's text, without special tokens. `timeout_s` limits the generation;
+        the wait before it, while `concurrency` other requests run, does not count.
 
         Raises:
             TimeoutError: the generation took longer; the request leaves the engine.

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from rollpacker.weights.buffer import WeightSource
 
 Redraws = tuple[tuple[int, int], ...]
-"""Pairs (number of a token, redraw): from that token on, tokens were drawn with the set of noise of
-this number. When the end of a response is refused, tokens are drawn again with the next set. Tokens
-before the first pair have set 0."""
+"""Pairs (number of a token, redraw): from that token on, tokens were drawn with the set of noise
+(random numbers) number `redraw`. A further set is used when a response must not end where it did
+(`Carried.floor`) and tokens are drawn again. Tokens before the first pair have set 0."""
 
 NOT_NUMBERS = "the model's logits are not numbers"
 """Beginning of the `reason` of a `SampleFailed` event if the sample's logits held a NaN."""
@@ -106,7 +106,8 @@ class GenerationRequest:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
     """What an engine generated for one request: the tokens, their log-probabilities, and how the
-    response ended. It goes from the engine to the trainer and never passes through the core."""
+    response ended. It goes from the engine to the trainer; the code that schedules samples
+    (`rollpacker.core`) never sees it."""
 
     sample: SampleId
     prompt_tokens: tuple[int, ...]
@@ -116,8 +117,8 @@ class Response:
     """Log-probability (natural logarithm) of each token under the distribution that it was drawn
     from, that is after temperature, top-k and top-p. At temperature 0: under the plain softmax."""
     finish_reason: str
-    """How the response ended: "stop", "length" (a limit), or "aborted" (before its end). A
-    trajectory has the reason of its `Conclude` command."""
+    """How the response ended: "stop", "length" (a limit), or "aborted" (before its end). For a
+    trajectory of several turns: the reason that the command `Conclude` gives."""
     version: int
     redraws: Redraws = ()
     """The sets of random numbers that the tokens were drawn with, where the end of the response was

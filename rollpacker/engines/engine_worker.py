@@ -1,12 +1,12 @@
 """The program of a process with an engine in it, which obeys the run's process over an inherited
-line.
+connection.
 
     the run -- Work, Call ------> main thread: submits, aborts
                                   calling thread: one call after the other
             <-- Report, Answer -- reporting thread: waits until there is something to report
                                   the engine's own thread, or whatever it has
 
-The process ends when its line does or its engine dies, so that no dead engine is called again.
+The process ends when the connection or its engine does, so that no dead engine is called again.
 Imports nothing heavy until it has been told which engine to make.
 """
 

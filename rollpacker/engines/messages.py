@@ -55,7 +55,7 @@ class EngineSetup:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of one of those methods of the engine that take time and have one answer."""
+    """A call of a method of the engine that takes time and gives one answer, such as `offload`."""
 
     name: str
     version: int = 0

@@ -3,9 +3,9 @@
     ProcessEngine --Work, Call--> engine_worker.py: EngineHost --> any engine
                   <-Report, Answer-
 
-The event loop of all lines (`workers/loop.py`) carries requests, aborts and calls to the process,
-and the process's reports to the listener. A report comes every `beat_s` seconds at the latest, so
-that silence means that the process is stopped or gone.
+One event loop for the connections to all processes (`workers/loop.py`) carries requests, aborts and
+calls to the process, and its reports to the listener. A report comes every `beat_s` seconds
+at the latest, so that silence means that the process is stopped or gone.
 """
 
 from __future__ import annotations

@@ -341,8 +341,8 @@ class SupervisedEnvironments:
         return lost
 
     def _settled(self, known: _Episode, life: _Life, answer: Answer) -> Answer | Lost:
-        """Return the answer, or a `Lost` if the episode, when it was played before, had another one
-        here."""
+        """Return the answer, or a `Lost` if it should equal, but does not, the answer that
+        the episode got at this turn when it was played before."""
         life.last = answer
         if not self.is_deterministic:
             return answer

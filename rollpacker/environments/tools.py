@@ -20,7 +20,8 @@ from rollpacker.rewards.functions.returned import shortened
 
 Function = Callable[..., Any]
 Call = Callable[..., Awaitable[Any]]
-"""Calls a user's function, blocking or async, with these arguments and returns its result."""
+"""Function that calls a user's function (its first argument), blocking or async, with the arguments
+that follow and returns the result."""
 
 
 class ToolFailed(Exception):

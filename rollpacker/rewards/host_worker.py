@@ -1,8 +1,8 @@
 """A reward host: a process with all rewards of a run, with their workers and sandbox. It judges
-samples that the run's process sends over an inherited line.
+samples that the run's process sends over an inherited connection.
 
-It ends when the line does, and its workers end with it. Nothing heavy is imported before the set-up
-has come.
+It ends when the connection does, and its workers end with it. Nothing heavy is imported before
+the set-up has come.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     HostedReward --Check--> host_worker.py: RewardHost --> WeightedReward, its workers and sandbox
                  <-Judged--
 
-The event loop of all lines (`workers/loop.py`) carries the checks to the hosts and their verdicts
-back. `core/checks/reward_hosts.py` decides which host is asked, and when a host is given up. The
-samples being judged on a host that is lost get no verdict, with the cause `infrastructure`: the
-core asks once more, and another host judges them.
+One event loop for the connections to all hosts (`workers/loop.py`) carries the checks to the hosts
+and their verdicts back. `core/checks/reward_hosts.py` decides which host is
+asked, and when a host is given up. The samples being judged on a host that is lost get no verdict,
+with the cause `infrastructure`: they are then sent once more, and another host judges them.
 """
 
 from __future__ import annotations

@@ -65,8 +65,8 @@ class Weighted:
         return self.config.deadline or getattr(self.part, "DEADLINE", None)
 
     def limit_s(self, timeout_s: float | None) -> float | None:
-        """Return the limit in seconds of one check of this reward, given its task's limit
-        `timeout_s`. None: the reward has its own limit, as it does without a deadline."""
+        """Return the limit in seconds of one check: `timeout_s`, that of the task, but at most the
+        deadline's `max_s`. None (also without a deadline): the reward's own limit."""
         deadline = self.deadline
         if timeout_s is None or deadline is None:
             return None
@@ -319,7 +319,7 @@ class WeightedReward:
         }
 
     async def close(self) -> None:
-        """End all workers and the sandbox; only then raise an error on the way."""
+        """End all workers and the sandbox. An error of one is raised when all have ended."""
         closing = (one.part.close() for one in self._parts)
         results = await asyncio.gather(*closing, return_exceptions=True)
         await self.shared.close()

@@ -177,8 +177,8 @@ def command(
 
 class Users:
     """User and group of the zygote and its programs. Normally they are those of the process that
-    starts them, under other numbers inside. `others`: programs get a user of their own, since the
-    kernel does not limit the host's root to a number of tasks. Only that root can arrange this:
+    starts them, under other numbers inside. `others`: whether programs get a user of their own. The
+    host's root needs this, since the kernel does not limit its number of tasks, and can arrange it:
     bubblewrap waits while this process writes the tables of users and groups."""
 
     def __init__(self, *, others: bool) -> None:

@@ -37,9 +37,8 @@ IDLE_S = 60.0
 """Seconds after which an idle worker is ended, if there is another idle one of its profile."""
 
 STARVED = 0.8
-"""Share of its time in which a run had no processor, beyond which a run that exceeded its wall
-limit has no verdict. On two processors, a program of 110 busy threads leaves another program 2
-%."""
+"""Largest share of its time that a run may have waited for a processor for its wall limit to count.
+Beyond it, a run that exceeded the limit is a `sandbox_error`: other programs may be to blame."""
 
 _NOT_BEGUN = "the program had not begun when its run ended"
 

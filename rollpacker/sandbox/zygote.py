@@ -244,8 +244,8 @@ class PreparedRun:
 
 
 def serve(kernel: Kernel, control: int) -> tuple[PreparedRun, bytes] | None:
-    """Answer requests until the socket closes, then return None. In each run's own process this
-    returns, too: the run, and the system call filter."""
+    """Answer requests until the socket closes, then return None. In the process forked for a
+    run, return the run and the system call filter instead."""
     magic, size = START.unpack(receive_exactly(control, START.size))
     assert magic == MAGIC
     program = receive_exactly(control, size)

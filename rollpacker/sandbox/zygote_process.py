@@ -252,8 +252,8 @@ def _only_grandchild(pid: int) -> int:
 
 
 def _waited_s(parent: int) -> float:
-    """Seconds in which the youngest child's first thread was ready to run but had no processor. 0
-    if the kernel does not say."""
+    """Seconds in which the first thread of process `parent`'s youngest child was ready to run but
+    had no processor. 0 if the kernel does not say."""
     try:
         child = max(child_pids(parent), default=0)
         return int(Path(f"/proc/{child}/schedstat").read_text().split()[1]) / 1e9

@@ -13,8 +13,8 @@ import numpy as np
 
 MAX_BUCKETS = 4
 CALL_COST_ELEMENTS = 25_000
-"""Cost of one more attention call, in key elements that could be read in the same time. Measured on
-a CPU with 16 to 64 elements a head: 40 microseconds a call, 14 for 416 x 16 keys."""
+"""Cost of one more attention call, as the number of key elements that could be read in the same
+time. Set after timings on a CPU with 16 to 64 elements a head: a call takes 40 microseconds."""
 SORT_HORIZON_STEPS = 8
 """Number of decode steps within which sorting the rows must pay for the copies that it takes."""
 MOVE_COST = 3

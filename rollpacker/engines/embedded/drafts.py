@@ -34,22 +34,22 @@ LENGTHS = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31)
 MAX_KEPT_TOKENS = 1 << 20
 """Most tokens of ended responses kept for drafts. Those of the oldest prompts go first."""
 STEP_COST = (0.06, 2.3, 0.02, 0.035)
-"""Costs (a, b, c, d) of a step on a CPU, in units of a plain step's overhead: a plain step over r
-rows costs 1 + a r, and one that computes t tokens for each row costs b + c r + d r t. Set by hand
-after timings of single steps; c is a guess. `benchmarks/drafts.py` shows the effect."""
+"""Costs (a, b, c, d) of a step on a CPU, in units of the overhead of a step without drafts: over r
+rows that costs 1 + a r, and a step that computes t tokens for each row costs b + c r + d r t. Set
+by hand after timings of single steps; c is a guess. `benchmarks/drafts.py` shows the effect."""
 LOOK_COST = (0.15, 0.05)
-"""Costs (a, b) of a look for drafts, in units of a plain step's overhead: looking at r rows costs a
-+ b r."""
+"""Costs (a, b) of a look for drafts, in units of the overhead of a step without drafts: looking at
+r rows costs a + b r."""
 LOOK_SHARE = 0.01
 """Largest share of the time that may go into looks for drafts which find nothing."""
 LOOK_ROWS = 8
-"""Number of rows for which drafts are looked up first when the last step was a plain one. If these
-promise nothing, the other rows are not looked at."""
+"""Number of rows for which drafts are looked up first when the last step had none. If these promise
+nothing, the other rows are not looked at."""
 MIN_GAIN = 1.15
-"""Least tokens per second that drafts must promise to be tried, as a multiple of plain steps'."""
+"""Least tokens per second that drafts must promise to be tried, as a multiple of those without."""
 MIN_BALANCE = 0.98
-"""Least tokens per second that drafting must have given lately, as a multiple of what plain steps
-give. Below that, drafting pauses."""
+"""Least tokens per second that drafting must have given lately, as a multiple of what steps
+without drafts give. Below that, drafting pauses."""
 BALANCE_STEPS = 32
 """Number of steps after which older steps count half in the balance that `MIN_BALANCE` bounds."""
 PAUSE_STEPS = 64
@@ -60,7 +60,7 @@ OWN, RUNNING, FINISHED, EARLIER, RESUMED = range(5)
 KINDS = ("own", "running", "finished", "earlier", "resumed")
 """Names of the texts that a draft may be copied from: the row's own prompt and response, a running
 or a finished sibling's response, or what the same sample generated before it was aborted. "resumed"
-is the text of the last draft, one token behind the place where that draft went wrong."""
+is the text that the last draft was copied from, continued after the token that was wrong."""
 _PRIOR = (0.3, 0.5, 0.5, 0.7, 0.85, 0.9)
 """Chance that a drafted token is right before anything was drafted, by the class (`_SIZE_CLASS`) of
 the match that the draft follows: somewhat below what `benchmarks/drafts.py` finds."""
@@ -104,8 +104,8 @@ class RowText(Text):
         return _size_class(self.matched)
 
     def go_on(self, new: str) -> None:
-        """Append new tokens of the row, and move the place in `source` on by as many. Where they
-        differ from the source, only tokens after the last difference count as matched."""
+        """Append new tokens of the row, and move `place` in `source` on by as many. If they differ
+        from the source, only tokens after the last difference count as matched."""
         self.text += new
         self.num_seen += len(new)
         if self.source is None:
@@ -190,14 +190,14 @@ class Pacing:
     of the time, and there are none for a while after drafts did not pay."""
 
     row_cost: float
-    """Cost of a row in a plain step, as a multiple of the step's fixed overhead."""
+    """Cost of a row in a step without drafts, as a multiple of the step's fixed overhead."""
     is_on: bool = False
     """Whether the last step was made with drafts."""
     credit: float = 0.0
     pause: int = 0
     num_tokens: float = 0.0
     plain_tokens: float = 0.0
-    """Number of tokens that plain steps would have given in the time of the drafted steps."""
+    """Tokens that steps without drafts would have given in the time of those with drafts."""
     num_steps: int = 0
 
     def looks(self, num_rows: int) -> bool:
@@ -285,7 +285,7 @@ class Drafter:
 
     def propose(self, rows: RowTable) -> list[list[int]] | None:
         """Return for every live row the tokens that may come next (its draft, possibly empty).
-        None: a plain step is better."""
+        None: a step without drafts is better."""
         num_rows = rows.num_rows
         if num_rows > MAX_ROWS or not self._pacing.looks(num_rows):
             return None

@@ -123,8 +123,8 @@ class TorchEngine(LoopEngine):
             torch.cuda.set_device(self._device)
 
     def _turn(self) -> list[Numbered]:
-        """Take what was submitted and aborted, admit requests, or decode one step, but no more, so
-        that aborts do not wait. Returns the outputs of samples that ended."""
+        """Take what was submitted and aborted. If no sample ended by that, admit requests, or if
+        none can be admitted decode one step. Returns the outputs of samples that ended."""
         outputs = self._take_inbox()
         if not outputs:
             num_new = self._decoder.num_admissible(self._waiting)

@@ -214,8 +214,8 @@ class Extender:
 
     def take_up(self, first: int) -> int:
         """Continue the rows from `first` on that have carried tokens (generated before an abort and
-        kept). These rows have just drawn their first tokens. Returns the number of tokens that all
-        rows from `first` on have, without the carried tokens that were kept."""
+        kept). These rows have just drawn their first tokens. Returns the number of new
+        tokens of all rows from `first` on, in which the carried tokens kept are not counted."""
         carrying = [
             row for row in range(first, self._rows.num_rows) if self._rows.pending[row].has_carried
         ]
@@ -274,9 +274,9 @@ class Extender:
         return next(differs, min(len(tokens), len(carried)))
 
     def _guess(self, row: int, count: int) -> Guess:
-        """Return the guess made of the row's carried tokens from number `count` on. It ends before
-        the last token of the same set of noise, since the token after a guess is drawn with that
-        noise too."""
+        """Return the guess made of the row's carried tokens from number `count` on. It holds
+        only tokens that one set of noise (random numbers) was used for, without the last of them:
+        the token after a guess is drawn with the same noise."""
         redraw, end = self._rows.pending[row].carried_redraw(count)
         self._rows.draw_with(row, count, redraw)
         size = MAX_GUESS if end is None else min(MAX_GUESS, end - count - 1)
@@ -284,14 +284,14 @@ class Extender:
         return Guess(carried.tokens[part], None if carried.verify else carried.log_probs[part])
 
     def draw_again(self, rows: np.ndarray) -> np.ndarray:
-        """Apply the complement rule to rows that have just stopped or passed their ceiling, and
+        """Refuse the length of rows that have just stopped or passed their ceiling, if need be, and
         return which rows go on: bool [rows].
 
-        The rule is for responses that do not come out as their carried tokens (from before an
-        abort). A response that was cut off at a length must not end before that length; one that
-        had ended before its siblings were cut off must not grow longer than they. Where it would,
-        the tokens after the first different token are drawn again, with new noise (a redraw); if
-        that token is the end, so is that token.
+        This is for responses that do not come out as their carried tokens (from before an abort).
+        A response that was cut off at some length must not end before that length; one that had
+        ended before its siblings were cut off must not grow longer than they. If it does, all
+        tokens after the first different one are drawn again, with new noise (random numbers). If
+        the different token ended the response, it is drawn again itself.
         """
         column = self._rows.host_column
         count = column("count")[rows]

@@ -15,8 +15,9 @@ from rollpacker.core.ids import SampleId
 from rollpacker.engines.embedded.kv_slots import KVSlots, PromptCache
 
 HEADROOM = 1 / 8
-"""Share of the memory budget that `room` does not report as free. The core decides from that report
-what is dropped, and learns of it late: without a reserve, rows that end fast are not kept."""
+"""Share of the memory budget that `room` does not report as free. From that report the
+core (which schedules samples) decides what is dropped. It learns of a change late: without a
+reserve, rows that end fast would not be kept."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from rollpacker.engines.embedded.sampling import DrawMode, exponentials, noise_s
 from rollpacker.engines.engine import GenerationRequest, Response
 
 ANY_LENGTH = np.iinfo(np.int64).max
-"""The ceiling of a row that may become as long as its limit allows."""
+"""Value of the column `ceiling` for a row that may become as long as its limit allows."""
 NOISE_BLOCK = 64
 """Number of decode steps whose noise (random numbers to draw tokens with) is made at a time."""
 NOISE_BLOCK_ENTRIES = 1 << 15

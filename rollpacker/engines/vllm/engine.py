@@ -51,7 +51,7 @@ class VllmEngine(LoopEngine):
 
     `update_weights` renews that copy, and then compares the log-probabilities that both sides give
     a fixed prompt: all parameters can be equal while vLLM computes with something derived from
-    older ones. The model is the trainer's own, or is compared with it by `weight_probe`.
+    older ones. `model` is the trainer's own, or a copy that `weight_probe` compares with it.
 
     Carried tokens, which the sample had when it was aborted, become the end of the prompt, and are
     drawn again there if they are to be verified (engines/vllm/live.py). There can be one such

@@ -4,9 +4,9 @@
                 launch) that are to be verified are drawn again (engines/vllm/verify.py)
     look        once vLLM's first new token is there: how many carried tokens came out the same?
     leave       the response has left vLLM: its tokens are kept here
-    cut, begin  once more, if a carried token came out differently, or an end is refused
+    cut, begin  once more, if a carried token came out differently, or the length is refused
 
-Which carried tokens are kept, and which ends are refused, is as in engines/embedded/extend.py.
+Which carried tokens are kept, and which lengths are refused, is as in engines/embedded/extend.py.
 """
 
 from __future__ import annotations
@@ -162,8 +162,8 @@ class Live:
         return len(self.tokens) > self._ceiling and self.num_redraws < MAX_REDRAWS
 
     def draw_again(self, *, stopped: bool) -> bool:
-        """Apply the complement rule (`Extender.draw_again`) to a response that has left vLLM.
-        Returns whether it must go on, from fewer tokens, with new noise. `stopped`: it ended by
+        """Cut a response that has left vLLM if its length is refused, as in `Extender.draw_again`.
+        Returns whether it was cut and must go on, with new noise. `stopped`: whether it ended by
         itself."""
         count = len(self.given)
         floor = self.carried.floor if self.carried.verify else 0

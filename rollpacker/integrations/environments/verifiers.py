@@ -9,7 +9,7 @@ Arguments: `num_rows`, `env` (an environment of verifiers to pair the taskset wi
 those of the taskset's config. Rows are the taskset's tasks, in the column `verifiers_task`.
 
 Not supported: environments of several roles, tasks that need a container, programs other than a
-dialogue (for which there is the endpoint of the live policy), a tool call that a task's hook
+dialogue (for those there is `program:COMMAND`), a tool call that a task's hook
 rewrites before it is made (it ends the episode), images. A task's own tool servers are processes
 that start with each episode, which takes seconds; those of the taskset are shared. Before 0.4
 verifiers has another interface.

@@ -38,7 +38,8 @@ class SamplerCursor:
         self._begin_epoch()
 
     def take(self, count: int) -> tuple[tuple[PromptId, ...], bool, bool]:
-        """Return up to `count` prompts, whether an epoch ended there, and whether all did."""
+        """Return up to `count` prompts, whether an epoch ended with them, and whether those
+        of all steps are taken."""
         if self.ended:
             return (), True, True
         count = min(count, self._left)

@@ -19,8 +19,8 @@ Row = dict[str, Any]
 
 class LateRows:
     """The rows of one generation (request for responses), chosen when the first of them is read.
-    Batches that TRL draws and never reads are never chosen: it draws each batch as often as it
-    trains on it."""
+    For a batch that TRL draws and never reads no rows are chosen: TRL draws a batch once for each
+    time that it trains on it, but reads it once."""
 
     def __init__(self, count: int, decide: Callable[[], list[Row]]) -> None:
         self._count = count

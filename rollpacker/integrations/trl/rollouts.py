@@ -1,4 +1,5 @@
-"""The rollouts of one training: the core, driven between the steps of TRL's trainer.
+"""The rollouts of one training. Between the steps of TRL's trainer they drive the core
+(`rollpacker.core`), which decides what runs.
 
     next_step()   RunStarted or Committed -> FetchPrompts -> Launch -> ... -> TrainOn: its groups
     trained()     Trained -> SyncWeights -> Commit, held until the next step is asked for

@@ -23,7 +23,7 @@ Value = float | dict[str, str] | None
 
 
 class WrongReturn(Exception):
-    """A function returned something else than functions of its shape do. The message says what."""
+    """A function returned something that its framework does not allow. The message says what."""
 
 
 def values_of(shape: str, returned: Any, count: int) -> list[Value]:

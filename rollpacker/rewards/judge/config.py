@@ -65,7 +65,7 @@ class JudgeConfig:
     """Share of samples, 0 to 1, beside which the judge is also asked about an answer without
     content, to see if it can be fooled."""
     seed: int = 0
-    """Seed of the choice of these samples (`canary_rate`)."""
+    """Seed by which the samples for `canary_rate` are chosen."""
     probe: bool = True
     """Whether to ask the endpoint once before the run, which is refused if there is no reply."""
     as_scale: Scale = field(init=False, repr=False, compare=False)

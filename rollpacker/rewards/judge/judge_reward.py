@@ -36,7 +36,8 @@ logger = logging.getLogger(__name__)
 POSITIVE = 0.5
 """Least value of a positive verdict, from 0 to 1. A positive verdict on a canary is reported."""
 ALARM_EVERY = 20
-"""Every how many positive verdicts on canaries one is reported, beginning with the first."""
+"""Of the positive verdicts on canaries (answers without content) a warning reports the first, and
+then one after every so many."""
 PROBE_S = 20.0
 _COUNTS = (
     *("asked", "unreadable", "no_content", "split_votes", "canaries", "canary_passed"),
