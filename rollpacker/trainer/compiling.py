@@ -24,22 +24,21 @@ from rollpacker.trainer.packing import layers_with_state
 log = logging.getLogger(__name__)
 
 _FORWARD_CHECKPOINTS = "__call__" not in vars(GradientCheckpointingLayer)
-"""Whether layers checkpoint inside `forward`. Earlier versions of transformers checkpoint in
-`__call__`, around whatever `forward` is."""
+"""Whether transformers' layers checkpoint inside `forward`. Earlier versions of transformers
+checkpoint in `__call__`, around any `forward`."""
 
 Backend = str | Callable[..., Any]
 
 
 def compile_layers(model: nn.Module, *, backend: Backend = "inductor") -> bool:
-    """Run the model's layers through torch.compile, in place. They are compiled when they first
-    run; if that fails, then or later, all layers run uncompiled from there on, and one warning says
-    why. Returns whether there is a layer to compile; if not, a warning says so. A model whose
-    layers keep a state is left as it is, with a warning.
+    """Run the model's layers through torch.compile, in place. Returns whether there is a layer to
+    compile; if not, a warning says so.
 
-    Lengths may vary from call to call (`dynamic=True`). Calls with a key-value cache or in
-    inference mode (generation) stay uncompiled. Works with FSDP2, before or after sharding, and
-    with gradient checkpointing. Parameter names and state stay as they are.
-    """
+    The layers are compiled when they first run. If compiling fails, then or later, all layers run
+    uncompiled from there on, and one warning says why. A model whose layers keep a state is left as
+    it is, with a warning. Lengths may vary from call to call (`dynamic=True`). Calls with a
+    key-value cache or in inference mode (generation) stay uncompiled. Works with FSDP2, before or
+    after sharding, and with gradient checkpointing. Parameter names and state stay as they are."""
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     transformer = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     state = None if transformer is None else layers_with_state(transformer)
@@ -63,7 +62,8 @@ def compile_layers(model: nn.Module, *, backend: Backend = "inductor") -> bool:
 
 
 class _Attempt:
-    """State that a model's compiled layers share: the backend, and whether compiling has failed."""
+    """What the compiled layers of one model share: the backend, and whether compiling has
+    failed."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
@@ -80,7 +80,8 @@ class _Attempt:
 
 
 class _CompiledForward:
-    """Replaces a layer's `forward` by compiled code, or by the plain one once compiling failed."""
+    """Stands in for a layer's `forward`: runs compiled code, or the layer's own code once compiling
+    has failed."""
 
     def __init__(self, layer: nn.Module, attempt: _Attempt) -> None:
         self._layer = layer
@@ -119,9 +120,9 @@ class _CompiledForward:
     def _compile(
         self, eager: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Compile the layer, and try it forward and backward on copies of these arguments: some
-        compilers are called by the backward pass only, where nothing could be put right any
-        more."""
+        """Compile the layer, and try the compiled code forward and backward on copies of these
+        arguments. The trial is needed as some compilers run in the backward pass only, too late to
+        fall back."""
         try:
             self._compiled = torch.compile(eager, dynamic=True, backend=self._attempt.backend)
             args, kwargs = tree_map_only(Tensor, _fresh_leaf, (args, dict(kwargs)))
@@ -140,8 +141,9 @@ class _CompiledForward:
             raise _CompilingFailed from error
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the compiled code, without checkpointing, which would hide the layer's inside from
-        the compiler. The layer's training flag, cleared here, serves checkpointing alone."""
+        """Run the compiled code. The layer's training flag is cleared meanwhile, so that the layer
+        does not checkpoint inside, which would hide its code from the compiler; the flag has no
+        other use."""
         assert self._compiled is not None
         before, self._layer.training = self._layer.training, False
         try:

@@ -71,14 +71,15 @@ class FlopModel:
     output: float
     """FLOPs per predicted token in the output layer."""
     attention: float
-    """FLOPs per token, token attended to, and layer."""
+    """FLOPs of attention per token, per token that it attends to, and per layer."""
     windows: tuple[int | None, ...]
-    """How many tokens back each layer with attention looks. None: to the beginning."""
+    """For each layer with attention, how many tokens back it looks. None: to the row's
+    beginning."""
 
     @classmethod
     def of(cls, model: nn.Module) -> FlopModel:
-        """Return the costs of a transformers causal LM or its body, with or without adapters. Which
-        parameters are trained is read from the model now."""
+        """Return the costs for a transformers causal LM or its body, with or without adapters.
+        Parameters that require no gradient at the time of this call count as frozen."""
         known: Any = model
         config = known.config.get_text_config()
         head = getattr(known.get_output_embeddings(), "weight", None)
@@ -107,9 +108,9 @@ class FlopModel:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the FLOP/s that the device could do: on CUDA the datasheet's for bfloat16, whatever
-    the dtype in use; on a CPU the best float32 matrix product in a measurement of 50 ms, with this
-    thread's number of threads. None: the device is not in the table."""
+    """Return the peak FLOP/s of a device: on CUDA the datasheet's number for bfloat16, whatever
+    dtype is in use; on a CPU the best of float32 matrix products in a measurement of 50 ms, with
+    this thread's number of threads. None: the table has no such GPU."""
     if device.type == "cuda":
         return known_peak_flops(torch.cuda.get_device_name(device))
     if device.type == "cpu":
@@ -161,7 +162,8 @@ def _windows(config: Any) -> tuple[int | None, ...]:
 
 
 def _attended(length: int, window: int | None) -> float:
-    """Return the number of pairs of a row's token and a token that it attends to."""
+    """Return the number of (token, attended token) pairs in a row of this length. `window` is how
+    many tokens back a token attends; None: to the row's beginning."""
     if window is None or window >= length:
         return length * length / 2
     return window * length - window * window / 2

@@ -156,8 +156,8 @@ def _lacks_vocabulary(folder: Path) -> bool:
 
 
 def context_tokens(path: str) -> int | None:
-    """Return the most tokens that prompt and response may have together; None if the model does not
-    say. Raises `ModelError` if its config cannot be loaded."""
+    """Return the most tokens that prompt and response may have together. None: the model's config
+    does not say. Raises `ModelError` if the config cannot be loaded."""
     try:
         config = AutoConfig.from_pretrained(_checked_path(path), trust_remote_code=False)
     except _LOAD_ERRORS as error:
@@ -184,7 +184,8 @@ def end_tokens(path: str) -> frozenset[int]:
 
 
 def _check_loaded(info: Mapping[str, Any], path: str) -> None:
-    """Raise `ModelError` if the weights are not those that the model's config asks for."""
+    """Raise `ModelError` if transformers' loading report says that weights are missing, left over
+    or of another shape."""
     if missing := sorted(info["missing_keys"]):
         raise ModelError(
             f"the weights of {path} are incomplete: {missing[0]} is missing"
@@ -230,7 +231,8 @@ def check_weights(path: str) -> None:
 
 
 def num_embeddings(model: PreTrainedModel) -> int:
-    """Number of rows of the model's input embeddings: tokens that it knows, and padding."""
+    """Return the number of rows of the model's input embeddings, one for each known token and some
+    for padding."""
     rows = model.get_input_embeddings().num_embeddings
     assert isinstance(rows, int)
     return rows
