@@ -184,8 +184,8 @@ def end_tokens(path: str) -> frozenset[int]:
 
 
 def _check_loaded(info: Mapping[str, Any], path: str) -> None:
-    """Raise `ModelError` if transformers' loading report says that weights are missing, left over
-    or of another shape."""
+    """Raise `ModelError` if transformers' loading report says that weights are missing or of
+    another shape."""
     if missing := sorted(info["missing_keys"]):
         raise ModelError(
             f"the weights of {path} are incomplete: {missing[0]} is missing"
