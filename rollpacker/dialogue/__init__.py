@@ -1,1 +1,2 @@
-"""Dialogues as tokens: sampled and given ones, none of which is encoded twice."""
+"""Dialogues of several turns as tokens. No token, generated or given, is decoded and encoded
+again."""
