@@ -2,8 +2,7 @@
 rows.
 
 Item i of a reasoning-gym dataset with seed s is drawn from `Random(s + i)`: neighbouring seeds
-share items. So every task of every mixture gets a seed of its own, far from the others.
-"""
+share items. So every task of every mixture gets a seed of its own, far from the others."""
 
 from __future__ import annotations
 

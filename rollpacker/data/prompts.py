@@ -52,9 +52,8 @@ def load_prompts(
     end_tokens: Collection[int] = (),
     brought: Sequence[Mapping[str, Any]] | None = None,
 ) -> tuple[PromptSet, PromptSet | None]:
-    """Load the prompts to train on, and those to evaluate on (None if the config has none).
-
-    A prompt may have `config.max_prompt_tokens` tokens, and fewer if it would not fit into
+    """Load the prompts to train on, and those to evaluate on (None if the config has none). A
+    prompt may have `config.max_prompt_tokens` tokens, and fewer if it would not fit into
     `max_context_tokens` (None: no limit) together with `max_response_tokens`. `end_tokens` are
     tokens at which the model's responses stop, besides the tokenizer's own end token. `brought` are
     the rows that the environment provided, for kind environment. Raises `DataError` for unusable

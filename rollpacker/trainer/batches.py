@@ -48,14 +48,12 @@ the `Packs` function that will group them."""
 
 class Batcher:
     """Groups rows of tokens into micro-batches and makes their tensors, for a model and the models
-    that run on the same micro-batches.
-
-    `layout`: `sorted` pads rows of like length to the longest, `packed` lays rows end to end;
-    `auto` packs where every model's attention allows it and sorts elsewhere. `max_tokens` is the
-    most tokens of a micro-batch, padding included, or a function that chooses this number for a
-    call's rows. `others` are the further models (a reference, a teacher, a critic). `dtype` is the
-    dtype of the computation; None: that of the weights. Raises `ValueError` if `packed` is asked
-    for and a model's attention does not allow it."""
+    that run on the same micro-batches. `layout`: `sorted` pads rows of like length to the longest,
+    `packed` lays rows end to end; `auto` packs where every model's attention allows it and sorts
+    elsewhere. `max_tokens` is the most tokens of a micro-batch, padding included, or a function
+    that chooses this number for a call's rows. `others` are the further models (a reference, a
+    teacher, a critic). `dtype` is the dtype of the computation; None: that of the weights. Raises
+    `ValueError` if `packed` is asked for and a model's attention does not allow it."""
 
     def __init__(
         self,

@@ -6,8 +6,7 @@ trainer/    shard-00001-model-00001-of-00001.safetensors ...    every rank's sha
 
 What n processes wrote, any other number of processes can read. The caller decides when a folder is
 complete (manifest, rename) and whether its bytes are what was written; these functions only write
-and read files. With `shards` they are collectives: they return, or raise, in all processes.
-"""
+and read files. With `shards` they are collectives: they return, or raise, in all processes."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ parameters), and torch is loaded only to run the model's layers without data
 (`trainer/layer_trace.py`). Memory is what training needs at its peak plus the engine's keys and
 values; the formulas stand beside each line. Not counted are torch itself, and what an allocator
 keeps of freed blocks, which depends on the order of sizes (`benchmarks/memory_estimate.py` measures
-how much).
-"""
+how much)."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ its own), so LoRA is 4 and 6 for the adapters. The output layer counts for predi
 and of a mixture of experts the share that a token goes through.
 
 Left out: the embedding look-up, norms, biases, softmax, rotary embeddings, the loss, the optimizer,
-linear attention's state, and what gradient checkpointing computes again.
-"""
+linear attention's state, and what gradient checkpointing computes again."""
 
 from __future__ import annotations
 

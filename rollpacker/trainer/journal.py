@@ -12,8 +12,7 @@ nothing is left behind when a process dies.
 Two segments are kept, as the newest checkpoint may turn out to be damaged.
 
 `KeptState` is what ranks have written between two checkpoints, for ranks in another layout, which
-calls of ranks in the old one cannot bring to the same bits.
-"""
+calls of ranks in the old one cannot bring to the same bits."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@
 
 Every rank serves one call at a time; a call is made on all ranks at once, or on some. If a rank
 ends, all are ended, since others may wait for it in a joint call. Ranks that RollPacker has started
-can be started anew (`RanksLost`); torchrun's end with the run.
-"""
+can be started anew (`RanksLost`); torchrun's end with the run."""
 
 from __future__ import annotations
 

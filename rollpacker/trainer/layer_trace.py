@@ -5,8 +5,7 @@ torch's meta device, which has shapes and no data.
 
 All that torch allocates is counted, whichever family the model is of. Attention counts as fused, as
 the trainer's is where it has no window and no cap: beside inputs and output it keeps a float32
-number for each query. Torch and transformers are imported by the first trace.
-"""
+number for each query. Torch and transformers are imported by the first trace."""
 
 from __future__ import annotations
 

@@ -16,8 +16,7 @@ accumulated another replica need not know, but `rescale` is for all alike.
 If a loss or a gradient is not finite, the step's gradient is computed from the beginning, with a
 look after each micro-batch, which names the samples if the fault comes again. With pipeline stages
 passes go on between the calls, so that the fault shows in `update`. Calls that need weights or
-gradients wait first until no pass is under way.
-"""
+gradients wait first until no pass is under way."""
 
 from __future__ import annotations
 
@@ -109,16 +108,13 @@ class OpenStep:
 
 class Learner:
     """Trains a policy. A learner holds the policy, its optimizer, and what else the algorithm asks
-    for: a critic, a reference, a teacher.
-
-    `model` is a plain causal model or one with an adapter; it is trained in place and stays in eval
-    mode. `temperature` is the sampling temperature: log-probs are taken at it. `total_steps` is
-    where schedules end. With `kl_coef` > 0 the reference is the model *as given* (without its
-    adapter, if it has one; else a frozen copy), so build the learner from the run's first model and
-    `load` afterwards. `shards` are the ranks that share the model; None: this is the only one. With
-    `stage`, the models are cut down in place to that pipeline stage's layers, and all stages make
-    every call together, with the same samples.
-    """
+    for: a critic, a reference, a teacher. `model` is a plain causal model or one with an adapter;
+    it is trained in place and stays in eval mode. `temperature` is the sampling temperature:
+    log-probs are taken at it. `total_steps` is where schedules end. With `kl_coef` > 0 the
+    reference is the model *as given* (without its adapter, if it has one; else a frozen copy), so
+    build the learner from the run's first model and `load` afterwards. `shards` are the ranks that
+    share the model; None: this is the only one. With `stage`, the models are cut down in place to
+    that pipeline stage's layers, and all stages make every call together, with the same samples."""
 
     def __init__(
         self,

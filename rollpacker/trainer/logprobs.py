@@ -2,8 +2,7 @@
 
 The output layer runs over blocks of positions and vocabulary; the softmax's norm is kept up to date
 from block to block, and backward computes each block of logits again. What fits in one block is
-kept instead, since a small vocabulary costs more to compute again than to store.
-"""
+kept instead, since a small vocabulary costs more to compute again than to store."""
 
 from __future__ import annotations
 
@@ -56,13 +55,10 @@ def chunked_log_probs(
     block_elements: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities [N] of `targets` [N], and entropies [N], under softmax(logits /
-    temperature).
-
-    The logits are `hidden` [N, D] times `weight` [V, D] plus `bias` [V], transformed; at most
-    `block_elements` of them (None: `BLOCK_ELEMENTS` of the device) are computed at a time, in
-    forward and in backward. Both results are differentiable, in float32 (float64 for float64), and
-    so are all sums over blocks.
-    """
+    temperature). The logits are `hidden` [N, D] times `weight` [V, D] plus `bias` [V], transformed;
+    at most `block_elements` of them (None: `BLOCK_ELEMENTS` of the device) are computed at a time,
+    in forward and in backward. Both results are differentiable, in float32 (float64 for float64),
+    and so are all sums over blocks."""
     if block_elements is None:
         block_elements = BLOCK_ELEMENTS[hidden.device.type]
     settings = (temperature, transform or LogitTransform(), block_elements)

@@ -1,8 +1,7 @@
 """Low-rank adapters (peft) inside a transformers model.
 
 The model stays the object that it is: peft replaces the targeted modules in place. Adapter weights
-are float32 for a model in lower precision; peft casts around them.
-"""
+are float32 for a model in lower precision; peft casts around them."""
 
 from __future__ import annotations
 
@@ -113,11 +112,10 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights of a model without adapters that computes the same as this one: names,
     shapes and dtypes as in the model's state dict before `add_adapter`, a tied weight once, under
-    its first name.
-
-    A 4-bit matrix is yielded dequantized. Products and sums are in float32 (float64 for a float64
-    model), one matrix at a time; the model stays as it is. Weights without an adapter are not
-    copied. Weights of a sharded model are `DTensor`s, and all its processes must iterate."""
+    its first name. A 4-bit matrix is yielded dequantized. Products and sums are in float32 (float64
+    for a float64 model), one matrix at a time; the model stays as it is. Weights without an adapter
+    are not copied. Weights of a sharded model are `DTensor`s, and all its processes must
+    iterate."""
     adapted, adapters = _adapted_modules(model), adapter_parameters(model)
     seen: set[int] = set()
     for name, value in model.state_dict(keep_vars=True).items():

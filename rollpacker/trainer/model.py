@@ -1,8 +1,7 @@
 """Load models and tokenizers from a Hugging Face folder or hub name, fingerprint them, and build
 tiny ones.
 
-Weights are safetensors only, and no code from a model's folder is ever run.
-"""
+Weights are safetensors only, and no code from a model's folder is ever run."""
 
 from __future__ import annotations
 
@@ -301,12 +300,10 @@ def character_tokenizer(
     alphabet: str, markers: Sequence[str] = (), chat_template: str | None = None
 ) -> PreTrainedTokenizerFast:
     """Build a tokenizer with one token per character. Its tokens are the special tokens, then
-    `alphabet` in its order, then `markers`, longer texts that are one token each.
-
-    Decoding with `skip_special_tokens` gives back exactly the text; a character that is not in the
-    alphabet becomes the unknown token. Raises `ModelError` if the alphabet is empty or repeats a
-    character.
-    """
+    `alphabet` in its order, then `markers`, longer texts that are one token each. Decoding with
+    `skip_special_tokens` gives back exactly the text; a character that is not in the alphabet
+    becomes the unknown token. Raises `ModelError` if the alphabet is empty or repeats a
+    character."""
     if not alphabet:
         raise ModelError("alphabet must have at least one character")
     if repeated := sorted({c for c in alphabet if alphabet.count(c) > 1}):

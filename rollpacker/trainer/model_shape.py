@@ -1,8 +1,7 @@
 """A decoder's shape and number of parameters, read from its files without torch.
 
 The files are `config.json` and the safetensors headers of a local model, or of the hub's local
-copy.
-"""
+copy."""
 
 from __future__ import annotations
 

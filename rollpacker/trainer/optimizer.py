@@ -3,8 +3,7 @@ precision the model has.
 
 For a bfloat16 model every backward pass adds its gradients to float32 sums and frees them; the step
 updates float32 masters and rounds them into the model, in place. A float32 weight is its own
-master. Parameters may be plain tensors or, all of them, FSDP2's `DTensor`s.
-"""
+master. Parameters may be plain tensors or, all of them, FSDP2's `DTensor`s."""
 
 from __future__ import annotations
 
@@ -46,17 +45,13 @@ def build_optimizer(
 
 class MasterOptimizer:
     """Updates float32 masters of a model's weights. Weight decay is on matrices only, not on biases
-    and norms.
-
-    With optimizer="muon", Muon updates the matrices inside the layers, with momentum 0.95 and
-    torch's other defaults; AdamW, with `betas` and `eps`, updates embeddings, head, norms and
-    biases. Muon's updates are scaled to the size of AdamW's (`adjust_lr_fn="match_rms_adamw"`: an
-    orthogonal update of a matrix [A, B] times 0.2 * sqrt(max(A, B)) has a root mean square of about
-    0.2, as AdamW's typically has; Liu et al. 2025, "Muon is scalable for LLM training"). So both
-    use one learning rate and one weight decay, of AdamW's usual size.
-
-    `offload` takes memory off devices of type `offload_from`.
-    """
+    and norms. With optimizer="muon", Muon updates the matrices inside the layers, with momentum
+    0.95 and torch's other defaults; AdamW, with `betas` and `eps`, updates embeddings, head, norms
+    and biases. Muon's updates are scaled to the size of AdamW's (`adjust_lr_fn="match_rms_adamw"`:
+    an orthogonal update of a matrix [A, B] times 0.2 * sqrt(max(A, B)) has a root mean square of
+    about 0.2, as AdamW's typically has; Liu et al. 2025, "Muon is scalable for LLM training"). So
+    both use one learning rate and one weight decay, of AdamW's usual size. `offload` takes memory
+    off devices of type `offload_from`."""
 
     def __init__(
         self,
@@ -111,12 +106,10 @@ class MasterOptimizer:
     ) -> float:
         """Multiply the gradients by `gradient_scale`, clip them, update the weights, drop the
         gradients. Returns the gradients' norm over all processes, after scaling and before
-        clipping. Optimizer state is brought back from host memory first.
-
-        `whole_norm` is given for a pipeline stage: the norm of the gradient over all stages, by
-        which the stage then clips, and which is returned. None: this model's own norm is used.
-        Raises `NonFiniteError` if the norm is NaN or infinite; weights and optimizer are then
-        unchanged."""
+        clipping. Optimizer state is brought back from host memory first. `whole_norm` is given for
+        a pipeline stage: the norm of the gradient over all stages, by which the stage then clips,
+        and which is returned. None: this model's own norm is used. Raises `NonFiniteError` if the
+        norm is NaN or infinite; weights and optimizer are then unchanged."""
         self.reload()
         gradients = self.gradients()
         shards = [local(gradient) for gradient in gradients.values()]

@@ -2,8 +2,7 @@
 `core/packs.py` chooses which rows share a pack.
 
 Everything that works token by token (projections, norms, the feed-forward) then sees real tokens
-only. Attention alone needs to know where rows begin: `varlen.py` has its implementations.
-"""
+only. Attention alone needs to know where rows begin: `varlen.py` has its implementations."""
 
 from __future__ import annotations
 

@@ -52,11 +52,9 @@ class Passes(Protocol):
         """Run forward and backward over the samples. Every parameter's gradient grows by that of
         the losses times `gradient_factor`, and `sums` by the losses times `factor`. Without `look`
         (a check after each micro-batch) some passes may still be running on return; `finish` waits
-        for them.
-
-        Returns whether every loss was finite on this rank; None: only `finish` can say. A backward
-        pass runs even from a loss that is not finite, since other ranks or stages wait in it, so
-        the gradient is then unusable."""
+        for them. Returns whether every loss was finite on this rank; None: only `finish` can say. A
+        backward pass runs even from a loss that is not finite, since other ranks or stages wait in
+        it, so the gradient is then unusable."""
         ...
 
     def rescale(self, factor: float) -> bool:

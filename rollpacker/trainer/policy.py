@@ -29,13 +29,11 @@ logger = logging.getLogger(__name__)
 
 class Policy(nn.Module):
     """A causal language model of transformers, or such a model with peft's adapters, as a function
-    to log-probabilities.
-
-    Parameters are touched inside `forward` only, so that the module can be the root of a sharded
-    model (FSDP2). The model is not changed, and its mode (training, evaluation) is left as it is.
-    Construction compares, on `CHECKED_TOKENS` tokens, logits computed in blocks with the model's
-    own; if they differ, one warning says so and all logits of a micro-batch are computed at once.
-    """
+    to log-probabilities. Parameters are touched inside `forward` only, so that the module can be
+    the root of a sharded model (FSDP2). The model is not changed, and its mode (training,
+    evaluation) is left as it is. Construction compares, on `CHECKED_TOKENS` tokens, logits computed
+    in blocks with the model's own; if they differ, one warning says so and all logits of a
+    micro-batch are computed at once."""
 
     def __init__(self, model: nn.Module, *, block_elements: int | None = None) -> None:
         super().__init__()

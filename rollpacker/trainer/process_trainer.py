@@ -58,12 +58,10 @@ logger = logging.getLogger(__name__)
 
 class ProcessTrainer:
     """A `Trainer` (trainer/trainer.py) whose work is done by ranks, which are processes of their
-    own. Calls must not overlap.
-
-    `ranks` may be connected or only started; `close` ends them. `engine_weights` are the names,
-    shapes and dtypes of the weights that engines get. `journal_in` is the folder for recorded calls
-    and kept states; None: the system's folder for temporary files. The constructor and all calls
-    raise `TrainerProcessError` if a rank ends."""
+    own. Calls must not overlap. `ranks` may be connected or only started; `close` ends them.
+    `engine_weights` are the names, shapes and dtypes of the weights that engines get. `journal_in`
+    is the folder for recorded calls and kept states; None: the system's folder for temporary files.
+    The constructor and all calls raise `TrainerProcessError` if a rank ends."""
 
     def __init__(
         self,
@@ -231,10 +229,9 @@ class ProcessTrainer:
         """Replace the ranks between two steps by new ones in another layout (split of the model
         over ranks). The new ranks load the state that the old ones wrote. `order` gives the index
         of each new rank's place; that of rank 0 cannot change. Returns the seconds that this took.
-        None: the new layout failed, and ranks in the old one are back.
-
-        Raises `ValueError` under torchrun, `TrainerError` or `OSError` if the state cannot be
-        written, and `RanksLost` if ranks were lost meanwhile, or if the old layout fails, too."""
+        None: the new layout failed, and ranks in the old one are back. Raises `ValueError` under
+        torchrun, `TrainerError` or `OSError` if the state cannot be written, and `RanksLost` if
+        ranks were lost meanwhile, or if the old layout fails, too."""
         return await self._in_thread(lambda: self._switch(pipeline, order))
 
     def _switch(self, pipeline: PipelineConfig, order: Sequence[int] | None) -> float | None:

@@ -39,7 +39,6 @@ def build_train_samples(
 ) -> tuple[list[TrainSample], dict[str, float]]:
     """Return all training samples of one step, in the order given, and metrics of their advantages.
     Pass the whole step at once, since the losses' denominators count all its tokens or samples.
-
     Each group holds the (response, reward) pairs of one prompt, without samples whose reward
     failed. `weights` (one per sample, aligned with `groups`) multiply the samples' losses; the
     denominators stay those of an unweighted step. `scores` of every sample are needed if
@@ -50,10 +49,8 @@ def build_train_samples(
     values, are for an advantage function that asks for them. `turn_rewards` are for `config.credit`
     by turn; a sample that is not among them has one turn. With `partial` the groups are whole but
     not all of the step, and token weights lack the denominator: the right ones are smaller by one
-    common factor.
-
-    Raises `NonFiniteError`, naming the sample, if a reward is NaN or infinite; `ValueError` if the
-    algorithm cannot work with what it is given."""
+    common factor. Raises `NonFiniteError`, naming the sample, if a reward is NaN or infinite;
+    `ValueError` if the algorithm cannot work with what it is given."""
     flat = [(response, reward) for group in groups for response, reward in group]
     _check_rewards(groups, config, partial=partial)
     if not flat:

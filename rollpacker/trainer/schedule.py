@@ -26,12 +26,11 @@ options."""
 
 def learning_rate(step: int, config: TrainConfig, total_steps: int | None) -> float:
     """Return the learning rate of step `step` (from 0). `total_steps` is the planned number of
-    steps; None is allowed for the constant schedule alone.
-
-    A linear warm-up rises from 1/(warmup_steps + 1) and not from 0, since a first step at rate 0
-    would waste a whole round. After the warm-up the rate follows transformers' schedule of the
-    configured name; linear and cosine end at `min_learning_rate_ratio`. Steps beyond `total_steps`,
-    which train on the last prompts that were put off, keep the last planned rate."""
+    steps; None is allowed for the constant schedule alone. A linear warm-up rises from
+    1/(warmup_steps + 1) and not from 0, since a first step at rate 0 would waste a whole round.
+    After the warm-up the rate follows transformers' schedule of the configured name; linear and
+    cosine end at `min_learning_rate_ratio`. Steps beyond `total_steps`, which train on the last
+    prompts that were put off, keep the last planned rate."""
     if total_steps is not None:
         step = min(step, total_steps - 1)
     if step < config.warmup_steps:

@@ -35,8 +35,7 @@ is one process, which needs no process group; the model is then a plain one.
 With several replicas (`join(device, replicas=2)`) each has the whole model, sharded over its own
 processes. A forward, a backward and `same_number` are then collectives of one replica alone, which
 may do any number of them, or none, while others do something else; `finish` and all else are
-joint, as above.
-"""
+joint, as above."""
 
 from __future__ import annotations
 
@@ -103,12 +102,10 @@ def join(
     device: torch.device, timeout_s: float = TIMEOUT_S, *, replicas: int = 1, stages: int = 1
 ) -> Shards:
     """Join the processes that torchrun's environment variables describe, divided evenly into
-    `replicas` or pipeline `stages`, and return this process's view of them.
-
-    On CUDA the process's device is that of LOCAL_RANK. A process that waits longer than `timeout_s`
-    for the others fails. Raises `TrainerError` if a variable is not set, `ValueError` if there are
-    fewer devices than processes.
-    """
+    `replicas` or pipeline `stages`, and return this process's view of them. On CUDA the process's
+    device is that of LOCAL_RANK. A process that waits longer than `timeout_s` for the others fails.
+    Raises `TrainerError` if a variable is not set, `ValueError` if there are fewer devices than
+    processes."""
     if missing := [name for name in _ENVIRONMENT if name not in os.environ]:
         raise TrainerError(f"{', '.join(missing)} not set: start the processes with torchrun")
     if device.type == "cuda":
@@ -235,12 +232,10 @@ def shard(
     gradient_sync: Literal["step", "micro-batch"],
 ) -> ShardedGradients:
     """Shard `root` in place with FSDP2, layer by layer. All forward passes must go through `root`
-    itself. Every process must have the same weights before.
-
-    The computation is in `param_dtype`; trainable parameters of lower precision become float32, and
-    gradients are summed in float32. None: no parameter is cast. Gradients are sums over processes,
-    not means. With `gradient_sync` "step" each process keeps whole gradients until `finish`; with
-    "micro-batch" only its shard."""
+    itself. Every process must have the same weights before. The computation is in `param_dtype`;
+    trainable parameters of lower precision become float32, and gradients are summed in float32.
+    None: no parameter is cast. Gradients are sums over processes, not means. With `gradient_sync`
+    "step" each process keeps whole gradients until `finish`; with "micro-batch" only its shard."""
     policy = MixedPrecisionPolicy()
     if param_dtype is not None:
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)

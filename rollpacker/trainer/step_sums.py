@@ -71,15 +71,13 @@ class StepSums:
         value_loss: float | None = None,
         value_token_sums: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Add the numbers of one micro-batch's forward and backward pass.
-
-        `loss` and the critic's `value_loss` (None: no critic) are the micro-batch's shares of the
-        step's losses. Tensors [N] by sampled token are `entropy`; `log_ratio`, the trainer's
-        log-probs minus the engine's; and `update_log_ratio`, the trainer's log-probs minus the old
-        ones in the loss (None: they are the same). `token_sums` and `value_token_sums` are sums
-        over the tokens, by the names that the losses give them. `sample_weights` are factors of the
-        samples' losses (None: not counted); 1 is no change. `seconds` and `flops` are of the two
-        passes."""
+        """Add the numbers of one micro-batch's forward and backward pass. `loss` and the critic's
+        `value_loss` (None: no critic) are the micro-batch's shares of the step's losses. Tensors
+        [N] by sampled token are `entropy`; `log_ratio`, the trainer's log-probs minus the engine's;
+        and `update_log_ratio`, the trainer's log-probs minus the old ones in the loss (None: they
+        are the same). `token_sums` and `value_token_sums` are sums over the tokens, by the names
+        that the losses give them. `sample_weights` are factors of the samples' losses (None: not
+        counted); 1 is no change. `seconds` and `flops` are of the two passes."""
         self.response_tokens += len(batch.targets)
         self.real_tokens += batch.num_tokens
         self.padded_tokens += batch.input_ids.numel()

@@ -23,12 +23,11 @@ Result = TypeVar("Result")
 
 
 class TorchTrainer:
-    """A `Trainer` (trainer/trainer.py) in the run's own process. Calls must not overlap.
-
-    With `in_place` an engine reads the learner's own tensors. Otherwise engines have copies, which
-    with `shared` are updated through memory that other processes can read. `threads` is torch's
-    number of threads for this trainer's work on a CPU; None: torch's default. Raises `ValueError`
-    if there is no room for shared weights."""
+    """A `Trainer` (trainer/trainer.py) in the run's own process. Calls must not overlap. With
+    `in_place` an engine reads the learner's own tensors. Otherwise engines have copies, which with
+    `shared` are updated through memory that other processes can read. `threads` is torch's number
+    of threads for this trainer's work on a CPU; None: torch's default. Raises `ValueError` if there
+    is no room for shared weights."""
 
     def __init__(
         self,

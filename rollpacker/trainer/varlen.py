@@ -5,8 +5,7 @@ for. All find the rows in a keyword argument that transformers hands through to 
 
     varlen    torch's FlashAttention over cumulative lengths. CUDA, half precision.
     flex      FlexAttention with a mask of blocks. CUDA; also soft caps, and float32.
-    grouped   rows of like length padded together for attention alone, by plain SDPA. Any device.
-"""
+    grouped   rows of like length padded together for attention alone, by plain SDPA. Any device."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Supervised fine-tuning before reinforcement learning: stages of steps over files of prompts and
 completions, or of chat messages.
 
-The loss is the mean over the batch's completion tokens, the end token included.
-"""
+The loss is the mean over the batch's completion tokens, the end token included."""
 
 from __future__ import annotations
 
@@ -75,11 +74,9 @@ def run_warmup(
 ) -> WarmupResult:
     """Run all stages of supervised fine-tuning, and write the model to `config.output`. This folder
     must not exist or must be empty; with `overwrite` it may be a model's folder, which is replaced
-    at the end.
-
-    The same config gives the same weights, bit for bit, on the same machine. Raises `WarmupError`
-    (for bad rows, with file and line; a loss above `max_loss`; an output that is in the way) and
-    `ModelError` if the model cannot be loaded or built."""
+    at the end. The same config gives the same weights, bit for bit, on the same machine. Raises
+    `WarmupError` (for bad rows, with file and line; a loss above `max_loss`; an output that is in
+    the way) and `ModelError` if the model cannot be loaded or built."""
     started = time.monotonic()
     output = Path(config.output).expanduser()
     check_output(output, config, overwrite)

@@ -66,9 +66,8 @@ class _Text(NamedTuple):
 
 
 class RowParser:
-    """Makes rows from records. A row has prompt tokens, and completion tokens with an end token.
-
-    A record is an object with `prompt` and `completion`, each a text or chat messages, or with
+    """Makes rows from records. A row has prompt tokens, and completion tokens with an end token. A
+    record is an object with `prompt` and `completion`, each a text or chat messages, or with
     `messages` alone. Every message of the assistant (in `completion`, if there is one) gives a row:
     its prompt is the text before the message, rendered by the chat template with the generation
     prompt; its completion is the message and the token that ends a turn. `max_tokens` is the most

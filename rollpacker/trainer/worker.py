@@ -5,8 +5,7 @@
     reload, hashes
 
 The process ends when its connection to the run does, whatever it is doing: a run that is killed
-leaves no process behind.
-"""
+leaves no process behind."""
 
 from __future__ import annotations
 
