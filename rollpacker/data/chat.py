@@ -39,9 +39,8 @@ def chat_of(
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Chat:
     """Decide for a data set whether texts go through the chat template. `split` ("train" or "eval")
-    serves to name the config key. `end_tokens` are tokens at which the model's responses stop,
-    besides the tokenizer's own end token. Raises `DataError` for `chat: true` without a
-    template."""
+    serves to name the config key. `end_tokens` are tokens at which responses stop, besides the
+    tokenizer's own end token. Raises `DataError` for `chat: true` without a template."""
     key = f"data.{split}.chat"
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if config.chat is False:

@@ -14,8 +14,7 @@ from rollpacker.data.dataset import DataError
 
 @dataclass(eq=False, slots=True)
 class PromptCursor:
-    """Yields every row of a data set once per epoch, in an order that depends only on seed and
-    epoch."""
+    """Yields every row of a data set once per epoch, in an order given by seed and epoch."""
 
     name: str
     num_rows: int
@@ -23,8 +22,7 @@ class PromptCursor:
     shuffle: bool
     max_epochs: int | None
     sources: Sequence[str] | None = None
-    """For each row, the source (the data set's part) that its prompt is counted under. None: `name`
-    for all rows."""
+    """For each row, its prompt's source, such as the row's task. None: `name` for all rows."""
     _epoch: int = field(default=0, init=False)
     _position: int = field(default=0, init=False)
     _order: np.ndarray = field(init=False)
@@ -66,8 +64,8 @@ class PromptCursor:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a position that `state` returned. Raises `DataError` if it is of other data
-        or of another seed."""
+        """Continue from a position that `state` returned. Raises `DataError` if the data or seed
+        differs."""
         for key, own in self.state().items():
             if key not in state:
                 raise DataError(f"the saved place in the data ({self.name}) lacks {key}.")

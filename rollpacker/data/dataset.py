@@ -10,8 +10,7 @@ from typing import Any, Literal, Protocol
 from rollpacker.core.ids import PromptId
 
 TRAIN = "train"
-"""Name of the source of training prompts, unless rewards are chosen by the rows' tasks: then each
-task is a source."""
+"""Name of the source of training prompts, if rewards are not chosen by the rows' tasks."""
 
 
 class DataError(ValueError):
@@ -46,16 +45,14 @@ class DatasetConfig:
     split: str = "train"
     """Name of the dataset's split. For kind huggingface only."""
     subset: str | None = None
-    """Name of the dataset's configuration on the hub. None: its only one. For kind huggingface
-    only."""
+    """Name of a configuration of the dataset. None: its only one. For kind huggingface only."""
     tasks: tuple[TaskConfig, ...] = ()
     """The tasks whose generators make the rows. For kind reasoning_gym only."""
     size: int | None = None
     """Number of rows to make, for reasoning_gym and for an environment without rows of its own.
     Other kinds: most rows to use, from the first on. None: all."""
     seed: int = 0
-    """Seed from which rows are made, for kind reasoning_gym only. Their order has the run's
-    seed."""
+    """Seed from which rows are made, for kind reasoning_gym only. The run's seed orders them."""
     prompt_column: str = "prompt"
     answer_column: str | None = None
     """Name of the column that rewards get as `answer`, too. A column that is called `answer` is
@@ -67,9 +64,8 @@ class DatasetConfig:
     """Python format string over the row's columns that makes the prompt, such as "{question}\\n".
     None: the prompt is a column."""
     prompt_function: str | None = None
-    """Function that gets the row as a dict and returns the prompt, as `module:function` or
-    `file.py:function`. None: there is no function. Cannot be set together with
-    `prompt_template`."""
+    """Function from a row, as a dict, to its prompt: `module:function` or `file.py:function`. None:
+    there is none. Cannot be set together with `prompt_template`."""
     chat: Literal["auto"] | bool = "auto"
     """Whether text prompts go through the tokenizer's chat template, as one user message. auto:
     they do if there is a template and the model stops where it ends an assistant's turn, as
@@ -110,8 +106,7 @@ class DataConfig:
 
     train: DatasetConfig
     eval: DatasetConfig | None = None
-    """The data set to evaluate on. None: there is none, unless `eval_fraction` holds out some
-    rows."""
+    """The data set to evaluate on. None: there is none, but `eval_fraction` may hold out rows."""
     eval_fraction: float = 0.0
     """Share of `train`, 0 to 1, that is held out for evaluation. A hash of the prompt decides, so
     that equal prompts are on the same side. 0: none."""
@@ -150,8 +145,7 @@ class PromptRow:
     task: str | None = None
     """Value of the row's task column. None: the row has no task."""
     messages: list[dict[str, str]] | None = None
-    """The chat messages from which the template made the tokens. None: the prompt is a text that
-    was tokenized as it is."""
+    """The chat messages that the template made the tokens of. None: the prompt is a plain text."""
     where: str = ""
     """The row's place for messages: file and line, or dataset and row."""
 

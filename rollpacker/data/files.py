@@ -15,8 +15,7 @@ from rollpacker.data.dataset import DataError, DatasetConfig
 from rollpacker.imports import GIVEN, ImportSpecError, given, require
 
 MAX_TOLD = 200
-"""Most characters of a row's columns that stand in for a prompt which the environment gives
-later."""
+"""Most characters of a row's columns in the stand-in for a prompt that comes later."""
 
 
 @dataclass(frozen=True, slots=True)

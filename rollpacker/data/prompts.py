@@ -1,6 +1,5 @@
 """Makes prompt sets: reads rows, makes, tokenizes and checks their prompts, and keeps training and
-evaluation prompts apart. Rows that are left out are counted by reason and reported with their
-places."""
+evaluation prompts apart. Rows that are left out are counted and reported with their places."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ logger = logging.getLogger(__name__)
 TOO_LONG = "prompt too long"
 IN_EVAL = "prompt also in eval"
 MORE_READ = 200
-"""Number of further rows that `load_few` reads, as some of the first may be held out for
-evaluation."""
+"""Number of further rows that `load_few` reads, as some may be held out for evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +53,8 @@ def load_prompts(
     """Load the prompts to train on, and those to evaluate on (None if the config has none). A
     prompt may have `config.max_prompt_tokens` tokens, and fewer if it would not fit into
     `max_context_tokens` (None: no limit) together with `max_response_tokens`. `end_tokens` are
-    tokens at which the model's responses stop, besides the tokenizer's own end token. `brought` are
-    the rows that the environment provided, for kind environment. Raises `DataError` for unusable
-    data."""
+    tokens at which responses stop, besides the tokenizer's own end token. `brought` are the rows
+    that the environment provided, for kind environment. Raises `DataError` for unusable data."""
     limit = _prompt_limit(config, max_context_tokens, max_response_tokens)
     chat = partial(
         chat_of,
@@ -356,8 +353,7 @@ def _report_tokens(
 def _report_too_long(
     name: str, num_rows: int, too_long: list[str], config: DataConfig, limit: int
 ) -> None:
-    """Log which prompts have more than `limit` tokens. Raises `DataError` if they are more than the
-    config allows to drop."""
+    """Log which prompts have more than `limit` tokens. Raises `DataError` if too many have."""
     more = f" and {len(too_long) - NUM_SHOWN} more" if len(too_long) > NUM_SHOWN else ""
     what = (
         f"data.{name}: {len(too_long)} of {num_rows} prompts have more than {limit} tokens:"
@@ -402,8 +398,7 @@ def _plain(value: Any) -> Any:
 
 
 def _has_text(value: Any) -> bool:
-    """Whether printing the object shows more than its memory address, which differs from run to
-    run."""
+    """Whether an object prints as more than its address, which differs from run to run."""
     kind: type[object] = type(value)
     return (kind.__repr__, kind.__str__) != (object.__repr__, object.__str__)
 

@@ -180,8 +180,7 @@ def _checked(prompt: Any, where: str) -> Prompt:
 def tokenize(
     prompts: Sequence[Prompt], tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None
 ) -> list[tuple[int, ...]]:
-    """Return the token ids of each prompt. Chat messages are rendered by the tokenizer's chat
-    template."""
+    """Return each prompt's token ids. Chat messages go through the tokenizer's chat template."""
     tokens: list[tuple[int, ...]] = [()] * len(prompts)
     for is_text in (False, True):
         places = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str) is is_text]

@@ -1,2 +1,1 @@
-"""Dialogues of several turns as tokens. No token, generated or given, is decoded and encoded
-again."""
+"""Dialogues of several turns as tokens, of which none is decoded and encoded again."""

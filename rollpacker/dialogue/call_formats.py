@@ -26,8 +26,7 @@ class Call:
 
 @dataclass(slots=True)
 class Found:
-    """What a format's function found in the text of a model's message. `content` is the text
-    without the calls."""
+    """What was found in the text of a model's message. `content` is the text without calls."""
 
     content: str
     calls: list[Call] = field(default_factory=list)
@@ -54,8 +53,7 @@ def format_of(call: str) -> Format | None:
 
 
 Body = Callable[[str, Tools], Call | None]
-"""Function that reads the text between a call's markers. It returns None if that text is no
-call."""
+"""Function that reads the text between a call's markers; None if that is no call."""
 
 
 def tagged(body: Body, opening: str = "<tool_call>", closing: str = "</tool_call>") -> Format:
@@ -187,8 +185,7 @@ def mistral(text: str, tools: Tools) -> Found:
 
 
 def deepseek(text: str, tools: Tools) -> Found:
-    """Read DeepSeek's calls: `function`, separator, name and a block of JSON, or name, separator
-    and JSON."""
+    """Read DeepSeek's calls: `function`, separator, name, JSON block; or name, separator, JSON."""
     left, bar, right = "<\uff5c", "\u2581", "\uff5c>"
 
     def body(inside: str, tools: Tools) -> Call | None:

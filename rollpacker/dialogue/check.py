@@ -37,8 +37,7 @@ def dialogue_lines(
 
 
 def remarks(template: DialogueTemplate, rewrites: Rewrites | None) -> list[str]:
-    """Return sentences about the chat template that a user should know. Empty for most
-    templates."""
+    """Return sentences about the chat template that a user should know; often none."""
     told = []
     if rewrites is not None:
         told.append(

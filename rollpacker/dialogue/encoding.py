@@ -22,8 +22,7 @@ steering token) in words of tools and users."""
 _SPACE = "\u2581"
 
 OWN_WORDS = ("system", "developer", "assistant")
-"""Roles whose messages may contain markers (texts of steering tokens), since the user's set-up or
-the model wrote them."""
+"""Roles whose messages may contain markers (steering tokens' texts), since they are trusted."""
 
 
 class Encoder:
@@ -58,8 +57,7 @@ class Encoder:
 
     @property
     def marker_ids(self) -> frozenset[int]:
-        """Ids of the tokens that steer the model. Words from tools and users are never encoded to
-        them."""
+        """Ids of the tokens that steer the model, which words of tools and users never become."""
         return frozenset(self._ids.values())
 
     def check_room(self, text: str, held: Held, most: int | None) -> None:
@@ -188,8 +186,7 @@ def held(
 
 
 def whole_marker(text: str, length: int, markers: re.Pattern[str]) -> int:
-    """Return the largest length, up to `length`, at which the text can be cut without cutting a
-    marker in two."""
+    """Return the largest length, up to `length`, at which a cut does not split a marker."""
     for found in markers.finditer(text):
         if found.start() < length < found.end():
             return found.start()

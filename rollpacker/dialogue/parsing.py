@@ -27,8 +27,7 @@ class TemplateDialogue:
     template's format of tool calls is found by rendering a call."""
 
     def __init__(self, template: DialogueTemplate) -> None:
-        """Raises `TemplateError` if there are tools and the template's format of tool calls is not
-        known."""
+        """Raises `TemplateError` if there are tools and the template's call format is unknown."""
         self.template = template
         self._with_tools: dict[str, TemplateDialogue] = {}
         self._tools = {
@@ -100,8 +99,7 @@ class TemplateDialogue:
         return _message(found, thought, turn)
 
     def _call_text(self, name: str) -> str:
-        """Return the text of a call of the tool `name` as the template writes it, without
-        thinking."""
+        """Return the text of a call of the tool `name` as the template writes it."""
         question = {"role": "user", "content": "question"}
         calls = stand_in_calls([{"role": "tool", "name": name}])
         before = self.template.render([question])
@@ -137,9 +135,8 @@ class TemplateDialogue:
         return thought, behind.lstrip("\n")
 
     def _by_schema(self, text: str, sampled: Sequence[int], turn: int) -> dict[str, Any]:
-        """Return the message as transformers' own parser reads it, for tokenizers with a schema of
-        messages. The parser completes what is cut off, so calls in a turn without its end token
-        count as malformed."""
+        """Return the message as transformers' own parser reads it, for tokenizers with a schema.
+        The parser completes what is cut off, so calls without the turn's end are malformed."""
         tokenizer = self.template.tokenizer
         is_over = bool(sampled) and sampled[-1] in self.template.end_tokens
         try:

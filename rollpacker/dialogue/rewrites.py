@@ -22,8 +22,7 @@ _EXCERPT = 40
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The first place where the text that a template makes of a dialogue differs from the text of
-    the growing dialogue."""
+    """The first place where a template's text of a dialogue differs from the growing dialogue's."""
 
     what: str
     """The part in which the place is: "prompt", "turn" (a message of the model) or "answer" (what
@@ -31,15 +30,13 @@ class Change:
     index: int
     """Number of the turn or answer among those of the dialogue, from 1."""
     num_turns: int
-    """Number of the model's turns in the dialogue up to which the two texts agree, or after which
-    they differ."""
+    """Number of the model's turns before the message that caused the change."""
     follows: str
     """Role of the message whose addition caused the change: "user", "tool" or "assistant" (the
     model's own message, which does not begin with the generation prompt)."""
     grown: str
     rendered: str
-    """How the template's text goes on from the place; `grown` is how the growing dialogue goes
-    on."""
+    """How the template's text goes on from there; `grown` is how the growing dialogue does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +66,8 @@ class Rewrites:
 
 
 def find_rewrites(template: DialogueTemplate) -> Rewrites | None:
-    """Find out how a template rewrites earlier messages, by rendering short dialogues. Dialogues
-    that the template refuses (such as several calls at once) are skipped. None: it rewrites
-    none."""
+    """Find how a template rewrites earlier messages, by rendering short dialogues. Dialogues that
+    the template refuses (such as several calls at once) are skipped. None: it rewrites none."""
     found: dict[tuple[str, str], tuple[str, Change]] = {}
     for name, messages in probes(template):
         try:

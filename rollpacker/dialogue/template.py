@@ -26,8 +26,7 @@ class TemplateError(ValueError):
 
 
 class DialogueTemplate:
-    """A tokenizer's chat template, for dialogues that grow turn by turn (message of the model by
-    message)."""
+    """A tokenizer's chat template, for dialogues that grow with each message of the model."""
 
     def __init__(
         self,
@@ -67,8 +66,7 @@ class DialogueTemplate:
 
     @property
     def marker_ids(self) -> frozenset[int]:
-        """Ids of the tokens that steer the model. Words from tools and users are never encoded to
-        them."""
+        """Ids of the tokens that steer the model, which words of tools and users never become."""
         return self._encoder.marker_ids
 
     @property
@@ -100,13 +98,11 @@ class DialogueTemplate:
         return tuple(self._encoder.encode(text, words, behind=end))
 
     def canonical(self, text: str) -> tuple[int, ...]:
-        """Return the tokens for the text of a turn that the model did not generate, such as a
-        scripted one."""
+        """Return the tokens of a turn that the model did not generate, such as a scripted one."""
         return tuple(self._encoder.encode(text, behind=self.tokenizer.eos_token_id))
 
     def text_of(self, sampled: Sequence[int]) -> str:
-        """Return the text of a generated turn, special tokens included, without the token that
-        ended it."""
+        """Return the text of a generated turn, with special tokens but without its end token."""
         if sampled and sampled[-1] in self.end_tokens:
             sampled = sampled[:-1]
         return self._encoder.decode(sampled)
@@ -144,8 +140,7 @@ class DialogueTemplate:
         return whole[len(before) :].removesuffix(self._last_ending)
 
     def behind_turn(self, messages: Sequence[Message]) -> str:
-        """Return the text to give the model after any turn: the turn's ending, these messages, the
-        generation prompt."""
+        """Return the text to give after a turn: its ending, the messages, the generation prompt."""
         results = []
         for message in messages:
             if message.get("role") != "tool":
@@ -241,8 +236,7 @@ def stand_in_calls(results: Sequence[Message]) -> Message:
 
 
 def shown_again(message: Message, arguments_are_text: bool) -> dict[str, Any]:
-    """Return a message in the form that templates expect. Malformed tool calls become part of its
-    content."""
+    """Return a message in the form that templates expect, with malformed calls in its content."""
     shown = dict(message)
     malformed = shown.pop("malformed_tool_calls", None)
     if malformed:

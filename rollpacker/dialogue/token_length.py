@@ -1,8 +1,7 @@
 """Bounds the number of characters that one token can cover, if a tokenizer's parts allow that.
 
 A text with more characters than this number times the tokens that there is room for is too long. So
-its length is judged without encoding it, which takes seconds for megabytes and would block the
-event loop."""
+its length is judged without encoding it, which for megabytes would block the event loop."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ class TokenLength:
     longest: int
     """Most characters in the text of one token."""
     composes: int
-    """Most characters that the tokenizer's normalizer composes into one. ASCII characters are not
-    composed."""
+    """Most characters that the tokenizer's normalizer composes into one; ASCII is not composed."""
 
     def fewest(self, text: str) -> int:
         """Return the least number of tokens that the text can have."""
@@ -39,8 +37,8 @@ class TokenLength:
 def token_length(tokenizer: Any) -> TokenLength | None:
     """Return the bound for this tokenizer. None: it is not known, for example if a normalizer or a
     token may swallow white space, or one unknown token stands for a whole word. It is known for
-    vocabularies of bytes or with a token for each byte (BPE, as in nearly all chat models), and of
-    single characters."""
+    vocabularies of bytes or with a token for each byte (nearly all chat models), or of
+    characters."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None

@@ -42,8 +42,7 @@ class Trajectory:
     prompt: tuple[int, ...]
     segments: tuple[Segment, ...] = ()
     rewritten: Rewritten = ()
-    """Places in `tokens` at which the chat template rewrote the prompt, each with the new
-    prompt."""
+    """Places in `tokens` where the template rewrote the prompt, each with the new prompt."""
 
     def and_then(self, segment: Segment) -> Trajectory:
         """Return the trajectory with one more segment, joined to the last one if that is of the
@@ -152,8 +151,7 @@ class Trajectory:
 
 
 class Dialogue(Protocol):
-    """A chat template as seen by the code that runs dialogues: makes tokens from messages, and
-    messages from tokens."""
+    """A chat template for the code that runs dialogues: messages to tokens, tokens to messages."""
 
     def prompt(self, messages: Sequence[Message], *, most: int | None = None) -> tuple[int, ...]:
         """Return the tokens of these messages and the generation prompt. Raises `ValueError` if the

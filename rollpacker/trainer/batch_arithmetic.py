@@ -25,16 +25,14 @@ class BatchArithmetic:
     long_samples: int
     """Number of samples that a round which waits for all of its samples submits to engines."""
     pooled: bool
-    """Whether prompts that a short round puts off are generated for again in the next short
-    round."""
+    """Whether prompts that a short round puts off are generated for in the next short round."""
     trained_prompts: int
     trained_samples: int
     max_trained_tokens: int
     min_micro_batches: int
     max_micro_batches: int
     updates_per_round: int
-    """Number of optimizer updates per step. Every update trains on an equal share of the step's
-    prompts."""
+    """Number of optimizer updates per step, each on an equal share of the step's prompts."""
     steps: int | None
     """Number of steps of the run. None: until the data's epochs are done."""
     most_carried: int
@@ -127,9 +125,8 @@ def tail_notes(config: RunConfig) -> list[str]:
 
 
 def micro_batch_notes(config: RunConfig) -> list[str]:
-    """Return one note if the longest sample allowed does not fit into a micro-batch of the
-    configured size; else nothing. The sample's last token is not counted, since it does not go
-    through the model."""
+    """Return a note if the longest sample allowed does not fit into a micro-batch of the configured
+    size; else nothing. A sample's last token is not counted: it does not go through the model."""
     row = longest_sample(config) - 1
     if most_micro_batch_tokens(config) >= row:
         return []
@@ -140,12 +137,10 @@ def micro_batch_notes(config: RunConfig) -> list[str]:
 
 
 def most_micro_batch_tokens(config: RunConfig) -> int:
-    """Return the most tokens that a micro-batch of several samples may have. A longer sample gets a
-    micro-batch of its own."""
+    """Return the most tokens of a micro-batch of several samples. A longer sample gets its own."""
     return config.train.most_micro_batch_tokens(longest_sample(config) - 1)
 
 
 def longest_sample(config: RunConfig) -> int:
-    """Return the number of tokens of the longest prompt and the longest response that the config
-    allows."""
+    """Return the tokens of a prompt and a response that are as long as the config allows."""
     return config.data.max_prompt_tokens + config.rollout.max_response_tokens

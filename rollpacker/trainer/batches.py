@@ -80,8 +80,8 @@ class Batcher:
     def plan(self, lengths: Sequence[int]) -> list[list[int]]:
         """Group rows of these lengths (`row_length`: tokens that go through the model) into
         micro-batches, and return the row indices of each. A row longer than the most tokens of a
-        micro-batch gets its own. The result depends only on the lengths and on the order of rows of
-        equal length."""
+        micro-batch gets its own. The result depends on lengths and the order of equally long rows
+        only."""
         packs = plan_packs if self.layout == "packed" else _sorted_runs
         chosen = self._max_tokens
         return packs(lengths, chosen if isinstance(chosen, int) else chosen(lengths, packs))
@@ -94,9 +94,8 @@ class Batcher:
         return collate(rows, self._pad_token_id, self._device)
 
     def filler(self) -> MicroBatch:
-        """Make the smallest possible micro-batch (one target after one token), for a rank with
-        fewer micro-batches than the other ranks, which must still join their collectives. Its loss
-        must get weight 0."""
+        """Make the smallest possible micro-batch (one target after one token), for a rank that must
+        join the collectives of ranks with more micro-batches. Its loss must get weight 0."""
         token = (self._pad_token_id,)
         return self.batch([Row(token, token)])
 
@@ -112,8 +111,7 @@ class Batcher:
 
 def budget_of(config: TrainConfig, of_stages: Callable[..., int] | None) -> int | Budget:
     """Return the `max_tokens` argument of a `Batcher` for this config. `of_stages` is the method
-    `Stage.budget`, which chooses the number of tokens with pipeline stages; None: there are no
-    stages."""
+    `Stage.budget`, which chooses that number with pipeline stages; None: there are none."""
     if config.micro_batch_tokens != "auto":
         return config.micro_batch_tokens
 
@@ -133,9 +131,8 @@ def _sorted_runs(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 def _packed_kinds(
     models: Sequence[nn.Module], layout: Layout, device: torch.device, dtype: torch.dtype | None
 ) -> list[tuple[nn.Module, PackedKind]]:
-    """Return the models, each with the kind of packed attention that it will use; empty if rows are
-    to be sorted and padded. Raises `ValueError` if `packed` is asked for and a model's attention
-    does not allow it."""
+    """Return the models, each with the kind of packed attention that it will use; empty for sorted
+    rows. Raises `ValueError` if `packed` is asked for and a model's attention does not allow it."""
     if layout == "sorted":
         return []
     packed: list[tuple[nn.Module, PackedKind]] = []

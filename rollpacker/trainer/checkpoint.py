@@ -131,8 +131,7 @@ def load_trainer_state(folder: Path) -> dict[str, Any]:
 
 
 def saved_names(folder: Path) -> frozenset[str]:
-    """Return the names of the tensors that `save_trainer` wrote. Raises `TrainerStateError` if the
-    folder is damaged."""
+    """Return the names of the tensors that `save_trainer` wrote, or raise `TrainerStateError`."""
     load_trainer_state(folder)
     return frozenset(_saved_layout(folder))
 
@@ -145,9 +144,8 @@ def load_trainer_tensors(
     part: bool = False,
 ) -> dict[str, Tensor]:
     """Read the tensors that `save_trainer` wrote into new tensors, placed and sharded like those of
-    `like`. With `part`, tensors that `like` lacks are skipped, since they are another pipeline
-    stage's. Raises `TrainerStateError` if files cannot be read, or if names, shapes or dtypes
-    differ from `like`."""
+    `like`. With `part`, tensors of other pipeline stages, which `like` lacks, are skipped. Raises
+    `TrainerStateError` if files cannot be read, or if names, shapes or dtypes differ."""
     saved = _on_all_ranks(lambda: _checked_layout(folder, like, part=part), shards)
     loaded = {name: torch.empty_like(like[name]).detach() for name in saved}
     _load(loaded, folder, shards)
@@ -162,8 +160,7 @@ def state_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def tensors_sha256(tensors: Mapping[str, Tensor]) -> str:
-    """Return one SHA-256 over the names, dtypes, shapes and bytes of all these tensors, in name
-    order."""
+    """Return one SHA-256 over the names, dtypes, shapes and bytes of all tensors, in name order."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         value = tensors[name].detach().cpu().contiguous()
@@ -213,8 +210,7 @@ def _check_file(path: Path, size: int) -> None:
 
 
 def _saved_layout(folder: Path) -> dict[str, Tensor]:
-    """Return the names, shapes and dtypes of the tensors saved in a folder, as tensors on the meta
-    device by name."""
+    """Return the tensors saved in a folder, by name, on the meta device: without their data."""
     try:
         metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
     except _READ_ERRORS as error:
@@ -257,7 +253,6 @@ def _check_shapes(saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor], fol
 
 
 def _load(tensors: dict[str, Tensor], folder: Path, shards: Shards | None) -> None:
-    """Fill `tensors`, in place, with the saved tensors of the same names."""
     if not tensors:
         return
     reader = HuggingFaceStorageReader(str(folder))

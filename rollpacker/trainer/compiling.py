@@ -60,8 +60,7 @@ def compile_layers(model: nn.Module, *, backend: Backend = "inductor") -> bool:
 
 
 class _Attempt:
-    """What the compiled layers of one model share: the backend, and whether compiling has
-    failed."""
+    """State that a model's compiled layers share: the backend, and whether compiling failed."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
@@ -78,8 +77,7 @@ class _Attempt:
 
 
 class _CompiledForward:
-    """Stands in for a layer's `forward`: runs compiled code, or the layer's own code once compiling
-    has failed."""
+    """Stands in for a layer's `forward`: compiled code, or the plain one once compiling failed."""
 
     def __init__(self, layer: nn.Module, attempt: _Attempt) -> None:
         self._layer = layer
@@ -87,8 +85,7 @@ class _CompiledForward:
         self._compiled: Callable[..., Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave compiled code out of copies: a copy of the model must not use this one's
-        weights."""
+        """Leave compiled code out of copies, since it would use the weights of the original."""
         return {"_layer": self._layer, "_attempt": self._attempt, "_compiled": None}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -118,9 +115,8 @@ class _CompiledForward:
     def _compile(
         self, eager: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Compile the layer, and try the compiled code forward and backward on copies of these
-        arguments. The trial is needed as some compilers run in the backward pass only, too late to
-        fall back."""
+        """Compile the layer, and try the code forward and backward on copies of these arguments:
+        some compilers run in the backward pass only, when it would be too late to fall back."""
         try:
             self._compiled = torch.compile(eager, dynamic=True, backend=self._attempt.backend)
             args, kwargs = tree_map_only(Tensor, _fresh_leaf, (args, dict(kwargs)))
@@ -139,9 +135,8 @@ class _CompiledForward:
             raise _CompilingFailed from error
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the compiled code. The layer's training flag is cleared meanwhile, so that the layer
-        does not checkpoint inside, which would hide its code from the compiler; the flag has no
-        other use."""
+        """Run the compiled code. The layer's training flag, which serves checkpointing alone, is
+        cleared meanwhile: checkpointing inside would hide the layer's code from the compiler."""
         assert self._compiled is not None
         before, self._layer.training = self._layer.training, False
         try:

@@ -27,8 +27,7 @@ HEAD_FILE = "value_head.safetensors"
 
 class Critic(nn.Module):
     """The value model: `model` is a causal LM without its output layer, which is put in eval mode
-    and made trainable. The value head starts at zero, so a new critic gives the value 0
-    everywhere."""
+    and made trainable. The value head starts at zero, so a new critic gives 0 everywhere."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -48,8 +47,7 @@ class Critic(nn.Module):
         return self.from_hidden_states(output.last_hidden_state, batch)
 
     def from_hidden_states(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
-        """Return values [N] as `forward` does, from the body's hidden states [B, W, D] after the
-        last norm."""
+        """Return values [N] as `forward` does, from hidden states [B, W, D] after the last norm."""
         hidden = hidden.flatten(0, 1).index_select(0, batch.positions)
         # A value in bfloat16 would have three digits; the head costs next to nothing.
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32

@@ -64,8 +64,7 @@ class Estimate:
 
     @property
     def whole(self) -> bool:
-        """Whether all parts of the memory are known. They are not if the model's shape is
-        unknown."""
+        """Whether all parts of the memory are known, for which the model's shape must be known."""
         return any(memory.has_activations for memory in (self.memory, *self.ranks))
 
     @property
@@ -79,8 +78,7 @@ class Estimate:
         return self.memory.size_bytes + others
 
     def rank(self, number: int) -> Memory:
-        """Memory of one of the trainer's processes, by its number; a record without parts if it is
-        not known."""
+        """Memory of one of the trainer's processes, by its number; without parts if not known."""
         if not self.ranks:
             return Memory()
         return self.ranks[number * len(self.ranks) // self.processes]
@@ -278,8 +276,7 @@ def _carried_memory(config: RunConfig, on_cuda: bool, notes: list[str]) -> list[
 
 
 def _cache_memory(models: TrainingMemory, notes: list[str]) -> list[MemoryPart]:
-    """Return the memory part for the keys and values of the samples that an engine generates at
-    once."""
+    """Return the memory part for keys and values of the samples that an engine runs at once."""
     rows, one_sample, limit = cache_rows(models)
     longest = longest_sample(models.config)
     if limit is None:

@@ -72,8 +72,7 @@ class FlopModel:
     attention: float
     """FLOPs of attention per token, per token that it attends to, and per layer."""
     windows: tuple[int | None, ...]
-    """For each layer with attention, how many tokens back it looks. None: to the row's
-    beginning."""
+    """For each layer with attention, how many tokens back it looks. None: to the beginning."""
 
     @classmethod
     def of(cls, model: nn.Module) -> FlopModel:
@@ -118,8 +117,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def known_peak_flops(device_name: str) -> float | None:
-    """Peak FLOP/s of a device by its name, such as "NVIDIA H100 80GB HBM3". None if the table
-    has no such device."""
+    """Return a device's peak FLOP/s by its name. None: the table has no such device."""
     words = set(re.split(r"[\s-]+", device_name))
     if words.intersection(_OTHER_CHIPS):
         return None
@@ -129,8 +127,7 @@ def known_peak_flops(device_name: str) -> float | None:
 
 @functools.cache
 def _measured_flops(num_threads: int) -> float:
-    """Return the best FLOP/s of a matrix product on this CPU, measured once per number of
-    threads."""
+    """Return a CPU's best FLOP/s in matrix products, measured once per number of threads."""
     left, right = (torch.randn(_MATMUL_SIZE, _MATMUL_SIZE) for _ in range(2))
     result = left @ right
     best = float("inf")

@@ -46,8 +46,7 @@ class Segment:
         self.version = version
         self.file: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  # stays open
         self.end = 0
-        """Length in bytes of the recorded calls of finished steps. Later bytes belong to an open
-        step."""
+        """Length in bytes of the recorded calls of finished steps. The open step's calls follow."""
 
     def calls(self) -> Iterator[RecordedCall]:
         """Read the recorded calls of finished steps, in order."""
@@ -66,8 +65,7 @@ class Journal:
         self._segments = [Segment(0, folder)]
 
     def add(self, method: str, calls: Sequence[bytes], numbers: Sequence[int]) -> None:
-        """Record a call that all of these ranks have carried out. Raises `OSError` if writing
-        fails."""
+        """Record a call that all of these ranks have carried out. Raises `OSError` if it cannot."""
         file = self._segments[-1].file
         head = json.dumps([method, list(numbers), [len(call) for call in calls]])
         file.write(f"{head}\n".encode())
@@ -80,8 +78,7 @@ class Journal:
         last.end = last.file.tell()
 
     def forget_step(self) -> None:
-        """Drop the recorded calls of the step that is not finished, as its gradients are lost or
-        refused."""
+        """Drop the recorded calls of the unfinished step, whose gradients are lost or refused."""
         last = self._segments[-1]
         last.file.seek(last.end)
         last.file.truncate()
@@ -93,8 +90,7 @@ class Journal:
         self._segments = [first]
 
     def saved(self, version: int) -> None:
-        """Begin a new file of calls at `version`, since the trainer saves a checkpoint of that
-        version."""
+        """Begin a new file of calls at `version`, of which the trainer now saves a checkpoint."""
         self._keep(NUM_SEGMENTS - 1)
         self._segments.append(Segment(version, self._folder))
 
@@ -103,9 +99,8 @@ class Journal:
         return any(segment.version == version for segment in self._segments)
 
     def since(self, version: int) -> Iterator[RecordedCall]:
-        """Read the calls that bring ranks from this version to the newest one. Calls of an
-        unfinished step are dropped first. Raises `TrainerProcessError` if no recorded calls begin
-        at this version."""
+        """Read the calls that bring ranks from this version to the newest one, without those of an
+        unfinished step. Raises `TrainerProcessError` if no recorded calls begin at this version."""
         self.forget_step()
         start = next((i for i, one in enumerate(self._segments) if one.version == version), None)
         if start is None:
@@ -139,8 +134,7 @@ class KeptState:
 
     def __init__(self, parent: Path | None = None) -> None:
         self.version: int | None = None
-        """The trainer's version (number of steps) at which the kept state was written. None: no
-        state is kept."""
+        """The trainer's version (number of steps) in the kept state. None: no state is kept."""
         self._root = None if parent is None else parent / RELAYOUT
         self._is_temporary = parent is None
         self.drop()  # what a run that was killed has left
@@ -151,8 +145,7 @@ class KeptState:
         return self._root / f"version-{version}"
 
     def new_folder(self, version: int) -> Path:
-        """Return a path without contents, to which the ranks may write the state of this
-        version."""
+        """Return an empty path to which the ranks may write the state of this trainer version."""
         if self._root is None:
             self._root = Path(tempfile.mkdtemp(prefix=f"rollpacker-{RELAYOUT}-"))
         folder = self.folder(version)
@@ -160,15 +153,13 @@ class KeptState:
         return folder
 
     def keep(self, version: int) -> None:
-        """Make the completely written state of this version the kept one, and remove the previous
-        one."""
+        """Keep the state of this version, which is now complete, and remove the one kept before."""
         if self.version is not None:
             shutil.rmtree(self.folder(self.version), ignore_errors=True)
         self.version = version
 
     def give_up(self, version: int) -> None:
-        """Remove the state of this version, as its new ranks failed to start, unless it is the kept
-        state."""
+        """Remove the state of this version, which nobody will load, unless it is the kept one."""
         if version != self.version:
             shutil.rmtree(self.folder(version), ignore_errors=True)
 

@@ -48,16 +48,13 @@ class Torchrun:
     """Number of the job's processes that run on this machine."""
     master: tuple[str, int]
     has_store: bool
-    """Whether torchrun's agent serves the key-value store of the job. If not, rank 0 serves the
-    store."""
+    """Whether torchrun's agent serves the job's key-value store. If not, rank 0 serves it."""
     restart: str = "0"
-    """How often torchrun has restarted the job's processes, as text. The store outlives a
-    restart."""
+    """How often torchrun has restarted its processes, as text. The store outlives a restart."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Torchrun | None:
-        """Read this process's place in the job from torchrun's variables. None: torchrun did not
-        start this process."""
+        """Read this process's place from torchrun's variables. None: torchrun did not start it."""
         names = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         if not all(name in environment for name in names) or LINE_FD in environment:
             return None
@@ -72,8 +69,7 @@ class Torchrun:
 
     @property
     def store_key(self) -> str:
-        """Key in the job's store under which rank 0 writes its address for the other ranks to
-        connect to."""
+        """Key in the job's store under which rank 0 puts its address for the other ranks."""
         return f"rollpacker/trainer/{self.restart}"
 
     def store(self) -> TCPStore:
@@ -96,8 +92,7 @@ class Torchrun:
 
 
 def _addresses(host: str) -> list[str]:
-    """Return the host's IP addresses that other machines can reach; empty if its name is
-    unknown."""
+    """Return the host's addresses that other machines can reach; empty if it is unknown."""
     try:
         found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
     except OSError:
@@ -106,8 +101,7 @@ def _addresses(host: str) -> list[str]:
 
 
 def _own_address() -> list[str]:
-    """Return the one address from which this machine reaches others; empty if there is none. Sends
-    no data."""
+    """Return the address from which this machine reaches others; empty: none. Sends no data."""
     with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # RFC 5737: nobody's
         return [str(probe.getsockname()[0])]
@@ -115,8 +109,7 @@ def _own_address() -> list[str]:
 
 
 class RankPlace(NamedTuple):
-    """Where a rank is started: host, number of the rank on that host, extra environment
-    variables."""
+    """Where a rank is started: its host, its number there, and further environment variables."""
 
     local_rank: int
     """The rank's number on its host, which is also the number of its device there."""
@@ -131,17 +124,15 @@ class Ranks:
     def __init__(
         self, num_processes: int, places: Sequence[RankPlace] = (), address: str = LOOPBACK
     ) -> None:
-        """Start the ranks at their places, or all on this machine if there are none. `connect` must
-        be called before the first call. `address` is where ranks on other hosts reach this
-        machine."""
+        """Start the ranks at `places`, or all on this machine if that is empty; call `connect`
+        before the first call. `address` is where ranks on other hosts reach this machine."""
         self.num_processes = num_processes
         self._places = places or [RankPlace(rank, ThisHost(), {}) for rank in range(num_processes)]
         self._order = tuple(range(num_processes))
         self._address = address
         self.all: list[Member] = []
         self._started: list[Member] = []
-        """The ranks that are children of this process: all of them, or under torchrun only rank
-        0."""
+        """The ranks that are this process's children: all, or under torchrun only rank 0."""
         self._calling = threading.Lock()
         self._starting = threading.Lock()
         self._is_closed = False
@@ -186,14 +177,13 @@ class Ranks:
 
     def hold(self, layout: BufferLayout) -> BufferLayout:
         """Reserve shared memory for the weights on rank 0's host, and return the layout (which
-        tensor lies where in it) with that memory's name. Raises `OSError`, or `ValueError` if there
-        is no room."""
+        tensor lies where) with that memory's name. Raises `OSError`, or `ValueError` if there is
+        none."""
         return self._places[0].host.hold(layout)
 
     @property
     def can_start_anew(self) -> bool:
-        """Whether new ranks can replace these. Ranks that torchrun has started cannot be
-        replaced."""
+        """Whether new ranks can replace these, which is not so for ranks that torchrun started."""
         return self._listener is None
 
     @property
@@ -331,8 +321,7 @@ class Ranks:
         return group.replies(called, method)
 
     def lose(self, reason: str) -> TrainerProcessError:
-        """End all ranks, and return the error for the caller to raise. `reason` says which rank was
-        lost, and how."""
+        """End all ranks, and return the error to raise. `reason` says which was lost, and how."""
         self._why_lost = reason
         self._kill()
         lost = RanksLost(reason)
@@ -365,8 +354,7 @@ def _member(number: int, pid: int, line: Line, child: Process | None) -> Member:
 
 
 def store_of(host: str, port: int, *, is_master: bool, listen_fd: int | None = None) -> TCPStore:
-    """Serve torch's key-value store at this address (`is_master`), or connect to it. Imports
-    torch."""
+    """Serve torch's key-value store at this address (`is_master`), or connect to it."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stub hides it
 
     return TCPStore(
@@ -383,8 +371,7 @@ def store_at(address: str) -> TCPStore:
 
 
 def served_at(address: str, port: int) -> dict[str, str]:
-    """Return the environment variables in which torchrun would tell where its key-value store
-    is."""
+    """Return the environment variables by which torchrun would announce a key-value store."""
     return {
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),

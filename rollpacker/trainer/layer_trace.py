@@ -141,8 +141,7 @@ def _waiting_bytes(decoder: Any, ids: torch.Tensor) -> int:
 
 
 def _model(config: dict[str, Any], settings: TraceSettings) -> tuple[Any, list[nn.Module]]:
-    """Return the model as the trainer would build it, on the meta device, and its checkpointed
-    layers."""
+    """Return the model as the trainer has it, on the meta device, and its checkpointed layers."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -164,8 +163,7 @@ def _model(config: dict[str, Any], settings: TraceSettings) -> tuple[Any, list[n
 
 
 def _live_bytes() -> Any:
-    """Return a context that counts memory: its `now` is the bytes that tensors hold, its `peak` the
-    most so far."""
+    """Return a context whose `now` counts the bytes that tensors hold, and `peak` the most yet."""
     from torch import Tensor
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves

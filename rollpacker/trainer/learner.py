@@ -179,15 +179,13 @@ class Learner:
     # -- the calls -------------------------------------------------------------------------
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[TokenScores]:
-        """Return the log-probs and values of the responses that advantages need, under the present
-        weights."""
+        """Return the responses' log-probs and values under the present weights, for advantages."""
         rows = [rows_of(request) for request in requests]
         return joined(self._passes.score([row for of in rows for row in of]), map(len, rows))
 
     def accumulate(self, samples: Sequence[TrainSample]) -> None:
-        """Add the gradient of these samples' losses to the step's gradient. Raises `NonFiniteError`
-        if an advantage or a loss is not finite. With pipeline stages, `update` finds such a
-        loss."""
+        """Add the gradient of these samples' losses to the step's. Raises `NonFiniteError` if an
+        advantage or a loss is not finite; with pipeline stages, `update` raises that for a loss."""
         self._refuse_bad_advantages(samples)
         ordered = sorted((row for one in samples for row in rows_of(one)), key=_by_length)
         self._step.parts.append((1.0, ordered))
@@ -196,9 +194,8 @@ class Learner:
             self._compute_again("a loss or a log-prob")
 
     def rescale(self, factor: float) -> None:
-        """Multiply the gradient and the sums accumulated so far by `factor`. Where the gradient
-        cannot be multiplied now, `update` does that, and until then new losses are divided by the
-        factor."""
+        """Multiply the gradient and sums accumulated so far by `factor`. Where the gradient cannot
+        be multiplied now, `update` does it, and new losses are divided by the factor until then."""
         assert self._step.parts or self._replicas > 1, "nothing was accumulated"
         assert math.isfinite(factor) and factor > 0, factor
         at_rest = self._passes.rescale(factor)
@@ -206,8 +203,7 @@ class Learner:
         self._step.rescale(factor, gradient_has_it=all(multiplied))
 
     def apply(self) -> StepOutcome:
-        """Make the step's last update, and return what it did. Raises the same errors as
-        `update`."""
+        """Make the step's last update, and return a record of it. Raises what `update` raises."""
         outcome = self.update()
         self.version += 1
         return outcome
@@ -282,8 +278,7 @@ class Learner:
         return self._files.write_weights(buffer)
 
     def state_hashes(self) -> dict[str, str]:
-        """Return the SHA-256 of the weights and of the optimizer's state, under the keys `weights`
-        and `optimizer`."""
+        """Return the SHA-256 of the weights and of the optimizer's state, under these two names."""
         self._finish_passes()
         return self._files.state_hashes()
 
@@ -310,8 +305,7 @@ class Learner:
         self._offload()
 
     def load(self, folder: Path) -> None:
-        """Restore a checkpoint that `save` wrote. Raises `TrainerError` if it is another
-        model's."""
+        """Restore a checkpoint. Raises `TrainerError` if the checkpoint is another model's."""
         self._finish_passes()
         version = self._files.load(folder)
         self.discard()
@@ -323,9 +317,8 @@ class Learner:
     def _differentiate(
         self, samples: Sequence[TrainSample], factor: float = 1.0, look: Look | None = None
     ) -> bool | None:
-        """Run forward and backward over these samples, whose weights are multiplied by `factor`.
-        Returns whether all losses were finite on this rank; None: that is known only later
-        (pipeline stages)."""
+        """Run forward and backward over these samples, with weights multiplied by `factor`. Returns
+        whether all losses were finite on this rank; None: not known yet (pipeline stages)."""
         for trained in self.trained.values():
             trained.reload_gradients()
         return self._passes.differentiate(
@@ -338,14 +331,12 @@ class Learner:
         )
 
     def _finish_passes(self) -> None:
-        """Wait until no forward or backward pass is under way."""
         finite = self._passes.finish()
         self._step.finite = self._step.finite and finite
 
     def _compute_again(self, what: str) -> None:
-        """Compute the step's gradient again from all its samples, since memory or kernels may have
-        failed once. Raises `NonFiniteError`, naming samples, if a loss or gradient is not finite
-        this time either."""
+        """Compute the step's gradient again from all its samples, as memory or kernels may fail
+        once. Raises `NonFiniteError`, naming samples, if a loss or gradient is not finite again."""
         logger.warning("%s is not finite; the step's gradient is computed once more", what)
         again = self._step.anew()
         self.discard()
@@ -419,8 +410,7 @@ class Learner:
     # -- what is not finite ----------------------------------------------------------------
 
     def _refuse_non_finite(self, losses: Losses, samples: Sequence[TrainSample]) -> None:
-        """Raise `NonFiniteError` if a loss of the last micro-batch, or a gradient after it, is not
-        finite."""
+        """Raise `NonFiniteError` if a loss of the last micro-batch or a gradient is not finite."""
         bad_losses = not losses.finite
         if self._any_of_replica(bad_losses):
             self._refuse(

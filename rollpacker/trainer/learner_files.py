@@ -61,8 +61,8 @@ class LearnerFiles:
         return None if self.stage is None else self.stage.mirror_of(self.trained["actor"])
 
     def _stage_tensors(self) -> dict[str, Tensor] | None:
-        """Return the tensors of this pipeline stage, by the whole model's names. None: the model is
-        not in stages."""
+        """Return this pipeline stage's tensors by the whole model's names. None: there is no
+        stage."""
         if self.stage is None:
             return None
         tensors = checkpoint.state_tensors(self.model)
@@ -77,8 +77,7 @@ class LearnerFiles:
         return self._union(full_tensors(named, self.shards, dtype))
 
     def _union(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield these tensors, and on the first pipeline stage also the tensors of the other
-        stages."""
+        """Yield these tensors, and on the first pipeline stage also those of the other stages."""
         if self.stage is None:
             return iter(named)
         mirror = None if self._mirror is None else self._mirror.mirror
@@ -107,9 +106,8 @@ class LearnerFiles:
         return None if buffer is None else weight_probe(buffer.items())
 
     def state_hashes(self) -> dict[str, str]:
-        """Return the SHA-256 of the weights and of the optimizer's state, under the keys `weights`
-        and `optimizer`. With several ranks the hashes of the unsharded tensors are right on rank 0
-        alone."""
+        """Return the SHA-256 of the weights and of the optimizer's state (`weights`, `optimizer`).
+        With several ranks, those of the unsharded tensors, on rank 0 only."""
         named = (item for item in self.model.named_parameters() if item[1].requires_grad)
         optimizer = self.trained["actor"].optimizer.state()
         tensors = {
@@ -120,8 +118,7 @@ class LearnerFiles:
 
     def lora_merge_loss(self) -> float | None:
         """Return the share of the adapters' change that is lost by rounding when a checkpoint
-        merges them into the weights. None: there are no adapters, or the weights are not in half
-        precision."""
+        merges them into the weights. None: no adapters, or no weights in half precision."""
         rounds = self._adapted and self.run_dtype in (torch.bfloat16, torch.float16)
         if not rounds:
             return None

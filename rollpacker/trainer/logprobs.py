@@ -143,8 +143,7 @@ class _OutputLayer:
         return self.transform.apply_(logits, self.temperature)
 
     def backward(self, gradient: Tensor, log_probs: Tensor, norms: Tensor) -> Tensor:
-        """Turn the gradient of the logits into that of the output layer's matrix product, in place,
-        and return it."""
+        """Turn the gradient of the logits, in place, into that of the output layer's product."""
         capped = self.transform.softcap is not None
         logits = log_probs + norms[:, None] if capped else log_probs
         return self.transform.backward_(gradient, logits, self.temperature)
@@ -181,8 +180,7 @@ class _RunningSoftmax:
         self._chosen = torch.zeros_like(self._top)
 
     def add(self, logits: Tensor, first: int) -> None:
-        """Add a block of logits [rows, columns] from column `first` on. The block is
-        overwritten."""
+        """Add a block of logits [rows, columns], which begins at column `first`. Overwrites it."""
         index = self._targets - first
         inside = (index >= 0) & (index < logits.shape[1])
         found = logits.gather(-1, index.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
@@ -214,8 +212,7 @@ def _gradient(
     entropy: Tensor,
 ) -> Tensor:
     """Return the loss's gradient for a block of logits [rows, columns]. `index` is the column of
-    each row's target within the block; a target in another block has an index outside of the
-    block."""
+    each row's target, counted from the block's first; a target may lie outside of the block."""
     result = log_probs.exp()
     if grad_entropy is None:
         assert grad is not None

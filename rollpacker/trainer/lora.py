@@ -33,11 +33,10 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 
 
 def add_adapter(model: PreTrainedModel, config: LoraConfig, *, seed: int = 0) -> PreTrainedModel:
-    """Give the model adapters, in place, freeze all other parameters, and return the same model.
-    Its outputs do not change, since an adapter's second factor begins at zero. `seed` alone decides
-    the first factors, so every process gets the same. Raises `ValueError` if peft is missing, if no
-    module has a name in `config.target_modules`, or if such a module's weight is tied to another
-    module's."""
+    """Give the model adapters, in place, freeze all other parameters, and return the model. Its
+    outputs stay, since an adapter's second factor begins at zero. `seed` alone decides the first
+    factors, so every process gets the same. Raises `ValueError` if peft is missing, if no module
+    has a name in `config.target_modules`, or if such a module's weight is tied to another's."""
     require("peft", extra="lora", what="model.lora")
     import peft
 
@@ -114,8 +113,7 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     shapes and dtypes as in the model's state dict before `add_adapter`, a tied weight once, under
     its first name. A 4-bit matrix is yielded dequantized. Products and sums are in float32 (float64
     for a float64 model), one matrix at a time; the model stays as it is. Weights without an adapter
-    are not copied. Weights of a sharded model are `DTensor`s, and all its processes must
-    iterate."""
+    are not copied. For a sharded model, all processes must iterate and get `DTensor`s."""
     adapted, adapters = _adapted_modules(model), adapter_parameters(model)
     seen: set[int] = set()
     for name, value in model.state_dict(keep_vars=True).items():

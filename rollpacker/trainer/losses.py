@@ -63,8 +63,7 @@ class Losses:
 def losses_of(
     outputs: Outputs, samples: Sequence[TrainSample], *, config: AlgorithmConfig
 ) -> Losses:
-    """Compute the losses of these samples from the models' outputs. Each is the samples' share of
-    the step's loss."""
+    """Compute these samples' share of the step's losses from the models' outputs for them."""
     log_probs, num_targets = outputs.log_probs, [s.num_targets for s in samples]
     rollout = _flat([s.rollout_log_probs for s in samples], log_probs)
     places = torch.arange(len(samples)).repeat_interleave(torch.tensor(num_targets))

@@ -11,8 +11,7 @@ import torch
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
-"""Text that, written to Linux's `clear_refs` file, sets the peak of the resident set back to its
-present size."""
+"""Written to Linux's `clear_refs` file, it resets the resident set's peak to the present size."""
 _MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
 """Bytes in the unit of `ru_maxrss`."""
 
@@ -48,8 +47,7 @@ class PeakMemory:
         return _peak_resident_set() if self.resets else _lifetime_peak()
 
     def above_mark(self) -> int:
-        """Return the number of bytes by which the peak exceeds what was held at the last
-        `reset`."""
+        """Return by how many bytes the peak exceeds what was held at the last `reset`."""
         return self.read() - self.mark_bytes
 
 

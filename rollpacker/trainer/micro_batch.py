@@ -87,8 +87,7 @@ class MicroBatch:
     """The rows' tokens, [B, W] int64. A row's last token predicts nothing and is left out, so W is
     the longest row less one, or the sum of all rows less one each."""
     positions: Tensor
-    """For each target, the index in the flattened [B * W] of the token that predicts it; [N]
-    int64."""
+    """For each target, index in the flattened [B * W] of the token that predicts it; [N] int64."""
     targets: Tensor
     """The token ids to predict, row after row; [N] int64."""
     num_targets: tuple[int, ...]

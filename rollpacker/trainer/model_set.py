@@ -46,8 +46,7 @@ class ModelSet:
     temperature: float
     """The sampling temperature, at which log-probs are taken."""
     checkpointed: tuple[nn.Module, ...]
-    """Layers with gradient checkpointing, which compute their activations again in the backward
-    pass."""
+    """Layers that keep no activations but compute them again in the backward pass."""
     scores_policy: bool = False
     """Whether `scores` gives the policy's log-probs even if the advantages do not need them."""
 
@@ -66,8 +65,8 @@ class ModelSet:
         stage: Cut | None = None,
     ) -> ModelSet:
         """Make the set around `model`, which is trained in place. A reference is a copy of the
-        model as it is now. With a `stage`, all models are cut down, in place, to that pipeline
-        stage's layers."""
+        model as it is now. With a `stage`, all models are cut down in place to that stage's
+        layers."""
         policy = Policy(model)
         if stage is not None:
             policy = stage.policy(policy)
@@ -96,13 +95,11 @@ class ModelSet:
 
     @property
     def frozen(self) -> list[Policy]:
-        """The models that are run but not trained, as policies: the reference and the teacher, if
-        any."""
+        """The policies that are run but not trained: the reference and the teacher, if any."""
         return [one.policy for one in (self.reference, self.teacher) if one is not None]
 
     def besides_the_policy(self) -> Iterator[nn.Module]:
-        """Yield the transformers models of reference, teacher and critic, which run on the policy's
-        micro-batches."""
+        """Yield the transformers models of reference, teacher and critic, as far as they exist."""
         yield from (one.model for one in self.frozen)
         if self.critic is not None:
             yield self.critic.model

@@ -1,7 +1,6 @@
 """A decoder's shape and number of parameters, read from its files without torch.
 
-The files are `config.json` and the safetensors headers of a local model, or of the hub's local
-copy."""
+The files are `config.json` and the safetensors headers of a local model or the hub's local copy."""
 
 from __future__ import annotations
 
@@ -69,8 +68,7 @@ def model_folder(path: str) -> Path | None:
 
 
 def read_shape(folder: Path, notes: list[str]) -> DecoderShape | None:
-    """Read a decoder's shape from `config.json`. None: it cannot be read, and a sentence in `notes`
-    says why."""
+    """Read a decoder's shape from `config.json`. None: it cannot be read; `notes` say why."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
@@ -121,8 +119,7 @@ def _attention_layers(config: Mapping[str, Any], layers: int) -> int:
 
 def num_parameters(folder: Path | None, path: str, notes: list[str]) -> int | None:
     """Return a model's number of parameters from the headers of its files, else from its config,
-    else from its name. None: it cannot be known. A sentence in `notes` says so if the number is not
-    from the files."""
+    else from its name. None: it cannot be known. If it is not from the files, `notes` says so."""
     files = sorted(folder.glob("*.safetensors")) if folder else []
     if files:
         return sum(_parameters_in(file) for file in files)

@@ -84,8 +84,7 @@ class MasterOptimizer:
         self._parked_gradients: dict[str, Tensor] = {}
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return the summed gradients of the parameters that have one, by parameter name, not
-        copied."""
+        """Return the summed gradients of those parameters that have one, by name, not copied."""
         self.reload(state=False)
         return {n: m.grad for n, m in self._masters.items() if m.grad is not None}
 
@@ -412,8 +411,7 @@ class _ShardedMuon(torch.optim.Optimizer):
 
 
 def _orthogonal_update(gradient: Tensor, learning_rate: float) -> Tensor:
-    """Return the change that a step of torch's Muon, without momentum and decay, makes to a matrix
-    with this gradient."""
+    """Return the change that torch's Muon, without momentum and decay, makes to a matrix."""
     change = torch.zeros_like(gradient, requires_grad=True)
     change.grad = gradient
     torch.optim.Muon(

@@ -30,17 +30,14 @@ KINDS: tuple[PackedKind, ...] = ("varlen", "flex", "grouped")
 """Kinds of packed attention, the fastest first."""
 
 _names: dict[tuple[PackedKind, str | None], str] = {}
-"""Names under which packed attention is registered with transformers, by kind and by the attention
-that it replaces."""
+"""Names of packed attention in transformers, by its kind and the attention it replaces."""
 _replaced: dict[str, str | None] = {}
-"""For each registered name, the attention that it replaces. None: transformers' default
-attention."""
+"""For each of these names, the attention it replaces. None: transformers' default."""
 
 
 def pack(rows: Sequence[Row], device: torch.device) -> MicroBatch:
     """Lay rows end to end, in the given order, into a micro-batch of one row [1, N]. The model must
-    run on it inside the context `packed_attention`, also in a backward pass that computes
-    activations again."""
+    run on it inside the context `packed_attention`, also to compute activations again."""
     lengths = [row_length(row) for row in rows]
     packed = PackedRows(lengths, device)
     tokens = [token for row in rows for token in (*row.context, *row.response[:-1])]
@@ -56,8 +53,7 @@ def pack(rows: Sequence[Row], device: torch.device) -> MicroBatch:
 def best_kind(
     model: nn.Module, device: torch.device, dtype: torch.dtype | None = None
 ) -> PackedKind | None:
-    """Return the fastest kind of packed attention that this model can use on this device. None: the
-    model can use no kind."""
+    """Return the fastest packed attention that this model can use on this device. None: none."""
     return next((kind for kind in KINDS if why_not(model, kind, device, dtype) is None), None)
 
 

@@ -74,8 +74,7 @@ class Passes(Protocol):
 
 
 class LocalPasses:
-    """Runs whole models, or this rank's shards of them, without pipeline stages. Implements
-    `Passes`."""
+    """Runs whole models, or a rank's shards of them, as `Passes` without pipeline stages."""
 
     def __init__(
         self, models: ModelSet, batcher: Batcher, *, device: torch.device, shards: Shards | None
@@ -87,8 +86,7 @@ class LocalPasses:
         self._shards = shards
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[TokenScores]:
-        """Run the models on the requested responses without gradients, and return scores in that
-        order."""
+        """Run the models on the requested responses without gradients. Returns scores in order."""
         rows = [row_of(request) for request in requests]
         scores: dict[int, TokenScores] = {}
         with self._batcher.attention():
@@ -107,8 +105,7 @@ class LocalPasses:
         sums: StepSums,
         look: Look | None = None,
     ) -> bool:
-        """Run forward and backward over the samples. Returns whether all losses were finite on this
-        rank."""
+        """Run forward and backward over the samples. Returns whether all losses were finite."""
         rows = [row_of(sample) for sample in samples]
         finite = True
         with self._batcher.attention(), self._models.for_backward():
@@ -137,8 +134,7 @@ class LocalPasses:
         return True
 
     def differentiate_nothing(self) -> None:
-        """Run forward and backward of the smallest possible micro-batch, with losses of weight
-        zero."""
+        """Run forward and backward of the smallest possible micro-batch, with loss weight 0."""
         batch = self._batcher.filler()
         with self._batcher.attention(), self._models.for_backward():
             for loss in no_losses(self._models.outputs(batch)).losses:
@@ -181,8 +177,8 @@ def note_micro_batch(
     factor: float,
     flops: FlopModel,
 ) -> None:
-    """Add one micro-batch's losses, times `factor`, token counts and FLOPs to `sums`. The caller
-    adds the seconds."""
+    """Add a micro-batch's losses times `factor`, token counts and FLOPs, but not time, to
+    `sums`."""
     lengths = [len(s.prompt_tokens) + len(s.response_tokens) - 1 for s in samples]
     sums.add_micro_batch(
         batch=batch,

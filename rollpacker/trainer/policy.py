@@ -127,8 +127,7 @@ class Policy(nn.Module):
 
 
 def _base_model(model: Any) -> Any:
-    """Return the model without peft's wrapper. The adapters are inside its layers and stay
-    there."""
+    """Return the model without peft's wrapper, but with the adapters inside its layers."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 

@@ -77,15 +77,13 @@ class ProcessTrainer:
         self._kept = KeptState(journal_in)
         self._replicas = setup.train.replicas
         self.overseer = _overseer(setup)
-        """Watches the links between pipeline stages and the stages' speed. None: the model is not
-        in stages."""
+        """Watches the speed of pipeline stages and links. None: the model is not in stages."""
         self._arranged: Arrangement | None = None
         """How pipeline stages send tensors and what costs they plan with, as the ranks were told
         last. None: the model is not in stages."""
         self._relayout = Relayout.of(setup, can_switch=ranks.can_start_anew)
         self._switch_s = 0.0
-        """Seconds that the last change of layout took; before any change, seconds of the ranks'
-        start."""
+        """Seconds that the last change of layout took, or before any change the ranks' start."""
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
         try:
             self._layout = BufferLayout.of(engine_weights)
@@ -97,8 +95,7 @@ class ProcessTrainer:
     async def score(
         self, requests: Sequence[ScoreRequest], replicas: Sequence[int] | None = None
     ) -> list[TokenScores]:
-        """Have the ranks share the requests, and return the scores of the responses in the
-        requests' order."""
+        """Have the ranks share the requests, and return the responses' scores in order."""
         shares = self._shares(requests, replicas)
 
         def score() -> list[TokenScores]:
@@ -150,9 +147,8 @@ class ProcessTrainer:
         return await self._in_thread(update)
 
     async def apply(self) -> Mapping[str, float]:
-        """Make the step's last update, and return its metrics. Afterwards the ranks may be replaced
-        by ranks in a better layout (split of the model). Raises `TrainerError` if nothing was
-        accumulated."""
+        """Make the step's last update, and return its metrics. Afterwards ranks in a better layout
+        (split of the model) may replace these. Raises `TrainerError` if nothing was accumulated."""
 
         def apply() -> Mapping[str, float]:
             outcomes = self._change_all("apply")
@@ -164,8 +160,7 @@ class ProcessTrainer:
         return await self._in_thread(apply)
 
     async def hand_over(self) -> HandOver:
-        """Have rank 0 write the weights to the shared memory. Returns where engines can read
-        them."""
+        """Have rank 0 write the weights to the shared memory, and return where they can be read."""
 
         def write() -> HandOver:
             probe, *_ = self._all("write_weights")
@@ -179,8 +174,7 @@ class ProcessTrainer:
         await self._in_thread(lambda: self._all("offload"))
 
     async def reload(self, replicas: Sequence[int] | None = None) -> None:
-        """Have the ranks of these replicas (None: of all) move what was offloaded back to their
-        devices."""
+        """Have the ranks of these replicas (None: all) move what was offloaded back to devices."""
         ranks = self._ranks_of(replicas)
         await self._in_thread(lambda: self._ranks.call("reload", [()] * len(ranks), ranks))
 
@@ -192,8 +186,7 @@ class ProcessTrainer:
             self._kept.drop()
 
     def load(self, folder: Path) -> None:
-        """Have the ranks load a checkpoint. Raises `TrainerError` if the checkpoint is another
-        model's."""
+        """Have the ranks load a checkpoint. Raises `TrainerError` if it is of another model."""
         self.version = self._all("load", folder)[0]
         self._journal.loaded(self.version)
         self._kept.drop()
@@ -267,7 +260,7 @@ class ProcessTrainer:
         return self._switch_s
 
     def _go_back(self, setup: LearnerSetup, order: Sequence[int]) -> None:
-        """Start ranks in the layout from before a failed change. Raises `RanksLost` if that fails,
+        """Start ranks in the layout before a failed change. Raises `RanksLost` if that fails
         too."""
         try:
             self._load_anew(setup, order)
@@ -308,8 +301,7 @@ class ProcessTrainer:
         return {f"{PREFIX}/relayout_s": seconds}
 
     def _load_anew(self, setup: LearnerSetup, order: Sequence[int] | None) -> None:
-        """Start new ranks with this setup, and have them load the kept state that the ranks before
-        have written."""
+        """Start new ranks, and have them load the state that the old ranks have written."""
         self._setup = setup
         self._ranks.start_anew(order)
         self._begin(lambda: None)
@@ -317,8 +309,7 @@ class ProcessTrainer:
         assert version == self.version, (version, self.version)
 
     def _begin(self, tell: Callable[[], None]) -> None:
-        """Connect to ranks that were started, and have them load the models. `tell` is called as a
-        sign of life."""
+        """Connect to the started ranks, and have them load the models. `tell` is a sign of life."""
         began = time.perf_counter()
         if not self._ranks.all:  # else they are
             self._ranks.connect()
@@ -366,8 +357,8 @@ class ProcessTrainer:
     def _metrics(
         self, told: Sequence[tuple[StepOutcome, float | None]], step: int
     ) -> dict[str, float]:
-        """Return an update's metrics from the ranks' records of it. `step` is the number of the
-        update's step, from 1."""
+        """Return an update's metrics from the ranks' records. `step` is its step's number from
+        1."""
         outcomes = [outcome for outcome, _ in told]
         metrics = step_metrics(outcomes, told[0][1])
         if self.overseer is not None:

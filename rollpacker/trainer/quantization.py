@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from rollpacker.imports import require
 
 MIN_8BIT_ELEMENTS = 4096
-"""Number of elements from which a parameter's moments are kept in 8 bits. Smaller ones keep
-float32."""
+"""Number of elements from which a parameter's moments have 8 bits. Smaller ones are in float32."""
 BLOCK_8BIT, BLOCK_4BIT, BLOCK_OF_SCALES = 256, 64, 256
 """Three block sizes: elements per scale in 8-bit moments, elements per scale in 4-bit matrices, and
 scales per scale-of-scales in 4-bit matrices."""
@@ -78,8 +77,7 @@ def moments_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
 def restore_moments(
     optimizer: torch.optim.Optimizer, saved: Mapping[nn.Parameter | Tensor, Mapping[str, Tensor]]
 ) -> None:
-    """Load moments that `moments_of` returned, bit for bit. Parameters that are not in `saved` get
-    no optimizer state."""
+    """Load moments that `moments_of` returned, exactly. Parameters not in `saved` get none."""
     known: Any = optimizer
     known.state.clear()
     for group_index, group in enumerate(optimizer.param_groups):
@@ -139,8 +137,7 @@ def _quantized(package: Any, module: nn.Linear, device: torch.device, dtype: tor
 
 
 def num_elements(parameter: Tensor) -> int:
-    """Return the number of elements of a matrix, which for a quantized one is not that of its 4-bit
-    codes."""
+    """Return the number of elements of a matrix, which may be held as 4-bit codes."""
     state = getattr(parameter, "quant_state", None)
     return parameter.numel() if state is None else math.prod(state.shape)
 

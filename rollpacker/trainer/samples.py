@@ -131,9 +131,8 @@ def _token_weights(
 def _with_old(
     sample: TrainSample, update: int, scores: Mapping[SampleId, TokenScores] | None
 ) -> TrainSample:
-    """Give a sample the log-probs under the weights that sampled it, from `scores`, if its
-    optimizer update (`update`, from 0) is not the step's first and the weights have changed by
-    then."""
+    """Give a sample the log-probs under the weights that sampled it, from `scores`, unless it is
+    trained on by the step's first optimizer update (number 0), before which these weights stand."""
     if update == 0:
         return sample
     own = (scores or {}).get(sample.sample)
@@ -149,8 +148,7 @@ def _turns(
     config: AlgorithmConfig,
 ) -> Turns | None:
     """Return the dialogue turns of these samples, each with its token count and reward; None if
-    credit is not by turn. A penalty, the difference of `shaped` [N] and `rewards` [N], counts at
-    the last turn."""
+    credit is not by turn. A penalty (`shaped` minus `rewards`, [N]) counts at the last turn."""
     if config.credit == "trajectory":
         return None
     counts: list[int] = []
@@ -206,9 +204,9 @@ def _flat_scores(
     scores: Mapping[SampleId, TokenScores] | None,
     config: AlgorithmConfig,
 ) -> dict[str, Tensor | None]:
-    """Return the scores of all samples by name, each one tensor, sample after sample; None for a
+    """Return the scores of all samples by name, one tensor each, sample after sample; None for a
     score that some sample lacks. Empty if the algorithm needs none. Raises `ValueError` if a sample
-    has no scores at all."""
+    is missing."""
     if not config.needs_scores:
         return {}
     names = ("log_probs", "ref_log_probs", "teacher_log_probs", "values")

@@ -20,8 +20,7 @@ _NEED_METRICS = ("reduce_lr_on_plateau", "greedy")
 KNOWN = tuple(t.value for t in SchedulerType if t.value not in _NEED_METRICS)
 _WITH_FLOOR = ("linear", "cosine")
 _GIVEN = ("optimizer", "last_epoch", "num_warmup_steps", "num_training_steps")
-"""Arguments of transformers' schedules that come from the config and not from the user's
-options."""
+"""Arguments of transformers' schedules that come from the config, not from the user's options."""
 
 
 def learning_rate(step: int, config: TrainConfig, total_steps: int | None) -> float:

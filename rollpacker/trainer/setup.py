@@ -1,5 +1,5 @@
-"""Builds a learner from its settings, in the process in which the learner will work. Torch is
-imported only by that."""
+"""Builds a learner from its settings, in the process where it will work. Imports torch only
+then."""
 
 from __future__ import annotations
 

@@ -57,8 +57,7 @@ from transformers import PreTrainedModel
 from rollpacker.trainer.trainer import TrainerError
 
 TIMEOUT_S = 1800.0
-"""Seconds that a process waits for others: more than it takes to load a large model or to write a
-checkpoint alone."""
+"""Seconds that a process waits for others, enough to load or write a large model meanwhile."""
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """The torch.distributed backends by type of device. With CUDA, small numbers are exchanged through
@@ -77,19 +76,16 @@ class Shards:
     device: torch.device
     """The device of this process."""
     pipelines: DeviceMesh | None = None
-    """Mesh [stages, processes per stage] of a model in pipeline stages. None: the model is not in
-    stages."""
+    """Mesh [stages, processes per stage] of a model in pipeline stages. None: there are none."""
 
     @property
     def leads(self) -> bool:
-        """Whether this process is the first of the model's, or with pipeline stages the first of
-        its stage's."""
+        """Whether this process is the model's first, or with pipeline stages its stage's first."""
         return not any(self.mesh.get_coordinate() or ())
 
     @property
     def replicas(self) -> int:
-        """Number of whole copies of the model. The ranks of replica r begin at r * size /
-        replicas."""
+        """Number of whole copies of the model. Replica r begins at rank r * size / replicas."""
         return self.mesh.size(0) if self.mesh.ndim == 2 else 1
 
     @property
@@ -104,8 +100,7 @@ def join(
     """Join the processes that torchrun's environment variables describe, divided evenly into
     `replicas` or pipeline `stages`, and return this process's view of them. On CUDA the process's
     device is that of LOCAL_RANK. A process that waits longer than `timeout_s` for the others fails.
-    Raises `TrainerError` if a variable is not set, `ValueError` if there are fewer devices than
-    processes."""
+    Raises `TrainerError` if a variable is not set, `ValueError` if devices are too few."""
     if missing := [name for name in _ENVIRONMENT if name not in os.environ]:
         raise TrainerError(f"{', '.join(missing)} not set: start the processes with torchrun")
     if device.type == "cuda":
@@ -156,8 +151,7 @@ class ShardedGradients:
         self._sum_at_backward()
 
     def _sum_at_backward(self) -> None:
-        """Let each backward pass sum over this replica's processes at most (with "step": over
-        none)."""
+        """Let backward passes sum as during a step: over no processes, or over this replica's."""
         self._fsdp.set_requires_gradient_sync(self._at_every_backward)
         self._fsdp.set_requires_all_reduce(self._is_complete)
 
@@ -342,8 +336,7 @@ def max_over_ranks(values: Sequence[float], shards: Shards | None) -> list[float
 
 
 def _largest(values: Sequence[float], group: dist.ProcessGroup | None) -> list[float]:
-    """Return, value by value, the largest over the processes of `group`. None: this process is
-    alone."""
+    """Return, value by value, the largest over the processes of `group` (None: only this one)."""
     numbers = torch.tensor(values, dtype=torch.float64)
     if group is not None:
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
@@ -389,8 +382,7 @@ def _parameter_groups(root: nn.Module) -> Iterator[Any]:
 
 def _after_forward(root: nn.Module, _inputs: object, _output: object) -> None:
     """A forward hook that frees, after a forward pass without gradients, what a backward pass would
-    have freed. Otherwise the next forward pass would use the root's gathered parameters again, even
-    after an update."""
+    have freed. Otherwise the next forward pass would use outdated gathered parameters."""
     if torch.is_grad_enabled() or _stays_gathered(root):
         return
     _free_after_forward(root)
@@ -402,8 +394,7 @@ def _stays_gathered(root: nn.Module) -> bool:
 
 def _free_after_forward(root: nn.Module) -> None:
     """Free the root's gathered parameters, which FSDP2 keeps for a backward pass, and its notes for
-    prefetching in that pass. As long as gathered parameters exist, `named_parameters` yields them
-    and not the shards."""
+    prefetching in that pass. Until then `named_parameters` yields gathered ones, not shards."""
     assert isinstance(root, FSDPModule)
     root.reshard()
     # FSDP2 notes the order of forwards for the next backward's prefetching. A model that only

@@ -21,8 +21,7 @@ OUTSIDE_NATS = 0.2
 the token counts in `sampling/sampling_logp_difference/outside`. The trainer's probability is then
 more than 1.22 or less than 0.82 times the engine's."""
 MAX_LOG_RATIO = 20.0
-"""Largest absolute log of an importance ratio in metrics, so that one broken token gives no
-infinity."""
+"""Largest absolute log of an importance ratio, so that one broken token gives no infinity."""
 WEIGHT, WEIGHT_SQUARED = "mismatch_weight", "mismatch_weight_squared"
 """Names of the two sums reported by the loss from which the metric `sampling/ess` is computed."""
 OUTSIDE_SUM = "mismatch_outside"
@@ -37,8 +36,7 @@ _ADDED = (
 
 @dataclass(slots=True)
 class StepSums:
-    """Sums over a step's micro-batches on one rank, or on all. Fillers (micro-batches of weight 0)
-    are not counted."""
+    """Sums over a step's micro-batches on one or all ranks, without fillers (of weight 0)."""
 
     response_tokens: int = 0
     real_tokens: int = 0
@@ -100,8 +98,7 @@ class StepSums:
         self._add_tokens(entropy, log_ratio, named)
 
     def scale(self, factor: float) -> None:
-        """Multiply the losses added so far by `factor`, as their samples' weights were
-        provisional."""
+        """Multiply the losses added so far by `factor`, as sample weights were provisional."""
         for name in ("loss", "value_loss"):
             if name in self.totals:
                 self.totals[name] *= factor
@@ -130,8 +127,7 @@ class StepSums:
         peak_flops: float | None = None,
     ) -> dict[str, float]:
         """Return the step's metrics, named as in `docs/metrics.md`. `peak_flops` is the peak FLOP/s
-        of one rank's device; None: the utilization (MFU) is left out. At least one micro-batch must
-        have been added."""
+        of one rank's device; None: the utilization (MFU) is left out. Needs a micro-batch."""
         assert self.response_tokens > 0, "a step without response tokens has no metrics"
         return {
             "actor/loss": self.totals["loss"],

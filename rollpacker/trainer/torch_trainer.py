@@ -1,5 +1,4 @@
-"""The trainer in the run's own process: a learner with a thread of its own, so that the caller's
-event loop stays free."""
+"""The trainer in the run's own process: a learner whose thread leaves the event loop free."""
 
 from __future__ import annotations
 
@@ -78,8 +77,8 @@ class TorchTrainer:
         return await self._in_thread(update)
 
     async def apply(self) -> Mapping[str, float]:
-        """Make the step's last update, and return its metrics. Raises `TrainerError` if nothing was
-        accumulated."""
+        """Make the step's last update, and return its metrics. Raises `TrainerError` without
+        samples."""
 
         def apply() -> Mapping[str, float]:
             return step_metrics([self.learner.apply()], peak_flops(self.learner.device))
@@ -108,8 +107,7 @@ class TorchTrainer:
         await self._in_thread(self.learner.offload)
 
     async def reload(self, replicas: Sequence[int] | None = None) -> None:
-        """Move back to the device what `offload` moved. `replicas` has no effect: there is one
-        replica."""
+        """Move what `offload` moved back to the device. `replicas` has no effect: there is one."""
         await self._in_thread(self.learner.reload)
 
     def save(self, folder: Path) -> None:
@@ -117,8 +115,7 @@ class TorchTrainer:
         self.learner.save(folder)
 
     def load(self, folder: Path) -> None:
-        """Restore a checkpoint from `folder`. Raises `TrainerError` if the checkpoint is another
-        model's."""
+        """Restore a checkpoint from `folder`. Raises `TrainerError` if it is another model's."""
         self.learner.load(folder)
 
     def how_lost(self) -> None:

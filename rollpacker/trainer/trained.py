@@ -73,14 +73,12 @@ class Trained:
         return self._mirror.gradient
 
     def norm(self) -> float:
-        """Return the norm of the gradient over all ranks, without that of a copy of another stage's
-        weight."""
+        """Return the gradient's norm over all ranks, without that of another stage's weight."""
         norm = torch.nn.utils.get_total_norm(list(self.optimizer.gradients().values()))
         return whole(norm).item()
 
     def non_finite(self) -> list[str]:
-        """Return the names of parameters whose gradient so far is not finite, as far as this
-        process has it."""
+        """Return the names of parameters whose gradient, as far as it is here, is not finite."""
         if self._sharded is not None:
             return self._sharded.non_finite()
         gradients = dict(self.optimizer.gradients())
@@ -89,9 +87,8 @@ class Trained:
         return [n for n, g in gradients.items() if not bool(torch.linalg.vector_norm(g).isfinite())]
 
     def multiply_gradients(self, factor: float) -> bool:
-        """Multiply the gradients so far by `factor`, and return True. Returns False for a sharded
-        module, whose gradients FSDP2 holds until they are summed over the ranks: nothing is changed
-        then."""
+        """Multiply the gradients so far by `factor`, and return True. Returns False, with nothing
+        changed, for a sharded module, whose gradients FSDP2 holds until they are summed."""
         if self._sharded is not None:
             return False
         for gradient in self.optimizer.gradients().values():
@@ -109,8 +106,7 @@ class Trained:
             self.optimizer.offload()
 
     def reload_gradients(self) -> None:
-        """Bring the gradients back from host memory before a backward pass, if `train.offload` is
-        set."""
+        """Bring the gradients back from host memory, before a backward pass adds to them."""
         if self._offloads:
             self.optimizer.reload(state=False)
 
@@ -139,8 +135,7 @@ class Trained:
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load what `state` returned. Raises `TrainerError` if the float32 weights of a parameter
-        are missing."""
+        """Load what `state` returned. Raises `TrainerError` if float32 weights are missing."""
         rest = dict(tensors)
         for name, parameter in self._masters():
             if f"master.{name}" not in rest:

@@ -64,8 +64,7 @@ class ModelConfig:
     """Further keyword arguments for the tokenizer's `apply_chat_template`. None: there are none."""
     quantization: Literal["4bit"] | None = None
     """How frozen weights are kept. 4bit: the matrices inside the layers as 4-bit NormalFloat codes
-    (bitsandbytes), with `model.lora` trained on top, in trainer and engine alike. None:
-    unquantized."""
+    (bitsandbytes), in trainer and engine alike, for training `model.lora`. None: unquantized."""
     lora: LoraConfig | None = None
     """Settings of low-rank adapters (peft), which are then trained instead of the weights. None:
     the weights are trained. The engine generates with the same adapters; checkpoints hold the
@@ -84,8 +83,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig:
-    """Settings of low-rank adapters (`model.lora.*`). With adapters, the reference model is the
-    model without them."""
+    """Settings of low-rank adapters (`model.lora.*`). The reference model then has no adapters."""
 
     rank: int = 16
     alpha: float = 32.0
@@ -110,8 +108,7 @@ class CriticConfig:
     path: str | None = None
     """Folder or hub name of the model whose layers the critic starts from. None: model.path."""
     learning_rate: float = 1e-5
-    """The critic's learning rate. It is constant: `train.schedule` and `train.warmup_steps` are for
-    the policy alone."""
+    """The critic's learning rate. It is constant: `train.schedule` is for the policy alone."""
     max_grad_norm: float | None = 1.0
     warmup_steps: int = 0
     """Steps at the beginning in which the critic alone is trained. They count as steps for
@@ -128,8 +125,7 @@ class CriticConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineConfig:
-    """Settings of pipeline stages, into which the layers of the trainer's models are split
-    (`train.pipeline.*`)."""
+    """Settings of the stages into which the models' layers are split (`train.pipeline.*`)."""
 
     stages: int = 1
     """Number of pipeline stages; 1: the models are not split. Each stage has train.processes /
@@ -176,15 +172,14 @@ class TrainConfig:
     """Settings of training: steps, processes, optimizer and micro-batches (`train.*`)."""
 
     steps: int | None = None
-    """Number of steps, each of which trains on the samples of one round of generation. Prompts that
-    were put off to later rounds are trained on at the end, which can add steps. None: until
-    `epochs` are done."""
+    """Number of steps, each of which trains on one round of generated samples. Prompts that were
+    put off to later rounds are trained on at the end, which can add steps. None: as `epochs`
+    says."""
     updates_per_round: int = 1
     """Number of optimizer updates per step, each on an equal share of its prompts. From the second
     on the policy is no longer the one that sampled: ratios differ from 1 and may be clipped."""
     epochs: int | None = None
-    """Passes over the training data. None: as many as `steps` needs. At least one of `steps` and
-    `epochs` must be set."""
+    """Passes over the training data. None: as many as `steps` needs. One of the two must be set."""
     processes: int | None = None
     """Number of the trainer's own processes, over which parameters, gradients and optimizer state
     are sharded (FSDP2). They can train while the engine generates (stream_trainer). None: the
@@ -197,8 +192,7 @@ class TrainConfig:
     """Whether engines and the trainer's processes share devices: on each, one process and one
     engine or a share of one. With stream_trainer, engines leave their devices towards the end of a
     round of generation; their samples go on in other engines, and replicas begin to train on
-    prompts whose samples are all there. On CUDA, trainer and engine wait in host memory while the
-    other uses the device."""
+    prompts with all samples. On CUDA, trainer and engine wait in host memory for their turn."""
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     gradient_sync: Literal["step", "micro-batch"] = "step"
     """When gradients are added up over several processes: once a step, or after every micro-batch,
@@ -219,24 +213,22 @@ class TrainConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     max_grad_norm: float | None = 1.0
-    """Largest norm of a gradient; larger ones are scaled down to it. None: gradients are not
-    clipped."""
+    """Norm to which the gradient is scaled down if its norm is larger. None: it never is."""
     micro_batch_tokens: int | Literal["auto"] = AUTO_MICRO_BATCH_TOKENS
     """Most tokens of a micro-batch, padding included; a longer sample gets a micro-batch of its
     own. auto: 4096, or the length of the longest sample, since memory must have room for it; with
     pipeline stages fewer tokens if that makes an update quicker, by the samples' lengths."""
     micro_batches: Literal["auto", "sorted", "packed"] = "auto"
     """How samples lie in a micro-batch. packed: end to end without padding. sorted: samples of like
-    length, padded to the longest. auto: packed where the model's attention allows it, else
-    sorted."""
+    length, padded to the longest. auto: packed, if the model's attention allows it."""
     offload: bool = False
     """Keep optimizer state and gradients in host memory while they are not needed (CUDA)."""
     compile: bool = False
     """Run the layers through torch.compile. If that fails, the run goes on without and says so."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     threads: int | Literal["auto"] = "auto"
-    """Number of torch's threads on a CPU for a trainer in the run's own process. auto: chosen by a
-    short measurement."""
+    """Number of torch's threads on a CPU in the run's own process. auto: chosen by a
+    measurement."""
 
     def __post_init__(self) -> None:
         if self.steps is None and self.epochs is None:
@@ -312,31 +304,27 @@ class TrainConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRequest:
-    """A response whose tokens are to be scored by the models (see `TokenScores`) before advantages
-    are computed."""
+    """A response that the models are to score (`TokenScores`) before advantages are computed."""
 
     sample: SampleId
     prompt_tokens: tuple[int, ...]
     response_tokens: tuple[int, ...]
     given: Spans = ()
-    """Spans of response tokens that the model was given, such as tool results, and did not
-    sample."""
+    """Spans of response tokens that the model was given (a tool's result) and did not sample."""
     rewritten: Rewritten = ()
     """Places in the response at which the model saw a rewritten prompt, each with that prompt. What
     follows each place is trained on as a separate row."""
 
     @property
     def num_targets(self) -> int:
-        """Number of response tokens that the model sampled. These are the tokens that are trained
-        on."""
+        """Number of response tokens that the model sampled, which are those to train on."""
         return num_outside(len(self.response_tokens), self.given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScores:
     """Numbers for each response token that the model sampled, on which advantages may depend
-    besides rewards. A field is None where the algorithm does not need it. Log-probs are at the
-    sampling temperature."""
+    besides rewards. A field is None if the algorithm does not need it."""
 
     log_probs: tuple[float, ...] | None = None
     """The policy's own log-probs, as the trainer computes them."""
@@ -349,8 +337,7 @@ class TokenScores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSample(ScoreRequest):
-    """A sample to train on, with its advantage and loss weight, in the same form for every
-    algorithm."""
+    """A sample to train on, with advantage and loss weight, in one form for all algorithms."""
 
     rollout_log_probs: tuple[float, ...]
     """The engine's log-probs, one per sampled token, as in all fields below."""
@@ -362,38 +349,32 @@ class TrainSample(ScoreRequest):
     adds up to the same gradient. A sample that is accumulated before the denominator is known has a
     provisional weight, which `Trainer.rescale` corrects."""
     ref_log_probs: tuple[float, ...] | None = None
-    """The reference model's log-probs, if they were computed before advantages were. None: they
-    were not."""
+    """The reference model's log-probs, if advantages needed them. None: they did not."""
     loss_weight: float = 1.0
     """The part of `token_weight` that corrects for selecting samples by length; the rest comes from
     the denominator. 1: no correction."""
     values: tuple[float, ...] | None = None
-    """The critic's values from which advantages were computed, one per sampled token. None: there
-    is no critic."""
+    """The critic's values from which the advantages come, per sampled token. None: no critic."""
     returns: tuple[float, ...] | None = None
-    """The values that the critic should have given, one per sampled token. None: there is no
-    critic."""
+    """The values that the critic is trained towards, per sampled token. None: no critic."""
     old_log_probs: tuple[float, ...] | None = None
     """The trainer's log-probs under the weights that sampled. None: the policy was not updated
     since, so its present log-probs are the same."""
 
     @property
     def advantages(self) -> tuple[float, ...]:
-        """The advantage as a tuple, with one number for all sampled tokens or one per sampled
-        token."""
+        """The advantage as a tuple: one number for all sampled tokens, or one per sampled token."""
         return self.advantage if isinstance(self.advantage, tuple) else (self.advantage,)
 
 
 class Trainer(Protocol):
     """The calls by which the driver (the run's main loop) trains the policy. A step is any number
     of calls of `accumulate`, then `apply`; with several updates per step, each but the last ends
-    with `update`. `rescale` comes between two calls of `accumulate` if the first samples had
-    provisional weights."""
+    with `update`. `rescale` comes between two calls of `accumulate` if weights were provisional."""
 
     @property
     def version(self) -> int:
-        """Number of steps that the weights have had so far. Several updates in a step count as
-        one."""
+        """Number of steps that the weights have had. Several updates in a step count as one."""
         ...
 
     async def score(
@@ -438,8 +419,7 @@ class Trainer(Protocol):
 
     async def reload(self, replicas: Sequence[int] | None = None) -> None:
         """Move what `offload` moved back to the devices of these replicas (None: of all), bit for
-        bit. Only reloaded replicas may be called, and a call that concerns all replicas needs all
-        reloaded."""
+        bit. Only reloaded replicas may be called, and a joint call needs all reloaded."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -447,14 +427,13 @@ class Trainer(Protocol):
         ...
 
     def load(self, folder: Path) -> None:
-        """Restore model, optimizer and version from what `save` wrote, bit for bit at the same
-        number of processes."""
+        """Restore model, optimizer and version from what `save` wrote. With the same number of
+        processes, that is exact to the bit."""
         ...
 
     def how_lost(self) -> str | None:
         """Return in words why processes of the trainer can no longer be used, if that shows without
-        calling them. None: all are alive, as far as is known, or there are none. To be called
-        between other calls."""
+        calling them. None: as far as is known they live. To be called between other calls."""
         ...
 
     async def restore(self, checkpoint: Path | None, tell: Callable[[], None]) -> None:

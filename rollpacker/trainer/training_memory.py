@@ -50,8 +50,7 @@ OF_A_TURN = (
     *("gradients", "critic gradients", "activations", "decoded", "gathered", "backward"),
     *("kept for W", "messages", "summing"),
 )
-"""Names of the memory parts that a trainer process holds only from a step's first gradient to its
-update."""
+"""Names of parts that a trainer process holds only from a step's first gradient to its update."""
 OFFLOADED = ("optimizer", "critic optimizer", "master", "critic master")
 """Names of further memory parts for which the same is true if `train.offload` is set on CUDA: they
 are held only from a step's first gradient to its update."""
@@ -72,15 +71,13 @@ class Memory:
 
     parts: tuple[MemoryPart, ...] = ()
     name: str = ""
-    """Name of the process if it differs from the others, such as "stage 1". Empty: all are
-    alike."""
+    """Name of a process that differs from the others, such as "stage 1". Empty: all are alike."""
     layers: int = 0
     """Number of the policy's layers in this pipeline stage; 0 without stages."""
     live_tokens: int = 0
     """Most tokens whose activations this pipeline stage keeps at one time; 0 without stages."""
     in_turn: tuple[str, ...] = ()
-    """Names of the parts that are held only while the process uses a device that it shares with an
-    engine."""
+    """Names of the parts held only while the process uses a device that an engine shares."""
 
     @property
     def size_bytes(self) -> int:
@@ -88,27 +85,24 @@ class Memory:
 
     @property
     def turn_bytes(self) -> int:
-        """Bytes that are held only while the process uses a device that it shares with an
-        engine."""
+        """Bytes held only while the process, not the engine, uses the device that they share."""
         return sum(part.size_bytes for part in self.parts if part.name in self.in_turn)
 
     @property
     def stays_bytes(self) -> int:
-        """Bytes that are held even while the engine uses the device that the process shares with
-        it."""
+        """Bytes held even while the engine uses the device that it shares with this process."""
         return self.size_bytes - self.turn_bytes
 
     @property
     def has_activations(self) -> bool:
-        """Whether activations are among the parts. They are missing if a model could not be
-        traced."""
+        """Whether activations are among the parts. They are not if a model could not be traced."""
         return any(part.name == "activations" for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """The largest sweep (the micro-batches of one update) of a process, if all responses are as
-    long as allowed."""
+    """The largest sweep (micro-batches of one update) of a process, with responses at their
+    limit."""
 
     micro_batch_tokens: int
     """Tokens of the largest micro-batch."""
@@ -156,20 +150,17 @@ class Decoder:
         return self.name != "critic"
 
     def layers_in(self, stage: int) -> int:
-        """Return the number of layers in a stage, or of a model without stages; 0 if the shape is
-        not known."""
+        """Return a stage's or an unsplit model's number of layers; 0 if the shape is not known."""
         if self.layers:
             return self.layers[stage]
         return 0 if self.shape is None else self.shape.layers
 
     def matrices_in(self, stage: int) -> int:
-        """Return the number of elements of all matrices in a stage's layers; 0 if the shape is not
-        known."""
+        """Return the number of elements of a stage's layer matrices; 0: the shape is not known."""
         return 0 if self.shape is None else self.layers_in(stage) * self.shape.layer_matrices
 
     def in_stage(self, stage: int) -> int:
-        """Return the number of parameters in a stage, with the last stage's copy of a tied
-        weight."""
+        """Return a stage's number of parameters, with the last stage's copy of a tied weight."""
         shape = self.shape
         if not self.layers or shape is None:
             return self.parameters
@@ -183,8 +174,7 @@ class Decoder:
         return count
 
     def mirrored_in(self, stage: int) -> int:
-        """Return how many of a stage's parameters are copies of a tied weight that the first stage
-        updates."""
+        """Return the size of the last stage's copy of a tied weight, in parameters; else 0."""
         is_last = len(self.layers) > 1 and stage == len(self.layers) - 1
         if is_last and self.has_head and self.shape is not None and self.shape.tied:
             return self.shape.embedding
@@ -209,8 +199,7 @@ class TrainingMemory:
 
     @classmethod
     def of(cls, config: RunConfig, *, on_cuda: bool, notes: list[str]) -> TrainingMemory:
-        """Read the sizes and shapes of the run's models. A sentence in `notes` tells each fact that
-        is not known."""
+        """Read the sizes and shapes of the run's models. `notes` gets what cannot be known."""
         dtype = config.model.dtype
         if dtype == "auto":
             dtype = "bfloat16" if on_cuda else "float32"
@@ -247,8 +236,7 @@ class TrainingMemory:
 
     @property
     def ranks(self) -> int:
-        """Number of processes over which each replica of the model, or a stage of it, is
-        sharded."""
+        """Number of processes over which one replica of the model, or a stage of it, is sharded."""
         train = self.config.train
         return (train.processes or 1) // train.replicas // train.pipeline.stages
 
@@ -279,8 +267,7 @@ class TrainingMemory:
     # -- what is there between two calls -------------------------------------------------------
 
     def weights(self, name: str, decoder: Decoder, stage: int = 0) -> MemoryPart:
-        """Return the memory part, called `name`, for a model's weights (4-bit codes if it is
-        quantized)."""
+        """Return the memory part `name` for a model's weights (4-bit codes if it is quantized)."""
         count, what = decoder.in_stage(stage), "parameters"
         if decoder.name == "policy" and self.config.model.quantization is not None:
             if coded := decoder.matrices_in(stage):
@@ -294,8 +281,7 @@ class TrainingMemory:
         return memory_part(name, count * kept // self.ranks, f"{what} x {kept} bytes{self._shared}")
 
     def at_rest(self, decoder: Decoder, stage: int = 0) -> list[MemoryPart]:
-        """Return the memory parts for weights, gradients and optimizer state of a model or of one
-        of its stages."""
+        """Return the memory parts for weights, gradients and optimizer state of a model (stage)."""
         is_policy, count = decoder.name == "policy", decoder.in_stage(stage)
         weights = self.weights("weights" if is_policy else decoder.name, decoder, stage)
         if decoder.is_trained:
@@ -370,9 +356,9 @@ class TrainingMemory:
     # -- what is there during a step -----------------------------------------------------------
 
     def rank(self, notes: list[str]) -> Memory:
-        """Return the memory of a process that trains whole models or a shard of each, without
-        pipeline stages. If the model cannot be traced, activations are missing, and a sentence in
-        `notes` says why."""
+        """Return the memory of a process that trains whole models or shards of them, without
+        pipeline stages. If a model cannot be traced, activations are missing, and `notes` say
+        why."""
         parts = [part for decoder in self.decoders for part in self.at_rest(decoder)]
         sweep, policy = Sweep.of(self.config, 1), self.policy
         if policy is not None and policy.shape is not None:
@@ -394,9 +380,8 @@ class TrainingMemory:
         )
 
     def _graphs(self, decoders: Sequence[Decoder], sweep: Sweep, notes: list[str]) -> Graphs:
-        """Trace the layers of policy and critic with the largest micro-batch of a sweep. Empty if
-        the policy cannot be traced; a critic that cannot be traced is taken to be like the
-        policy."""
+        """Trace the layers of policy and critic with a sweep's largest micro-batch. Empty if the
+        policy cannot be traced; a critic that cannot be traced is taken to be like the policy."""
         found: list[tuple[Decoder, LayerTrace]] = []
         for decoder in decoders:
             if decoder.name not in ("policy", "critic"):
@@ -567,8 +552,7 @@ class _Working:
         return parts
 
     def _backward(self) -> MemoryPart:
-        """Return the memory part for the most that a running backward pass takes besides
-        activations."""
+        """Return the memory part for what a backward pass takes at most, besides activations."""
         models, policy, shape = self.models, self.decoders[0], self._shape
         element, tokens = models.element, self.sweep.micro_batch_tokens
         choices = {
@@ -618,9 +602,8 @@ class _Working:
         return memory_part("messages", size, formula)
 
     def _summing(self) -> int:
-        """Return the bytes, besides weights and optimizer state, that are held when FSDP2 sums the
-        last gradients, those of embeddings and output layer. The layers' gradients are shards by
-        then."""
+        """Return the bytes, besides weights and optimizer state, held when FSDP2 sums the last
+        gradients: those of embeddings and output layer. The layers' gradients are then shards."""
         policy, ranks, element = self.decoders[0], self.models.ranks, self.models.element
         layers = policy.matrices_in(self.stage)
         root = policy.in_stage(self.stage) - layers
@@ -714,8 +697,7 @@ def run_memory(config: RunConfig) -> int:
 def _decoder(
     name: Literal["policy", "teacher", "critic"], path: str, notes: list[str], *, is_trained: bool
 ) -> Decoder | None:
-    """Read a model's size and shape by its path. None: the size is not known, and a sentence in
-    `notes` says so."""
+    """Read a model's size and shape. None: the size is not known, and `notes` gets a sentence."""
     folder = model_folder(path)
     shape = read_shape(folder, notes) if folder else None
     count = num_parameters(folder, path, notes)

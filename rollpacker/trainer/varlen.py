@@ -43,8 +43,7 @@ class RowGroup:
 
 
 class PackedAttention(Protocol):
-    """The signature of a function that computes attention within packed rows (rows laid end to
-    end)."""
+    """The signature of a function that computes attention within rows laid end to end."""
 
     def __call__(
         self,
@@ -58,8 +57,7 @@ class PackedAttention(Protocol):
     ) -> Tensor:
         """Return attention [1, N, H, D] of query [1, H, N, D] to key and value [1, K, N, D], within
         each row. `scaling` None is 1 / sqrt(D). `window` is how many tokens back a token sees,
-        itself included; None: all. `softcap` is the bound within which scores are bent, as in Gemma
-        2; None: no bound."""
+        itself included; None: all. `softcap` bounds the scores, as in Gemma 2; None: no bound."""
         ...
 
 
@@ -76,8 +74,7 @@ class PackedRows:
         self._window_masks: dict[tuple[int, int], Tensor] = {}
 
     def position_ids(self) -> Tensor:
-        """Return the position of each token in its row, [1, N]. Positions count from 0 in each
-        row."""
+        """Return each token's position in its row, [1, N]. Each row's positions begin at 0."""
         ids = np.concatenate([np.arange(length) for length in self.lengths])
         return torch.from_numpy(ids)[None].to(self._device)
 
@@ -107,8 +104,7 @@ class PackedRows:
         return groups, torch.from_numpy(to_pack).to(self._device)
 
     def window_mask(self, width: int, window: int) -> Tensor:
-        """Return the bool mask [width, width] of causal attention to `window` tokens, the token
-        itself included."""
+        """Return the mask [width, width] of causal attention to `window` tokens, with itself."""
         if (width, window) not in self._window_masks:
             columns = torch.arange(width, device=self._device)
             distance = columns[:, None] - columns
@@ -208,8 +204,7 @@ def flex(
 
 @cache
 def varlen_function() -> Callable[..., Any] | None:
-    """Return torch's `varlen_attn`. None: this torch has none with the arguments that `varlen`
-    passes."""
+    """Return torch's `varlen_attn`. None: this torch has none with all needed arguments."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -254,8 +249,7 @@ def grouped(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Compute attention within packed rows by plain SDPA, on padded groups of rows of similar
-    length."""
+    """Compute attention within packed rows by plain SDPA, on padded groups of similar rows."""
     groups, to_pack = rows.groups
     flat = [states[0].transpose(0, 1).flatten(1) for states in (query, key, value)]
     outputs = []

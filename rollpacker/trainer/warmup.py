@@ -176,8 +176,7 @@ def _learning_rate(step: int, stage: WarmupStage) -> float:
 
 
 def _shuffled_forever(count: int, seed: tuple[int, int]) -> Iterator[int]:
-    """Yield row indices without end, in a random order: every row once, then every row once more,
-    and so on."""
+    """Yield row indices without end: all of them in a random order, then in another, and so on."""
     generator = np.random.default_rng(seed)
     while True:
         yield from generator.permutation(count).tolist()
@@ -195,8 +194,7 @@ def _check_loss(loss: float, stage: WarmupStage, index: int) -> None:
 
 
 def _stop_at(model: PreTrainedModel, tokens: set[int]) -> None:
-    """Add these tokens, with which the trained rows end, to those at which the model's generation
-    config stops."""
+    """Add these end tokens of trained rows to those at which the model's responses stop."""
     generation = model.generation_config
     if not tokens or generation is None:
         return

@@ -1,5 +1,4 @@
-"""The check, made before anything is loaded, that a warm-up (supervised fine-tuning) can write its
-model."""
+"""The check, before anything is loaded, that a warm-up (fine-tuning) can write its model."""
 
 from __future__ import annotations
 

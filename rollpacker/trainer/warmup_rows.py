@@ -1,5 +1,4 @@
-"""The rows that a warm-up learns from, as tokens. They come from texts or chat messages, in a file
-or from a function."""
+"""The rows of tokens that a warm-up learns from, made of texts or chat messages."""
 
 from __future__ import annotations
 
@@ -195,8 +194,7 @@ class RowParser:
 
 
 def _messages(record: Mapping[str, Any], key: str, role: str) -> Messages:
-    """Return the chat messages under a key of a record. A plain text becomes one message of this
-    role."""
+    """Return the chat messages under a key. A plain text becomes one message of this role."""
     value = record[key]
     if isinstance(value, str) and key != "messages":
         return [{"role": role, "content": value}]

@@ -30,13 +30,11 @@ from rollpacker.workers.line import LINE_FD, LineEnded
 from rollpacker.workers.program import answer_calls, begin_quietly
 
 TIMEOUT_S = 3600.0
-"""Seconds that a rank waits for other ranks in a collective. The run's own deadlines are shorter,
-and end all ranks."""
+"""Seconds that a rank waits for others in a collective; the run's own deadlines are shorter."""
 
 
 class Worker:
-    """The methods of a rank that the run's own process calls, as far as `calls.METHODS` names
-    them."""
+    """The methods of a rank that the run's own process calls: those in `calls.METHODS`."""
 
     def __init__(self) -> None:
         self._buffer: WeightBuffer | None = None
@@ -76,8 +74,7 @@ class Worker:
         return self._learner.update(), peak_flops(self._learner.device)
 
     def apply(self) -> Any:
-        """Make the step's last update. Returns its record, and the device's peak FLOP/s (None: not
-        known)."""
+        """Make the step's last update. Returns its record, and the device's peak FLOP/s or None."""
         return self._learner.apply(), peak_flops(self._learner.device)
 
     def arrange(self, arrangement: Arrangement) -> None:
@@ -92,8 +89,7 @@ class Worker:
         return self._learner.version
 
     def map_weights(self, layout: BufferLayout | None) -> None:
-        """Map the shared memory to which `write_weights` writes. `layout` None: this rank writes
-        nothing."""
+        """Map the shared memory that `write_weights` writes. None: this rank writes nothing."""
         self._buffer = None if layout is None else WeightBuffer(layout)
 
     def write_weights(self) -> str | None:
