@@ -35,8 +35,8 @@ class PromptCursor:
         self._order = self._order_of(0)
 
     def take(self, count: int) -> tuple[tuple[PromptId, ...], bool, bool]:
-        """Return up to `count` prompts of the current epoch (none after the last epoch), whether
-        the epoch ended with them, and whether the last epoch did."""
+        """Return three values: up to `count` prompts of the current epoch (none after the last
+        epoch), whether the epoch ended with them, and whether all epochs have ended."""
         if count < 1:
             raise ValueError(f"count must be at least 1, not {count}")
         if self.ended:

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 from rollpacker.core.ids import PromptId
 
 TRAIN = "train"
-"""Name of the source of training prompts, if rewards are not chosen by the rows' tasks."""
+"""Name under which all training prompts are counted if rewards are not chosen by rows' tasks."""
 
 
 class DataError(ValueError):
@@ -147,7 +147,7 @@ class PromptRow:
     messages: list[dict[str, str]] | None = None
     """The chat messages that the template made the tokens of. None: the prompt is a plain text."""
     where: str = ""
-    """The row's place for messages: file and line, or dataset and row."""
+    """Where the row comes from, for error messages: file and line, or dataset and row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,8 +169,8 @@ class Cursor(Protocol):
     """The order in which prompts are taken from a data set: seeded and resumable."""
 
     def take(self, count: int) -> tuple[tuple[PromptId, ...], bool, bool]:
-        """Return up to `count` prompts of the current epoch, whether the epoch ended with them, and
-        whether the last epoch did. The next call begins the next epoch."""
+        """Return three values: up to `count` prompts of the current epoch, whether the epoch ended
+        with them, and whether all epochs have ended. The next call begins the next epoch."""
         ...
 
     @property

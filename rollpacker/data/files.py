@@ -15,7 +15,7 @@ from rollpacker.data.dataset import DataError, DatasetConfig
 from rollpacker.imports import GIVEN, ImportSpecError, given, require
 
 MAX_TOLD = 200
-"""Most characters of a row's columns in the stand-in for a prompt that comes later."""
+"""Most characters of a row's columns that stand in for a prompt which is not known yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class RawRow:
     """A row of a data set, before its prompt is made."""
 
     where: str
-    """The row's place for messages: file and line, or dataset and row."""
+    """Where the row comes from, for error messages: file and line, or dataset and row."""
     columns: dict[str, Any]
     is_named: bool = False
     """Whether the prompt only names the row, since the environment gives the real prompt."""

@@ -374,7 +374,7 @@ def _report_too_long(
 
 
 def _fingerprint(rows: Sequence[PromptRow], answer_column: str | None) -> str:
-    """Return the SHA-256 of rows. The answer's column is hashed under the name `answer` only."""
+    """Return the SHA-256 of a data set's rows, with the answer's column under `answer` only."""
     twice = None if answer_column == "answer" else answer_column
     digest = hashlib.sha256()
     for row in rows:

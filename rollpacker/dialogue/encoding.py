@@ -16,13 +16,14 @@ from rollpacker.dialogue.token_length import TokenLength, token_length
 from rollpacker.dialogue.trajectory import TooLong
 
 Held = Mapping[str, str]
-"""For each placeholder in a rendered text, the text in whose place it stands: a marker (text of a
-steering token) in words of tools and users."""
+"""For each placeholder in a rendered text, the marker that it stands for: a text such as
+`<|im_end|>`, written by a tool or user, that would be encoded as a special token."""
 
 _SPACE = "\u2581"
 
 OWN_WORDS = ("system", "developer", "assistant")
-"""Roles whose messages may contain markers (steering tokens' texts), since they are trusted."""
+"""Roles whose messages may contain markers (texts of special tokens, such as `<|im_end|>`), since
+the user's set-up or the model wrote these messages."""
 
 
 class Encoder:
@@ -43,7 +44,7 @@ class Encoder:
             if (token.special or token.content in written) and token.content.strip()
         }
         self.markers = _any_of(self._ids)
-        """Pattern that matches the markers (texts of tokens that steer the model)."""
+        """Pattern that matches any marker (text of a special token, such as `<|im_end|>`)."""
         self._spaced = _any_of(
             self._ids,
             before={token.content for token in added.values() if token.lstrip},
@@ -57,7 +58,8 @@ class Encoder:
 
     @property
     def marker_ids(self) -> frozenset[int]:
-        """Ids of the tokens that steer the model, which words of tools and users never become."""
+        """Ids of the special tokens, such as the end of a turn. Words of tools and users never
+        become these."""
         return frozenset(self._ids.values())
 
     def check_room(self, text: str, held: Held, most: int | None) -> None:
@@ -161,9 +163,9 @@ class Encoder:
 def held(
     messages: Iterable[Mapping[str, Any]], markers: re.Pattern[str]
 ) -> tuple[list[dict[str, Any]], Held]:
-    """Replace all markers (texts of steering tokens) in words of tools and users by placeholders.
-    Returns the changed messages, and for each placeholder the text that it stands for. Lone
-    surrogates, which have no tokens, become U+FFFD."""
+    """Replace all markers (texts of special tokens, such as `<|im_end|>`) in words of tools and
+    users by placeholders. Returns the changed messages, and for each placeholder the marker that it
+    stands for. Lone surrogates, which have no tokens, become U+FFFD."""
     plain = [_whole(dict(message)) for message in messages]
     name = ""
     words: dict[str, str] = {}
@@ -186,7 +188,8 @@ def held(
 
 
 def whole_marker(text: str, length: int, markers: re.Pattern[str]) -> int:
-    """Return the largest length, up to `length`, at which a cut does not split a marker."""
+    """Return the largest length, up to `length`, at which a cut of the text splits no marker (text
+    of a special token)."""
     for found in markers.finditer(text):
         if found.start() < length < found.end():
             return found.start()

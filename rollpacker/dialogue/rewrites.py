@@ -36,7 +36,7 @@ class Change:
     model's own message, which does not begin with the generation prompt)."""
     grown: str
     rendered: str
-    """How the template's text goes on from there; `grown` is how the growing dialogue does."""
+    """How the template's text goes on from that place; `grown` is how the growing dialogue does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,8 @@ class Rewrites:
 
 def find_rewrites(template: DialogueTemplate) -> Rewrites | None:
     """Find how a template rewrites earlier messages, by rendering short dialogues. Dialogues that
-    the template refuses (such as several calls at once) are skipped. None: it rewrites none."""
+    the template refuses (such as several calls at once) are skipped. None: there is no
+    rewriting."""
     found: dict[tuple[str, str], tuple[str, Change]] = {}
     for name, messages in probes(template):
         try:

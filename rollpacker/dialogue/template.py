@@ -66,7 +66,8 @@ class DialogueTemplate:
 
     @property
     def marker_ids(self) -> frozenset[int]:
-        """Ids of the tokens that steer the model, which words of tools and users never become."""
+        """Ids of the special tokens, such as the end of a turn. Words of tools and users never
+        become these."""
         return self._encoder.marker_ids
 
     @property

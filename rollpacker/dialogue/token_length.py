@@ -37,7 +37,7 @@ class TokenLength:
 def token_length(tokenizer: Any) -> TokenLength | None:
     """Return the bound for this tokenizer. None: it is not known, for example if a normalizer or a
     token may swallow white space, or one unknown token stands for a whole word. It is known for
-    vocabularies of bytes or with a token for each byte (nearly all chat models), or of
+    vocabularies of bytes or with a token for each byte (nearly all chat models), or of single
     characters."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:

@@ -163,7 +163,8 @@ class Dialogue(Protocol):
         self, messages: Sequence[Message], sampled: Sequence[int], *, most: int | None = None
     ) -> tuple[int, ...]:
         """Return the tokens to give the model after a turn whose tokens are `sampled`: the turn's
-        ending, these messages, the generation prompt. Raises like `prompt`."""
+        ending, these messages, the generation prompt. Raises `ValueError` and `TooLong` like
+        `prompt`."""
         ...
 
     def message(self, sampled: Sequence[int], turn: int) -> dict[str, Any]:

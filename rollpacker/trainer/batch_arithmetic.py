@@ -21,11 +21,13 @@ class BatchArithmetic:
     short_samples: int
     cascade_rounds: tuple[tuple[int, int], ...]
     """Number of prompts, and of samples per prompt, of each further round that generates for
-    prompts put off by the short round. Empty: there are no such rounds."""
+    prompts put off by a short round (one that ends without the longest responses). Empty: there are
+    none."""
     long_samples: int
     """Number of samples that a round which waits for all of its samples submits to engines."""
     pooled: bool
-    """Whether prompts that a short round puts off are generated for in the next short round."""
+    """Whether prompts that a short round (one that ends without the longest responses) puts off are
+    generated for in the next short round. False: other rounds generate for them."""
     trained_prompts: int
     trained_samples: int
     max_trained_tokens: int
@@ -142,5 +144,5 @@ def most_micro_batch_tokens(config: RunConfig) -> int:
 
 
 def longest_sample(config: RunConfig) -> int:
-    """Return the tokens of a prompt and a response that are as long as the config allows."""
+    """Return the number of tokens of the longest prompt with the longest response allowed."""
     return config.data.max_prompt_tokens + config.rollout.max_response_tokens

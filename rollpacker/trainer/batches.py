@@ -39,8 +39,8 @@ __all__ = [
 
 Layout = Literal["auto", "sorted", "packed"]
 Packs = Callable[[Sequence[int], int], list[list[int]]]
-"""Function that groups rows into micro-batches: given the rows' lengths and the most tokens of a
-micro-batch, it returns the row indices of each micro-batch."""
+"""Function that groups rows (token sequences) into micro-batches: given the rows' lengths and the
+most tokens of a micro-batch, it returns the row indices of each micro-batch."""
 Budget = Callable[[Sequence[int], Packs], int]
 """Function that returns the most tokens of a micro-batch, given the lengths of a call's rows and
 the `Packs` function that will group them."""

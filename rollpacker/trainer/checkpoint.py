@@ -61,8 +61,8 @@ def save_model(
     """Write a model's weights, config and generation config, and its tokenizer (None: no
     tokenizer). `weights` are written in place of the model's own if given, such as weights with
     adapters merged in. `dtype` is what weights are cast to; None: they are not cast. Rank 0 holds
-    all weights in host memory once, and `union` adds those of other pipeline stages there. Raises
-    `OSError` if a file cannot be written."""
+    all weights in host memory once; `union` is a function that adds the weights of other pipeline
+    stages there. Raises `OSError` if a file cannot be written."""
     named = state_tensors(model).items() if weights is None else weights
     whole = dict(union(full_tensors(named, shards, dtype)))
     _on_all_ranks(lambda: _write_model(model, tokenizer, folder, whole), shards, only=0)

@@ -1,18 +1,18 @@
-"""The journal of calls to the trainer's ranks since their last checkpoints, from which new ranks
-can repeat them.
+"""The journal of calls to the trainer's ranks since the last checkpoints. If ranks are lost, new
+ranks load a checkpoint and repeat the calls.
 
-A checkpoint is the trainer at some version. Calls have brought the trainer to later versions, and
-the same calls bring new ranks there, with the same bits where the arithmetic is the same each time.
-Calls lie as bytes in files without a name, so that samples of many steps take no memory, and
-nothing is left behind when a process dies.
+A checkpoint holds the trainer at some version (number of steps). Calls have brought the trainer to
+later versions, and repeating them brings new ranks there, to the same bits if the arithmetic is the
+same each time. Calls are kept as bytes in unnamed files, so that samples of many steps take no
+memory, and nothing is left behind when a process dies.
 
     saved at version 10   calls of steps 11 to 20   saved at version 20   calls of steps 21 ...
     `----------- one segment ----------------'      `------- another ---------------
 
 Two segments are kept, as the newest checkpoint may turn out to be damaged.
 
-`KeptState` is what ranks have written between two checkpoints, for ranks in another layout, which
-calls of ranks in the old one cannot bring to the same bits."""
+`KeptState` is the trainer's state that ranks write between two checkpoints, for ranks in another
+layout (split of the model over ranks), for which repeated calls do not give the same bits."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ class Journal:
         self._segments = [Segment(0, folder)]
 
     def add(self, method: str, calls: Sequence[bytes], numbers: Sequence[int]) -> None:
-        """Record a call that all of these ranks have carried out. Raises `OSError` if it cannot."""
+        """Record a call that all of these ranks have carried out. Raises `OSError` if writing
+        fails."""
         file = self._segments[-1].file
         head = json.dumps([method, list(numbers), [len(call) for call in calls]])
         file.write(f"{head}\n".encode())

@@ -7,8 +7,8 @@
                             address and token lie in torchrun's store
 
 Every rank serves one call at a time; a call is made on all ranks at once, or on some. If a rank
-ends, all are ended, since others may wait for it in a joint call. Ranks that RollPacker has started
-can be started anew (`RanksLost`); torchrun's end with the run."""
+ends, all ranks are ended, since others may wait for it in a collective. New ranks can replace those
+that RollPacker has started (`RanksLost`); ranks that torchrun has started end with the run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Torchrun:
     has_store: bool
     """Whether torchrun's agent serves the job's key-value store. If not, rank 0 serves it."""
     restart: str = "0"
-    """How often torchrun has restarted its processes, as text. The store outlives a restart."""
+    """How often torchrun has restarted the job, as text. The job's store outlives a restart."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Torchrun | None:
@@ -92,7 +92,7 @@ class Torchrun:
 
 
 def _addresses(host: str) -> list[str]:
-    """Return the host's addresses that other machines can reach; empty if it is unknown."""
+    """Return the addresses of a host that other machines can reach; empty: its name is unknown."""
     try:
         found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
     except OSError:
@@ -177,8 +177,8 @@ class Ranks:
 
     def hold(self, layout: BufferLayout) -> BufferLayout:
         """Reserve shared memory for the weights on rank 0's host, and return the layout (which
-        tensor lies where) with that memory's name. Raises `OSError`, or `ValueError` if there is
-        none."""
+        tensor lies where) with that memory's name. Raises `OSError`, or `ValueError` if there is no
+        room."""
         return self._places[0].host.hold(layout)
 
     @property

@@ -45,7 +45,7 @@ class TraceSettings:
     """The settings of training on which the memory of a model's layers depends."""
 
     dtype: str
-    """The dtype that layers compute in, as torch names it."""
+    """Name in torch of the dtype that the layers compute in, such as bfloat16."""
     checkpointing: bool
     lora: LoraConfig | None
     rows: int

@@ -2,21 +2,20 @@
 
     score       other models' log-probs and the critic's values, for the advantages
     accumulate  forward and backward of these samples
-    rescale     the samples so far were weighted provisionally: correct them by one factor
-    update      clip, step, forget the gradients
-    apply       the same, and the step is over
+    rescale     multiply gradient and losses so far, whose samples' weights were provisional
+    update      clip the gradients, step the optimizer, drop the gradients
+    apply       the step's last update
 
 A learner knows no algorithm: losses are `algo`'s, advantages and weights come with the samples. Nor
 does it know micro-batches, or how the models lie on devices: it asks `passes` for sums over
 samples. Alone it is the whole trainer. With `shards` it is one of several equal ranks, each with
 samples of its own and a part of every parameter, and every call is made by several ranks together:
-`score` and `accumulate` by the ranks of a replica, all else by all ranks. What a rank has
-accumulated another replica need not know, but `rescale` is for all alike.
+`score` and `accumulate` by the ranks of a replica, all else by all ranks.
 
-If a loss or a gradient is not finite, the step's gradient is computed from the beginning, with a
-look after each micro-batch, which names the samples if the fault comes again. With pipeline stages
-passes go on between the calls, so that the fault shows in `update`. Calls that need weights or
-gradients wait first until no pass is under way."""
+If a loss or a gradient is not finite, the step's gradient is computed again from all its samples,
+with a check after each micro-batch, which names the samples if there is a fault again. With
+pipeline stages, passes go on between calls, so that such a fault is found in `update`. Calls that
+need weights or gradients wait first until no pass is running."""
 
 from __future__ import annotations
 
@@ -203,7 +202,8 @@ class Learner:
         self._step.rescale(factor, gradient_has_it=all(multiplied))
 
     def apply(self) -> StepOutcome:
-        """Make the step's last update, and return a record of it. Raises what `update` raises."""
+        """Make the step's last update, and return a record of it. Raises the same errors as
+        `update`."""
         outcome = self.update()
         self.version += 1
         return outcome
@@ -278,7 +278,7 @@ class Learner:
         return self._files.write_weights(buffer)
 
     def state_hashes(self) -> dict[str, str]:
-        """Return the SHA-256 of the weights and of the optimizer's state, under these two names."""
+        """Return the SHA-256 of the weights (`weights`) and the optimizer's state (`optimizer`)."""
         self._finish_passes()
         return self._files.state_hashes()
 

@@ -11,7 +11,7 @@ import torch
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
-"""Written to Linux's `clear_refs` file, it resets the resident set's peak to the present size."""
+"""Text that resets the resident set's peak when it is written to Linux's `clear_refs`."""
 _MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
 """Bytes in the unit of `ru_maxrss`."""
 

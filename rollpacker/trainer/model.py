@@ -200,7 +200,7 @@ def _check_loaded(info: Mapping[str, Any], path: str) -> None:
 
 @contextmanager
 def no_load_report() -> Iterator[None]:
-    """A context in which transformers logs no table of missing weights; `_check_loaded` tells."""
+    """A context in which transformers logs no table of missing weights (`_check_loaded` does)."""
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(logging.ERROR)
     try:

@@ -109,7 +109,7 @@ class ModelSet:
         return layers_in_training(self.checkpointed)
 
     def outputs(self, batch: MicroBatch) -> Outputs:
-        """Run policy, reference and critic on a micro-batch, as far as the losses need them."""
+        """Run policy, reference and critic on a micro-batch, and return what the losses need."""
         reference = None
         if self.algorithm.reference_in_loss:
             reference = self._reference_log_probs(batch)

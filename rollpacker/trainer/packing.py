@@ -32,7 +32,7 @@ KINDS: tuple[PackedKind, ...] = ("varlen", "flex", "grouped")
 _names: dict[tuple[PackedKind, str | None], str] = {}
 """Names of packed attention in transformers, by its kind and the attention it replaces."""
 _replaced: dict[str, str | None] = {}
-"""For each of these names, the attention it replaces. None: transformers' default."""
+"""For each name of packed attention, the attention it replaces. None: transformers' default."""
 
 
 def pack(rows: Sequence[Row], device: torch.device) -> MicroBatch:

@@ -83,8 +83,9 @@ class Policy(nn.Module):
         return hidden
 
     def _logits_at(self, batch: MicroBatch) -> Tensor:
-        """Run the whole model, and return its logits [N, V] at the batch's positions: the output
-        layer gets only their hidden states. What the model itself does to its logits is done."""
+        """Run the whole model, and return its logits [N, V] at the batch's positions, with all that
+        the model does to its logits. The output layer gets only the hidden states of these
+        positions."""
         head = _base_model(self.model).get_output_embeddings()
         owner = threading.get_ident()
 

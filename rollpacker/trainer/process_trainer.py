@@ -309,7 +309,8 @@ class ProcessTrainer:
         assert version == self.version, (version, self.version)
 
     def _begin(self, tell: Callable[[], None]) -> None:
-        """Connect to the started ranks, and have them load the models. `tell` is a sign of life."""
+        """Connect to the started ranks, and have them load the models. Calls `tell` as a sign of
+        life."""
         began = time.perf_counter()
         if not self._ranks.all:  # else they are
             self._ranks.connect()

@@ -151,7 +151,8 @@ class ShardedGradients:
         self._sum_at_backward()
 
     def _sum_at_backward(self) -> None:
-        """Let backward passes sum as during a step: over no processes, or over this replica's."""
+        """Let backward passes sum gradients over no processes, or with "micro-batch" over this
+        replica's."""
         self._fsdp.set_requires_gradient_sync(self._at_every_backward)
         self._fsdp.set_requires_all_reduce(self._is_complete)
 

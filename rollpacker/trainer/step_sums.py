@@ -36,7 +36,8 @@ _ADDED = (
 
 @dataclass(slots=True)
 class StepSums:
-    """Sums over a step's micro-batches on one or all ranks, without fillers (of weight 0)."""
+    """Sums over a step's micro-batches, on one rank or on all. Fillers (micro-batches of weight 0,
+    run to keep step with other ranks) are not counted."""
 
     response_tokens: int = 0
     real_tokens: int = 0
@@ -127,7 +128,8 @@ class StepSums:
         peak_flops: float | None = None,
     ) -> dict[str, float]:
         """Return the step's metrics, named as in `docs/metrics.md`. `peak_flops` is the peak FLOP/s
-        of one rank's device; None: the utilization (MFU) is left out. Needs a micro-batch."""
+        of one rank's device; None: the utilization (MFU) is left out. At least one micro-batch must
+        have been added."""
         assert self.response_tokens > 0, "a step without response tokens has no metrics"
         return {
             "actor/loss": self.totals["loss"],

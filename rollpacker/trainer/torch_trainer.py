@@ -77,8 +77,8 @@ class TorchTrainer:
         return await self._in_thread(update)
 
     async def apply(self) -> Mapping[str, float]:
-        """Make the step's last update, and return its metrics. Raises `TrainerError` without
-        samples."""
+        """Make the step's last update, and return its metrics. Raises `TrainerError` if nothing was
+        accumulated."""
 
         def apply() -> Mapping[str, float]:
             return step_metrics([self.learner.apply()], peak_flops(self.learner.device))
@@ -107,7 +107,8 @@ class TorchTrainer:
         await self._in_thread(self.learner.offload)
 
     async def reload(self, replicas: Sequence[int] | None = None) -> None:
-        """Move what `offload` moved back to the device. `replicas` has no effect: there is one."""
+        """Move what `offload` moved back to the device. `replicas` has no effect, since there is
+        one replica."""
         await self._in_thread(self.learner.reload)
 
     def save(self, folder: Path) -> None:

@@ -78,7 +78,8 @@ class Trained:
         return whole(norm).item()
 
     def non_finite(self) -> list[str]:
-        """Return the names of parameters whose gradient, as far as it is here, is not finite."""
+        """Return the names of parameters whose gradient, as far as this rank has it, is not
+        finite."""
         if self._sharded is not None:
             return self._sharded.non_finite()
         gradients = dict(self.optimizer.gradients())

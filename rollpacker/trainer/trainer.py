@@ -108,7 +108,8 @@ class CriticConfig:
     path: str | None = None
     """Folder or hub name of the model whose layers the critic starts from. None: model.path."""
     learning_rate: float = 1e-5
-    """The critic's learning rate. It is constant: `train.schedule` is for the policy alone."""
+    """The critic's learning rate. It is constant: `train.schedule` and `train.warmup_steps` are for
+    the policy alone."""
     max_grad_norm: float | None = 1.0
     warmup_steps: int = 0
     """Steps at the beginning in which the critic alone is trained. They count as steps for
@@ -173,13 +174,13 @@ class TrainConfig:
 
     steps: int | None = None
     """Number of steps, each of which trains on one round of generated samples. Prompts that were
-    put off to later rounds are trained on at the end, which can add steps. None: as `epochs`
-    says."""
+    put off to later rounds are trained on at the end, which can add steps. None: until `epochs` are
+    done."""
     updates_per_round: int = 1
     """Number of optimizer updates per step, each on an equal share of its prompts. From the second
     on the policy is no longer the one that sampled: ratios differ from 1 and may be clipped."""
     epochs: int | None = None
-    """Passes over the training data. None: as many as `steps` needs. One of the two must be set."""
+    """Passes over the training data. None: as many as `steps` needs. Not both can be None."""
     processes: int | None = None
     """Number of the trainer's own processes, over which parameters, gradients and optimizer state
     are sharded (FSDP2). They can train while the engine generates (stream_trainer). None: the
@@ -213,7 +214,7 @@ class TrainConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     max_grad_norm: float | None = 1.0
-    """Norm to which the gradient is scaled down if its norm is larger. None: it never is."""
+    """Largest norm of the gradient, which is scaled down to it. None: it is never scaled down."""
     micro_batch_tokens: int | Literal["auto"] = AUTO_MICRO_BATCH_TOKENS
     """Most tokens of a micro-batch, padding included; a longer sample gets a micro-batch of its
     own. auto: 4096, or the length of the longest sample, since memory must have room for it; with
@@ -324,7 +325,8 @@ class ScoreRequest:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScores:
     """Numbers for each response token that the model sampled, on which advantages may depend
-    besides rewards. A field is None if the algorithm does not need it."""
+    besides rewards. A field is None if the algorithm does not need it. Log-probs are at the
+    sampling temperature."""
 
     log_probs: tuple[float, ...] | None = None
     """The policy's own log-probs, as the trainer computes them."""
@@ -399,7 +401,8 @@ class Trainer(Protocol):
 
     async def update(self) -> Mapping[str, float]:
         """Make an update that is not the step's last: clip the gradients, step the optimizer, drop
-        the gradients. `version` and the schedules stay. Returns and raises what `apply` does."""
+        the gradients. `version` and the schedules stay. Returns the update's metrics, and raises
+        `NonFiniteError` as `apply` does."""
         ...
 
     async def apply(self) -> Mapping[str, float]:
@@ -433,7 +436,7 @@ class Trainer(Protocol):
 
     def how_lost(self) -> str | None:
         """Return in words why processes of the trainer can no longer be used, if that shows without
-        calling them. None: as far as is known they live. To be called between other calls."""
+        calling them. None: all are alive as far as is known. To be called between other calls."""
         ...
 
     async def restore(self, checkpoint: Path | None, tell: Callable[[], None]) -> None:

@@ -77,7 +77,8 @@ class Memory:
     live_tokens: int = 0
     """Most tokens whose activations this pipeline stage keeps at one time; 0 without stages."""
     in_turn: tuple[str, ...] = ()
-    """Names of the parts held only while the process uses a device that an engine shares."""
+    """Names of the parts that are held only while the process uses a device that it shares with an
+    engine."""
 
     @property
     def size_bytes(self) -> int:
@@ -101,8 +102,8 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """The largest sweep (micro-batches of one update) of a process, with responses at their
-    limit."""
+    """The largest sweep (micro-batches of one update) of a process, if all responses are as long as
+    allowed."""
 
     micro_batch_tokens: int
     """Tokens of the largest micro-batch."""
@@ -281,7 +282,8 @@ class TrainingMemory:
         return memory_part(name, count * kept // self.ranks, f"{what} x {kept} bytes{self._shared}")
 
     def at_rest(self, decoder: Decoder, stage: int = 0) -> list[MemoryPart]:
-        """Return the memory parts for weights, gradients and optimizer state of a model (stage)."""
+        """Return the memory parts for weights, gradients and optimizer state of a model, or of its
+        part in a pipeline stage."""
         is_policy, count = decoder.name == "policy", decoder.in_stage(stage)
         weights = self.weights("weights" if is_policy else decoder.name, decoder, stage)
         if decoder.is_trained:
@@ -668,7 +670,7 @@ def engine_memory(config: RunConfig, devices: int, *, on_cuda: bool) -> Memory |
 def rank_memory(config: RunConfig, *, on_cuda: bool) -> Memory | None:
     """Return the memory of one of the trainer's processes; None if the model's memory is not known.
     Of pipeline stages, whose processes differ, this is the largest on CUDA, and the mean on a CPU,
-    where they share memory. Raises `ValueError` as `TrainingMemory.stages` does."""
+    where they share memory. Raises `ValueError` if the run would refuse the split into stages."""
     models = TrainingMemory.of(config, on_cuda=on_cuda, notes=[])
     if config.train.pipeline.stages == 1:
         memory = models.rank([])
@@ -697,7 +699,8 @@ def run_memory(config: RunConfig) -> int:
 def _decoder(
     name: Literal["policy", "teacher", "critic"], path: str, notes: list[str], *, is_trained: bool
 ) -> Decoder | None:
-    """Read a model's size and shape. None: the size is not known, and `notes` gets a sentence."""
+    """Read a model's size and shape by its path. None: the size is not known, and a sentence in
+    `notes` says so."""
     folder = model_folder(path)
     shape = read_shape(folder, notes) if folder else None
     count = num_parameters(folder, path, notes)

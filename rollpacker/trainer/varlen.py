@@ -104,7 +104,8 @@ class PackedRows:
         return groups, torch.from_numpy(to_pack).to(self._device)
 
     def window_mask(self, width: int, window: int) -> Tensor:
-        """Return the mask [width, width] of causal attention to `window` tokens, with itself."""
+        """Return the bool mask [width, width] of causal attention to `window` tokens, the token
+        itself included."""
         if (width, window) not in self._window_masks:
             columns = torch.arange(width, device=self._device)
             distance = columns[:, None] - columns
@@ -249,7 +250,8 @@ def grouped(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Compute attention within packed rows by plain SDPA, on padded groups of similar rows."""
+    """Compute attention within packed rows by plain SDPA, on padded groups of rows of similar
+    length."""
     groups, to_pack = rows.groups
     flat = [states[0].transpose(0, 1).flatten(1) for states in (query, key, value)]
     outputs = []

@@ -45,10 +45,10 @@ class WarmupProgress:
     """Progress of a warm-up (supervised fine-tuning), which `on_progress` gets after every step."""
 
     stage: int
-    """Number of the warm-up's stage, from 0."""
+    """Number of the warm-up's present stage, counted from 0."""
     num_stages: int
     step: int
-    """Number of steps done in this stage."""
+    """Number of steps done in the present stage."""
     num_steps: int
     loss: float
     """Mean loss of this step's completion tokens."""
@@ -205,7 +205,8 @@ def _stop_at(model: PreTrainedModel, tokens: set[int]) -> None:
 
 
 def _write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, output: Path) -> None:
-    """Write the model beside `output` and rename it, so that the folder is never incomplete."""
+    """Write the model to a folder beside `output` and rename it, so that `output` is never
+    incomplete."""
     unfinished = output.with_name(f"{output.name}.tmp-{os.getpid()}")
     try:
         save_model(model, tokenizer, unfinished)
