@@ -236,8 +236,8 @@ class Ranks:
         self._started.append(_member(number, child.pid, line, child))
 
     def connect(self) -> None:
-        """Wait until all ranks have reported, and send them their environment. Raises
-        `TrainerProcessError` if a rank ends or does not report in time."""
+        """Wait for every rank's first message, and send the ranks environment variables. Raises
+        `TrainerProcessError` if a rank ends or its message does not come in time."""
         environment = gloo_at(self._address if self._listener is None else self._listener.host)
         if self._listener is None:
             # Served here, so that no rank has to find a port that is still free when it binds it.
