@@ -16,7 +16,7 @@ from rollpacker.chat_template import end_of_turn
 from rollpacker.data.dataset import DataError, DatasetConfig
 
 MAX_SHOWN = 600
-"""Most characters of a prompt that are displayed."""
+"""Largest number of characters of a prompt that are displayed."""
 _WRITTEN = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 

@@ -22,7 +22,7 @@ class PromptCursor:
     shuffle: bool
     max_epochs: int | None
     sources: Sequence[str] | None = None
-    """For each row, its prompt's source, such as the row's task. None: `name` for all rows."""
+    """First part of each row's prompt id, such as the row's task. None: `name` for all rows."""
     _epoch: int = field(default=0, init=False)
     _position: int = field(default=0, init=False)
     _order: np.ndarray = field(init=False)

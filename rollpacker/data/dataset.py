@@ -10,7 +10,8 @@ from typing import Any, Literal, Protocol
 from rollpacker.core.ids import PromptId
 
 TRAIN = "train"
-"""Name under which all training prompts are counted if rewards are not chosen by rows' tasks."""
+"""First part (`source`) of every training prompt's id, unless rewards are chosen by rows' tasks:
+then it is the row's task."""
 
 
 class DataError(ValueError):
@@ -111,7 +112,7 @@ class DataConfig:
     """Share of `train`, 0 to 1, that is held out for evaluation. A hash of the prompt decides, so
     that equal prompts are on the same side. 0: none."""
     max_prompt_tokens: int = 1024
-    """Most tokens of a prompt. Rows with longer prompts are dropped and counted."""
+    """Largest number of tokens of a prompt. Rows with longer prompts are dropped and counted."""
     max_dropped_fraction: float = 0.1
     """Largest share of a data set's prompts that may be dropped as too long, 0 to 1. If more would
     be, the run does not start."""

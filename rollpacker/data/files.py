@@ -15,7 +15,8 @@ from rollpacker.data.dataset import DataError, DatasetConfig
 from rollpacker.imports import GIVEN, ImportSpecError, given, require
 
 MAX_TOLD = 200
-"""Most characters of a row's columns that stand in for a prompt which is not known yet."""
+"""Length in characters up to which a row's columns are written into the name that stands in for a
+prompt which the environment gives later. Longer columns are left out."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ Messages = list[dict[str, str]]
 Prompt = str | Messages
 
 NUM_SHOWN = 3
-"""Most bad rows that a message lists."""
+"""Largest number of bad rows that a message lists."""
 
 
 class PromptMaker:

@@ -78,8 +78,8 @@ def tagged(body: Body, opening: str = "<tool_call>", closing: str = "</tool_call
 
 
 _MAX_SPELT = 16
-"""Most closing markers of a call that may stand inside its arguments. The limit is there since a
-model may repeat the marker without end."""
+"""Largest number of closing markers at which the end of one call is looked for, as its arguments
+may contain the marker. A model may repeat the marker without end."""
 
 
 def _up_to(

@@ -135,7 +135,7 @@ class Encoder:
 
     def _letters(self, part: str, held: Held, stand_ins: re.Pattern[str]) -> list[int]:
         """Return the tokens of a part with placeholders, encoded with the ordinary vocabulary
-        alone. If that has a marker's token, too, the marker is written with a space in it."""
+        alone. If that still gives a special token, the marker is written with a space in it."""
         ids = self._bare_ids(stand_ins.sub(lambda found: held[found.group()], part))
         if self.marker_ids.isdisjoint(ids):
             return ids

@@ -18,7 +18,7 @@ from rollpacker.dialogue.template import DialogueTemplate, TemplateError, stand_
 from rollpacker.dialogue.trajectory import Message
 
 MAX_TOOL_SETS = 256
-"""Most sets of tools for which a dialogue is cached."""
+"""Largest number of cached dialogues, one for each set of tools. A full cache is emptied."""
 _THOUGHT, _WORDS = "stand-in-of-a-thought", "stand-in-of-words"
 
 

@@ -1,9 +1,9 @@
 """Finds chat templates that write earlier messages differently once later ones follow.
 
-With such a template, a dialogue whose tokens only grow differs from what the template makes of it:
-the model might see its own thinking, for example, where it was trained without. Short dialogues for
-the usual cases (thinking dropped from history, rules for the last user's message, tools described
-in the newest message) are rendered message by message and compared with the grown text."""
+A growing dialogue (tokens are only ever added at its end) then differs from what the template makes
+of the same messages: the model might see its own thinking, for example, where it was trained
+without. Short dialogues for the usual cases (thinking dropped from history, rules for the last
+user's message, tools described in the newest message) are made in both ways and compared."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _EXCERPT = 40
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The first place where a template's text of a dialogue differs from the growing dialogue's."""
+    """The first place where a template's text of a dialogue differs from the growing dialogue's, to
+    which text is only ever added at the end."""
 
     what: str
     """The part in which the place is: "prompt", "turn" (a message of the model) or "answer" (what
@@ -36,7 +37,7 @@ class Change:
     model's own message, which does not begin with the generation prompt)."""
     grown: str
     rendered: str
-    """How the template's text goes on from that place; `grown` is how the growing dialogue does."""
+    """How the template's text goes on from that place; `grown`: how the growing dialogue does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +83,8 @@ def find_rewrites(template: DialogueTemplate) -> Rewrites | None:
 
 def first_change(template: DialogueTemplate, messages: Sequence[Message]) -> Change | None:
     """Render a dialogue whole before each of the model's turns, and return the first place where it
-    differs from the growing dialogue. None: there is no difference. Raises `TemplateError` if the
-    template refuses the dialogue."""
+    differs from the growing dialogue (text only added at its end). None: there is no difference.
+    Raises `TemplateError` if the template refuses the dialogue."""
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
         return None

@@ -13,7 +13,7 @@ from typing import Any
 from rollpacker.chat_template import byte_letters
 
 _COMPOSED = 4
-"""Most characters that NFC or NFKC composes to a single one: a letter and three marks."""
+"""Largest number of characters that NFC or NFKC composes to one: a letter and three marks."""
 _COMPOSES = {"NFC": _COMPOSED, "NFKC": _COMPOSED, "NFD": 1, "NFKD": 1, "Lowercase": 1}
 _COMPOSES |= {"Prepend": 1, "ByteLevel": 1}
 _KEEPS_ALL = {"ByteLevel", "Digits", "Metaspace"}
@@ -25,9 +25,9 @@ class TokenLength:
     """Bound on the number of characters that one token of a tokenizer covers."""
 
     longest: int
-    """Most characters in the text of one token."""
+    """Largest number of characters in the text of one token."""
     composes: int
-    """Most characters that the tokenizer's normalizer composes into one; ASCII is not composed."""
+    """Largest number of characters that the tokenizer composes into one. ASCII is not composed."""
 
     def fewest(self, text: str) -> int:
         """Return the least number of tokens that the text can have."""

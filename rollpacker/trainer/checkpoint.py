@@ -1,12 +1,12 @@
-"""A trainer's state on disk: a Hugging Face folder, safetensors and JSON. Nothing is pickled.
+"""A trainer's state on disk, in two folders. Nothing is pickled.
 
-model/      config, tokenizer and whole weights, written by rank 0
-trainer/    shard-00001-model-00001-of-00001.safetensors ...    every rank's shards of tensors
-            trainer.json                                        numbers, and which files belong here
+`model/` is a Hugging Face folder with config, tokenizer and whole weights, written by rank 0.
+`trainer/` has safetensors files with every rank's shards of further tensors, such as the
+optimizer's, and `trainer.json`, which has numbers and the list of these files.
 
-What n processes wrote, any other number of processes can read. The caller decides when a folder is
-complete (manifest, rename) and whether its bytes are what was written; these functions only write
-and read files. With `shards` they are collectives: they return, or raise, in all processes."""
+A checkpoint that n processes wrote can be read by any other number of processes. The caller decides
+when a folder is complete, and checks that its bytes are what was written. Functions that get
+`shards` (the processes that share the model) return, or raise, in all of these together."""
 
 from __future__ import annotations
 

@@ -33,10 +33,10 @@ def compile_layers(model: nn.Module, *, backend: Backend = "inductor") -> bool:
     """Run the model's layers through torch.compile, in place. Returns whether there is a layer to
     compile; if not, a warning says so. The layers are compiled when they first run. If compiling
     fails, then or later, all layers run uncompiled from there on, and one warning says why. A model
-    whose layers keep a state is left as it is, with a warning. Lengths may vary from call to call
-    (`dynamic=True`). Calls with a key-value cache or in inference mode (generation) stay
-    uncompiled. Works with FSDP2, before or after sharding, and with gradient checkpointing.
-    Parameter names and state stay as they are."""
+    whose layers keep a state (such as linear attention) is left as it is, with a warning. Lengths
+    may vary from call to call (`dynamic=True`). Calls with a key-value cache or in inference mode
+    (generation) stay uncompiled. Works with FSDP2, before or after sharding, and with gradient
+    checkpointing. Parameter names and state stay as they are."""
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     transformer = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     state = None if transformer is None else layers_with_state(transformer)

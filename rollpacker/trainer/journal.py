@@ -1,18 +1,14 @@
-"""The journal of calls to the trainer's ranks since the last checkpoints. If ranks are lost, new
-ranks load a checkpoint and repeat the calls.
+"""A record of the calls made to the trainer's ranks (processes). If ranks are lost, new ranks load
+a checkpoint and repeat the calls made since.
 
-A checkpoint holds the trainer at some version (number of steps). Calls have brought the trainer to
-later versions, and repeating them brings new ranks there, to the same bits if the arithmetic is the
-same each time. Calls are kept as bytes in unnamed files, so that samples of many steps take no
-memory, and nothing is left behind when a process dies.
+Every checkpoint begins a `Segment`: a file of the calls made after it, until the next checkpoint.
+With checkpoints after steps 10 and 20, one segment has the calls of steps 11 to 20, another those
+from step 21 on. These two are kept, as the newest checkpoint may turn out to be damaged. The files
+have no names, so nothing is left behind when a process dies, and calls take no memory.
 
-    saved at version 10   calls of steps 11 to 20   saved at version 20   calls of steps 21 ...
-    `----------- one segment ----------------'      `------- another ---------------
-
-Two segments are kept, as the newest checkpoint may turn out to be damaged.
-
-`KeptState` is the trainer's state that ranks write between two checkpoints, for ranks in another
-layout (split of the model over ranks), for which repeated calls do not give the same bits."""
+Repeated calls give the same weights to the bit only if the arithmetic is the same, so not in
+another layout (split of the model over ranks). For ranks in another layout there is `KeptState`:
+the trainer's state, written by its ranks between two checkpoints."""
 
 from __future__ import annotations
 
@@ -79,7 +75,7 @@ class Journal:
         last.end = last.file.tell()
 
     def forget_step(self) -> None:
-        """Drop the recorded calls of the unfinished step, whose gradients are lost or refused."""
+        """Drop the unfinished step's recorded calls, since its gradients are lost or not finite."""
         last = self._segments[-1]
         last.file.seek(last.end)
         last.file.truncate()
@@ -146,7 +142,7 @@ class KeptState:
         return self._root / f"version-{version}"
 
     def new_folder(self, version: int) -> Path:
-        """Return an empty path to which the ranks may write the state of this trainer version."""
+        """Return a path at which nothing exists, for the ranks to write this version's state to."""
         if self._root is None:
             self._root = Path(tempfile.mkdtemp(prefix=f"rollpacker-{RELAYOUT}-"))
         folder = self.folder(version)

@@ -1,14 +1,14 @@
-"""Starting the trainer's processes and talking to them.
+"""Starts the trainer's ranks (processes), and makes calls to them.
 
-    started by RollPacker   every rank is a child of the run, or of the run's agent on another
-                            host, with an inherited connection to the run
-    under torchrun          rank 0 is the run's process, and its one child is the trainer's rank 0;
-                            the other ranks become workers themselves and connect to the run's port:
-                            address and token lie in torchrun's store
+Without torchrun, the run's own process starts all ranks, on another host through an agent there.
+Each rank inherits a connection to the run's process. Under torchrun, the process of torchrun's rank
+0 is the run's own, and starts the trainer's rank 0 as a child; torchrun's other processes become
+the other ranks. They connect to the run's process by the address and token that it puts into
+torchrun's key-value store.
 
-Every rank serves one call at a time; a call is made on all ranks at once, or on some. If a rank
-ends, all ranks are ended, since others may wait for it in a collective. New ranks can replace those
-that RollPacker has started (`RanksLost`); ranks that torchrun has started end with the run."""
+A call is made on all ranks at once, or on some; a rank serves one call at a time. If a rank ends,
+all ranks are ended, since others may wait for it in a collective. New ranks can then be started
+(`RanksLost`), but not under torchrun, where the run ends."""
 
 from __future__ import annotations
 
@@ -236,8 +236,8 @@ class Ranks:
         self._started.append(_member(number, child.pid, line, child))
 
     def connect(self) -> None:
-        """Wait for every rank's first message, and send the ranks environment variables. Raises
-        `TrainerProcessError` if a rank ends or its message does not come in time."""
+        """Wait for every rank's first message, and send environment variables by which the ranks
+        find each other. Raises `TrainerProcessError` if a rank ends or its message is late."""
         environment = gloo_at(self._address if self._listener is None else self._listener.host)
         if self._listener is None:
             # Served here, so that no rank has to find a port that is still free when it binds it.
@@ -293,9 +293,9 @@ class Ranks:
 
     def send(self, method: str, calls: Sequence[bytes], numbers: Sequence[int] = ()) -> list[Any]:
         """Send calls that are already encoded, which may be sent again later, and return the ranks'
-        results. Raises a rank's error; of several, one that names samples. If a rank ends
-        meanwhile, or fails while others wait for it longer than `GRACE_S`, all ranks are ended, and
-        `RanksLost` is raised (under torchrun `TrainerProcessError`)."""
+        results. If ranks raise errors, raises one of these, preferably one that names samples. If a
+        rank ends meanwhile, or fails while others wait for it longer than `GRACE_S`, all ranks are
+        ended, and `RanksLost` is raised (under torchrun `TrainerProcessError`)."""
         from rollpacker.trainer.calls import codec, error_of
 
         with self._calling:
@@ -371,7 +371,7 @@ def store_at(address: str) -> TCPStore:
 
 
 def served_at(address: str, port: int) -> dict[str, str]:
-    """Return the environment variables by which torchrun would announce a key-value store."""
+    """Return the environment variables by which torch finds the key-value store at this address."""
     return {
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),

@@ -34,7 +34,7 @@ class LayerTrace:
     """Bytes per token that are kept for the backward pass outside of the layers: before the first
     one and behind the last."""
     backward_bytes: int
-    """Most bytes that the backward pass allocates at one time beyond what the forward pass kept."""
+    """The most bytes that the backward pass allocates at once beyond what the forward pass kept."""
     waiting: float
     """Bytes per token of the inputs and the output gradients of a layer's trained linear layers. A
     pipeline stage keeps them until it computes these layers' weight gradients."""

@@ -1,21 +1,20 @@
-"""One rank's share of a training step: it turns samples into a gradient and an update.
+"""One rank's share of a training step: a learner turns samples into a gradient and an update.
 
-    score       other models' log-probs and the critic's values, for the advantages
-    accumulate  forward and backward of these samples
-    rescale     multiply gradient and losses so far, whose samples' weights were provisional
-    update      clip the gradients, step the optimizer, drop the gradients
-    apply       the step's last update
+Its calls in a step: `score` returns log-probs of the models and values of the critic, from which
+advantages are computed. `accumulate` runs forward and backward of samples. `rescale` multiplies the
+gradient and losses so far, if the samples' weights were provisional. `update` clips the gradients,
+steps the optimizer and drops the gradients. `apply` is the step's last update.
 
-A learner knows no algorithm: losses are `algo`'s, advantages and weights come with the samples. Nor
-does it know micro-batches, or how the models lie on devices: it asks `passes` for sums over
-samples. Alone it is the whole trainer. With `shards` it is one of several equal ranks, each with
-samples of its own and a part of every parameter, and every call is made by several ranks together:
-`score` and `accumulate` by the ranks of a replica, all else by all ranks.
+Losses are defined in `algo`; advantages and weights come with the samples; `passes` cuts samples
+into micro-batches and runs the models. Without `shards` one learner is the whole trainer. With
+`shards` there is a learner on each rank, with samples of its own and a part of every parameter.
+Ranks then make each call together: those of one replica (a whole copy of the model) `score` and
+`accumulate`, all ranks the other calls.
 
-If a loss or a gradient is not finite, the step's gradient is computed again from all its samples,
-with a check after each micro-batch, which names the samples if there is a fault again. With
-pipeline stages, passes go on between calls, so that such a fault is found in `update`. Calls that
-need weights or gradients wait first until no pass is running."""
+If a loss or a gradient is not finite, the step's gradient is computed again from all its samples.
+If that fails too, an error names the samples of the micro-batch that failed. With pipeline stages,
+passes go on after a call has returned, so that such a fault is found in `update`; calls that need
+weights or gradients first wait for these passes."""
 
 from __future__ import annotations
 
@@ -193,8 +192,9 @@ class Learner:
             self._compute_again("a loss or a log-prob")
 
     def rescale(self, factor: float) -> None:
-        """Multiply the gradient and sums accumulated so far by `factor`. Where the gradient cannot
-        be multiplied now, `update` does it, and new losses are divided by the factor until then."""
+        """Multiply the gradient and sums accumulated so far by `factor`. A gradient that cannot be
+        multiplied yet is multiplied in `update`; until then new losses are divided by the factor to
+        make up for it."""
         assert self._step.parts or self._replicas > 1, "nothing was accumulated"
         assert math.isfinite(factor) and factor > 0, factor
         at_rest = self._passes.rescale(factor)

@@ -143,7 +143,8 @@ class _OutputLayer:
         return self.transform.apply_(logits, self.temperature)
 
     def backward(self, gradient: Tensor, log_probs: Tensor, norms: Tensor) -> Tensor:
-        """Turn the gradient of the logits, in place, into that of the output layer's product."""
+        """Turn the gradient of the logits, in place, into that of the output layer's product. The
+        logits are given as `log_probs` plus `norms` of their rows."""
         capped = self.transform.softcap is not None
         logits = log_probs + norms[:, None] if capped else log_probs
         return self.transform.backward_(gradient, logits, self.temperature)

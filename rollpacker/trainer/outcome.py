@@ -20,7 +20,7 @@ class StepOutcome:
     learning_rate: float
     critic_grad_norm: float | None
     peak_memory_bytes: int
-    """Most bytes that this rank held (on its GPU, else as a process) since the last update."""
+    """The most bytes that this rank held (on its GPU, else as a process) since the last update."""
     lora_merge_loss: float | None = None
     """Share of the adapters' change that merging them into the weights would lose by rounding.
     None: there are no adapters, or merging does not round."""

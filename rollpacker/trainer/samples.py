@@ -39,18 +39,21 @@ def build_train_samples(
 ) -> tuple[list[TrainSample], dict[str, float]]:
     """Return all training samples of one step, in the order given, and metrics of their advantages.
     Pass the whole step at once, since the losses' denominators count all its tokens or samples.
-    Each group holds the (response, reward) pairs of one prompt, without samples whose reward
-    failed. `weights` (one per sample, aligned with `groups`) multiply the samples' losses; the
-    denominators stay those of an unweighted step. `scores` of every sample are needed if
-    `config.needs_scores`, `max_response_tokens` for the overlong penalty and fixed-length. With
-    `mask_truncated`, responses that were cut off have weight 0. `updates` (one per group) is the
-    number of the step's optimizer update that trains on the group: each update has its own
-    denominators, and later ones take old log-probs from `scores`. `reward_parts`, each reward's own
-    values, are for an advantage function that asks for them. `turn_rewards` are for `config.credit`
-    by turn; a sample that is not among them has one turn. With `partial` the groups are whole but
-    not all of the step, and token weights lack the denominator: the right ones are smaller by one
-    common factor. Raises `NonFiniteError`, naming the sample, if a reward is NaN or infinite;
-    `ValueError` if the algorithm cannot work with what it is given."""
+    Raises `NonFiniteError`, naming the sample, if a reward is NaN or infinite; `ValueError` if the
+    algorithm cannot work with what it is given.
+
+    - `groups`: for each prompt its (response, reward) pairs, without samples whose reward failed.
+    - `weights`: for each sample, in the order of `groups`, a factor of its loss (None: 1). The
+      denominators do not depend on it.
+    - `partial`: whether the step has further groups, not given here. Token weights then lack the
+      denominator: all are too large by one common factor.
+    - `scores`: log-probs and values of every sample, needed if `config.needs_scores`.
+    - `max_response_tokens`: needed for the overlong penalty and for fixed-length losses.
+    - `updates`: for each group, the number (from 0) of the step's optimizer update that trains on
+      it (None: 0). Each update has its own denominators; later ones take old log-probs from
+      `scores`.
+    - `reward_parts`: each reward's own values, for an advantage function that asks for them.
+    - `turn_rewards`: rewards by dialogue turn; a sample that is not among them has one turn."""
     flat = [(response, reward) for group in groups for response, reward in group]
     _check_rewards(groups, config, partial=partial)
     if not flat:

@@ -1,41 +1,23 @@
 """FSDP2: a model's parameters, gradients and optimizer state, sharded over processes.
 
-    shards = join(device)                            # under torchrun; gloo on a CPU, nccl on CUDA
-    policy = Policy(model)                           # the same weights in every process
-    gradients = shard(policy, shards, param_dtype=torch.bfloat16, gradient_sync="step")
-    optimizer = build_optimizer(policy.model.named_parameters(), config)      # DTensors from here
+A program with the same weights in every process calls these functions in this order:
 
-    # scoring: a forward is a collective, so every process runs as many
-    batches = mine + [filler] * (same_number(len(mine), shards) - len(mine))
-    with torch.no_grad():
-        scores = [policy(batch, temperature) for batch in batches]
+- `join` joins the processes that torchrun has started, by gloo on a CPU and nccl on CUDA.
+- `shard` shards the model. An optimizer that is built afterwards has `DTensor`s.
+- Forward and backward are collectives, so every process runs `same_number` micro-batches. One that
+  has fewer adds fillers (micro-batches of weight 0). A process whose loss is not finite must run a
+  backward pass all the same, since the others wait in theirs.
+- `ShardedGradients.finish` sums the gradients over the processes.
+- If `any_rank` says that a loss was not finite in some process, all processes `forget` their
+  gradients; else all step the optimizer.
+- `leave` ends the process group.
 
-    for batch in batches:                            # a filler's loss has weight 0
-        loss, finite = ...
-        broken |= not finite                         # backward all the same: the others wait in it
-        (loss if finite else zero_loss).backward()
-    gradients.finish(run_filler)                     # forward and backward of one micro-batch of
-                                                     # weight 0; now they are summed over all
-    if any_rank(broken, shards):
-        gradients.forget()                           # and the optimizer's, and NonFiniteError, in
-                                                     # every process
-    norm = optimizer.step(learning_rate, max_grad_norm)
+All processes call these functions, in the same order. With `shards=None` there is one process with
+a plain model, and no process group is needed.
 
-    save_model(policy.model, tokenizer, folder / "model", shards=shards, dtype=torch.bfloat16)
-    masters = {f"master.{n}": p for n, p in policy.model.named_parameters() if p.requires_grad}
-    tensors = optimizer.state() | masters            # the model folder has but bfloat16's digits
-    save_trainer(tensors, {"version": 3}, folder / "trainer", shards)
-    load_model_weights(policy.model, folder / "model", shards)
-    tensors = load_trainer_tensors(folder / "trainer", like, shards)          # as those of `like`
-    leave()
-
-Everything here is a collective: all processes call it, in the same order. With `shards=None` there
-is one process, which needs no process group; the model is then a plain one.
-
-With several replicas (`join(device, replicas=2)`) each has the whole model, sharded over its own
-processes. A forward, a backward and `same_number` are then collectives of one replica alone, which
-may do any number of them, or none, while others do something else; `finish` and all else are
-joint, as above."""
+With several replicas (`join(device, replicas=2)`) each is a whole copy of the model, sharded over
+its own processes. Forward, backward and `same_number` are then collectives of one replica alone,
+whatever other replicas do; `finish`, `any_rank` and an optimizer's step are collectives of all."""
 
 from __future__ import annotations
 

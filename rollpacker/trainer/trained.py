@@ -73,7 +73,8 @@ class Trained:
         return self._mirror.gradient
 
     def norm(self) -> float:
-        """Return the gradient's norm over all ranks, without that of another stage's weight."""
+        """Return the gradient's norm over all ranks, leaving out a tied weight that another
+        pipeline stage updates."""
         norm = torch.nn.utils.get_total_norm(list(self.optimizer.gradients().values()))
         return whole(norm).item()
 

@@ -190,10 +190,11 @@ class TrainConfig:
     """Number of whole copies of the model, each sharded over its share of the trainer's processes.
     A replica computes gradients alone; they are added up over all replicas at the end of a step."""
     colocate: bool = False
-    """Whether engines and the trainer's processes share devices: on each, one process and one
-    engine or a share of one. With stream_trainer, engines leave their devices towards the end of a
-    round of generation; their samples go on in other engines, and replicas begin to train on
-    prompts with all samples. On CUDA, trainer and engine wait in host memory for their turn."""
+    """Whether engines and the trainer's processes share devices: each device then has one trainer
+    process, and an engine or a part of one. With stream_trainer, engines leave their devices
+    towards the end of a round of generation; their samples go on in other engines, and replicas
+    begin to train on prompts with all samples. On CUDA, trainer and engine wait in host memory for
+    their turn."""
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     gradient_sync: Literal["step", "micro-batch"] = "step"
     """When gradients are added up over several processes: once a step, or after every micro-batch,
@@ -216,8 +217,8 @@ class TrainConfig:
     max_grad_norm: float | None = 1.0
     """Largest norm of the gradient, which is scaled down to it. None: it is never scaled down."""
     micro_batch_tokens: int | Literal["auto"] = AUTO_MICRO_BATCH_TOKENS
-    """Most tokens of a micro-batch, padding included; a longer sample gets a micro-batch of its
-    own. auto: 4096, or the length of the longest sample, since memory must have room for it; with
+    """Largest number of tokens of a micro-batch, padding included; a longer sample gets a
+    micro-batch of its own. auto: 4096, or the length of the longest sample if that is more; with
     pipeline stages fewer tokens if that makes an update quicker, by the samples' lengths."""
     micro_batches: Literal["auto", "sorted", "packed"] = "auto"
     """How samples lie in a micro-batch. packed: end to end without padding. sorted: samples of like
@@ -372,7 +373,7 @@ class TrainSample(ScoreRequest):
 class Trainer(Protocol):
     """The calls by which the driver (the run's main loop) trains the policy. A step is any number
     of calls of `accumulate`, then `apply`; with several updates per step, each but the last ends
-    with `update`. `rescale` comes between two calls of `accumulate` if weights were provisional."""
+    with `update`. `rescale` comes after calls of `accumulate` with provisional loss weights."""
 
     @property
     def version(self) -> int:

@@ -5,11 +5,11 @@ Weights, gradients, optimizer state, adapters, keys and values are exact, by for
 are what the model's layers keep when they run without data (`trainer/layer_trace.py`). Not counted
 are torch itself, a CUDA context, and what an allocator keeps of freed blocks.
 
-In a pipeline stage, a micro-batch takes memory in one of two states: after its forward pass (F),
-while what autograd saved is there; or after its backward pass for inputs (I), while inputs and
-output gradients of the linear layers wait for the backward pass for weights (W). A stage that is
-not the last may have all its tokens in the first state, when a slow link holds up their gradients.
-The last stage has one micro-batch in the first state, since its I follows F at once."""
+In a pipeline stage, a micro-batch takes memory in one of two states. After its forward pass, all
+that autograd saved is kept. After its backward pass for inputs, inputs and output gradients of the
+linear layers are kept for the backward pass for weights (W). In a stage before the last all tokens
+may be in the first state, if a slow link holds up their gradients. In the last stage one
+micro-batch at most is in that state, since its backward pass for inputs follows at once."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ GIB = 1 << 30
 CPU_CACHE_GIB = 1.0
 """GiB that an engine on a CPU takes for keys and values unless the config sets another limit."""
 MOST_SIMULATED = 256
-"""Most micro-batches with which an update is simulated to predict the stages' idle time. Updates of
-more micro-batches have a smaller share of idle time."""
+"""Largest number of micro-batches with which an update is simulated to predict the stages' idle
+time. Updates of more micro-batches have a smaller share of idle time."""
 LOGIT_BLOCK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 24}
 """Number of logits that are computed at a time, by type of device: a copy of
 `logprobs.BLOCK_ELEMENTS`, which this module cannot import without torch."""
@@ -50,10 +50,10 @@ OF_A_TURN = (
     *("gradients", "critic gradients", "activations", "decoded", "gathered", "backward"),
     *("kept for W", "messages", "summing"),
 )
-"""Names of parts that a trainer process holds only from a step's first gradient to its update."""
+"""Names of memory parts that a trainer has only from a step's first gradient to its update."""
 OFFLOADED = ("optimizer", "critic optimizer", "master", "critic master")
-"""Names of further memory parts for which the same is true if `train.offload` is set on CUDA: they
-are held only from a step's first gradient to its update."""
+"""Names of memory parts that, if `train.offload` is set on CUDA, are also held only from a step's
+first gradient to its update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class Memory:
     layers: int = 0
     """Number of the policy's layers in this pipeline stage; 0 without stages."""
     live_tokens: int = 0
-    """Most tokens whose activations this pipeline stage keeps at one time; 0 without stages."""
+    """Largest number of tokens whose activations this stage keeps at once; 0 without stages."""
     in_turn: tuple[str, ...] = ()
     """Names of the parts that are held only while the process uses a device that it shares with an
     engine."""
@@ -305,7 +305,7 @@ class TrainingMemory:
         self, count: int, own: int, what: str, matrices: int, prefix: str = ""
     ) -> list[MemoryPart]:
         """Return the memory parts for gradients of `count` parameters, and for optimizer state of
-        `own` of these parameters, of which `matrices` are in layers' matrices."""
+        those `own` that this process updates. Of these, `matrices` are in layers' matrices."""
         whole = self.ranks > 1 and self.config.train.gradient_sync == "step"
         gradients, shared = (count * 4, "") if whole else (count * 4 // self.ranks, self._shared)
         size, formula = 8 * own, f"{what} x 2 moments x 4 bytes{self._shared}"
@@ -408,7 +408,7 @@ class TrainingMemory:
         """Return the memory of a process of each pipeline stage, and the largest sweep (one
         update's micro-batches). None if the policy's shape, or what its layers keep, is not known.
         Raises `ValueError` if the run would refuse the configured layers of the stages or their cap
-        on live tokens; with None this is not checked."""
+        on live tokens; when None is returned, these may be wrong unnoticed."""
         pipeline, sweep = self.config.train.pipeline, Sweep.of(self.config, self.ranks)
         caps = live_token_caps(
             pipeline.live_tokens, num_stages=pipeline.stages, longest=sweep.micro_batch_tokens
@@ -480,8 +480,8 @@ class _Working:
     stage: int
     sweep: Sweep
     live_tokens: int | None
-    """Most tokens whose activations this pipeline stage keeps at one time. None: the model is not
-    in stages, and runs on one micro-batch after the other."""
+    """Largest number of tokens whose activations this pipeline stage keeps at one time. None: the
+    model is not in stages, and runs on one micro-batch after the other."""
 
     def parts(self) -> list[MemoryPart]:
         models, element, policy = self.models, self.models.element, self.decoders[0]
@@ -522,9 +522,9 @@ class _Working:
         return self.models.num_adapter_parameters(self.decoders[0].layers_in(self.stage))
 
     def _activations(self) -> list[MemoryPart]:
-        """Return the memory parts for activations. These are what forward passes keep; in the last
-        of several stages, for tokens beyond one micro-batch, they are what a backward pass for
-        inputs keeps for the weight gradients."""
+        """Return the memory parts for activations: what is kept after a forward pass. In the last
+        pipeline stage one micro-batch at most is in that state; tokens beyond it have had their
+        backward pass for inputs, and count with what the backward pass for weights needs."""
         after_f = after_i = 0
         formulas = []
         for decoder, trace in self.graphs:

@@ -3,9 +3,9 @@
 Three implementations, one function each, in the shape that transformers' `AttentionInterface` asks
 for. All find the rows in a keyword argument that transformers hands through to every layer.
 
-    varlen    torch's FlashAttention over cumulative lengths. CUDA, half precision.
-    flex      FlexAttention with a mask of blocks. CUDA; also soft caps, and float32.
-    grouped   rows of like length padded together for attention alone, by plain SDPA. Any device."""
+- `varlen` is torch's FlashAttention over cumulative lengths, on CUDA in half precision.
+- `flex` is FlexAttention with a mask of blocks, on CUDA; also with soft caps, and in float32.
+- `grouped` pads rows of like length together for attention alone, by plain SDPA on any device."""
 
 from __future__ import annotations
 

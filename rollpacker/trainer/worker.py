@@ -1,11 +1,8 @@
 """A process of the trainer: one rank, which does what the run's own process asks, call by call.
 
-    setup(LearnerSetup)   once: join the other ranks, load the models
-    score, accumulate, discard, rescale, update, apply, arrange, save, load, write_weights, offload,
-    reload, hashes
-
-The process ends when its connection to the run does, whatever it is doing: a run that is killed
-leaves no process behind."""
+The first call, `setup`, joins the other ranks and loads the models. Later calls train, score and
+save (`calls.METHODS` lists all). The process ends when its connection to the run does, whatever it
+is doing: a run that is killed leaves no process behind."""
 
 from __future__ import annotations
 
