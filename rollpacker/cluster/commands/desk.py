@@ -31,7 +31,7 @@ _LATER = {
     " cluster cancel takes it back",
     **dict.fromkeys(("cancel", "drain"), ". What was asked waits there, and is done once it does"),
 }
-"""Ends of the error message if the service does not answer, by the kind of the question."""
+"""What the error message adds if the service does not answer, by the kind of the question."""
 
 
 class Refused(ValueError):
@@ -48,21 +48,23 @@ class ServiceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     host: str
     pid: int
     spec: Mapping[str, Any]
-    """The settings of the cluster's file as they were resolved, as plain values by name."""
+    """The settings of the cluster's file, with overrides applied, as plain values by name."""
     first_nodes: Mapping[str, int] = msgspec.field(default_factory=dict)
-    """Number of nodes of each pool when the folder began, by the pool's name; pools may have grown
-    since. Empty if an earlier version wrote this: then the numbers are those of `spec`."""
+    """Number of nodes of each pool, by the pool's name, when this folder was first served; pools
+    may have grown since. Empty in files of earlier versions: then the numbers are those of
+    `spec`."""
 
 
 def write_facts(folder: Path, facts: ServiceFacts) -> None:
-    """Write the facts into the folder in one step, so that a reader never sees half of them."""
+    """Write the service's facts into its folder in one step: a reader never sees half of them."""
     draft = folder / f"{FACTS_FILE}.{facts.pid}"
     draft.write_bytes(msgspec.json.format(msgspec.json.encode(facts), indent=1))
     draft.replace(folder / FACTS_FILE)
 
 
 def read_facts(folder: Path) -> ServiceFacts:
-    """Read the facts about a folder's service. Raises `ValueError` if none has served from it."""
+    """Read the facts about a folder's service. Raises `ValueError` if no service has used the
+    folder."""
     try:
         return msgspec.json.decode((folder / FACTS_FILE).read_bytes(), type=ServiceFacts)
     except FileNotFoundError:
@@ -75,8 +77,8 @@ def read_facts(folder: Path) -> ServiceFacts:
 
 
 def take_lock(folder: Path) -> IO[str]:
-    """Lock the folder for this process until the returned file is closed. Raises `ValueError` if
-    another service has locked it."""
+    """Lock the cluster's folder for this process until the returned file is closed. Raises
+    `ValueError` if another service has locked the folder."""
     lock = (folder / LOCK_FILE).open("a")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -93,7 +95,7 @@ def take_lock(folder: Path) -> IO[str]:
 
 
 def is_served(folder: Path) -> bool:
-    """Whether a service of this host holds the lock of the folder."""
+    """Return whether a service of this host is running in the folder, by the lock that it holds."""
     try:
         with (folder / LOCK_FILE).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -105,7 +107,9 @@ def is_served(folder: Path) -> bool:
 
 
 def find_folder(given: str | None) -> Path:
-    """The folder of the cluster that is meant. Raises `ValueError` if there are none or several."""
+    """Return the folder of the cluster that a command is about: `given`, or the one that the
+    environment names, or the only one served here. Raises `ValueError` if there is none or
+    several."""
     if given or (given := os.environ.get(CLUSTER_VARIABLE)):
         return Path(given).expanduser()
     how = f"with --cluster FOLDER, or {CLUSTER_VARIABLE}"
@@ -129,7 +133,8 @@ def find_folder(given: str | None) -> Path:
 
 
 def open_mailbox(address: str) -> Mailbox:
-    """The mailbox with this address. Raises `OSError` or `ValueError` if it cannot be opened."""
+    """Return the mailbox with this address. Raises `OSError` or `ValueError` if it cannot be
+    opened."""
     from rollpacker.cluster.seats.mailbox_seat import MAILBOXES
 
     scheme = address.partition(":")[0]
@@ -146,10 +151,11 @@ def open_mailbox(address: str) -> Mailbox:
 
 
 class Desk:
-    """Sends questions to the service of one folder, and waits for its answers."""
+    """Asks one cluster's service questions by letters (messages), and waits for the answers."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises `ValueError` if no service has served `folder`, or if it cannot be reached."""
+        """Raises `ValueError` if no service has used `folder`, or if its mailbox cannot be
+        reached."""
         self.folder = folder
         self.facts = read_facts(folder)
         self._own = f"desk-{secrets.token_hex(8)}"
@@ -161,7 +167,8 @@ class Desk:
             raise ValueError(self._silent(error)) from error
 
     def _silent(self, error: OSError | None = None) -> str:
-        """Return a message that the service does not answer. `error`: why, or None if unknown."""
+        """Return the message that the service does not answer, with the error that shows it, if
+        any."""
         facts = self.facts
         where = f"process {facts.pid} on {facts.host}"
         is_here = facts.host == socket.gethostname()
@@ -177,8 +184,9 @@ class Desk:
         )
 
     def ask(self, kind: str, facts: Mapping[str, Any]) -> Any:
-        """Return the facts of the service's answer. Raises `Refused` with the service's reason, and
-        `ValueError` if there is no answer within `ANSWER_S` seconds."""
+        """Post a question to the service and return the values of its answer by name. Raises
+        `Refused` with the service's reason, and `ValueError` without an answer within `ANSWER_S`
+        seconds."""
         from rollpacker.cluster.seats.mailbox import ALL, SERVICE
 
         self._number += 1
@@ -208,5 +216,6 @@ class Desk:
 
 
 def open_desk(given: str | None) -> Desk:
-    """Return a desk for the cluster that is meant. Raises `ValueError` if none can be asked."""
+    """Return a desk for the cluster in the folder `given`, or the only one if None. Raises
+    `ValueError` if there is no such cluster."""
     return Desk(find_folder(given))
