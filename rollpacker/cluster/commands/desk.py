@@ -50,9 +50,8 @@ class ServiceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     spec: Mapping[str, Any]
     """The settings of the cluster's file, with overrides applied, as plain values by name."""
     first_nodes: Mapping[str, int] = msgspec.field(default_factory=dict)
-    """Number of nodes of each pool, by the pool's name, when this folder was first served; pools
-    may have grown since. Empty in files of earlier versions: then the numbers are those of
-    `spec`."""
+    """Number of nodes of each pool when this folder was first served, by the pool's name; pools may
+    have grown since. Empty in files of earlier versions: then `spec` has the numbers."""
 
 
 def write_facts(folder: Path, facts: ServiceFacts) -> None:
@@ -63,8 +62,7 @@ def write_facts(folder: Path, facts: ServiceFacts) -> None:
 
 
 def read_facts(folder: Path) -> ServiceFacts:
-    """Read the facts about a folder's service. Raises `ValueError` if no service has used the
-    folder."""
+    """Read the facts about a folder's service. Raises `ValueError` if no service has used it."""
     try:
         return msgspec.json.decode((folder / FACTS_FILE).read_bytes(), type=ServiceFacts)
     except FileNotFoundError:
@@ -107,9 +105,8 @@ def is_served(folder: Path) -> bool:
 
 
 def find_folder(given: str | None) -> Path:
-    """Return the folder of the cluster that a command is about: `given`, or the one that the
-    environment names, or the only one served here. Raises `ValueError` if there is none or
-    several."""
+    """Return the folder of the cluster that a command means: `given`, the one that the environment
+    names, or the only one served here. Raises `ValueError` if there are none or several."""
     if given or (given := os.environ.get(CLUSTER_VARIABLE)):
         return Path(given).expanduser()
     how = f"with --cluster FOLDER, or {CLUSTER_VARIABLE}"
@@ -133,8 +130,7 @@ def find_folder(given: str | None) -> Path:
 
 
 def open_mailbox(address: str) -> Mailbox:
-    """Return the mailbox with this address. Raises `OSError` or `ValueError` if it cannot be
-    opened."""
+    """Open the mailbox at this address. Raises `OSError` or `ValueError` if that is impossible."""
     from rollpacker.cluster.seats.mailbox_seat import MAILBOXES
 
     scheme = address.partition(":")[0]
@@ -154,8 +150,7 @@ class Desk:
     """Asks one cluster's service questions by letters (messages), and waits for the answers."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises `ValueError` if no service has used `folder`, or if its mailbox cannot be
-        reached."""
+        """Raises `ValueError` if no service has used `folder`, or its mailbox cannot be reached."""
         self.folder = folder
         self.facts = read_facts(folder)
         self._own = f"desk-{secrets.token_hex(8)}"
@@ -167,8 +162,7 @@ class Desk:
             raise ValueError(self._silent(error)) from error
 
     def _silent(self, error: OSError | None = None) -> str:
-        """Return the message that the service does not answer, with the error that shows it, if
-        any."""
+        """Return a message that the service does not answer, with the `error` that shows it."""
         facts = self.facts
         where = f"process {facts.pid} on {facts.host}"
         is_here = facts.host == socket.gethostname()
@@ -185,8 +179,7 @@ class Desk:
 
     def ask(self, kind: str, facts: Mapping[str, Any]) -> Any:
         """Post a question to the service and return the values of its answer by name. Raises
-        `Refused` with the service's reason, and `ValueError` without an answer within `ANSWER_S`
-        seconds."""
+        `Refused` with the service's reason; `ValueError` if no answer comes within `ANSWER_S`."""
         from rollpacker.cluster.seats.mailbox import ALL, SERVICE
 
         self._number += 1

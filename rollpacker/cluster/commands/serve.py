@@ -26,8 +26,7 @@ START_RAY_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ground:
-    """The means by which a service reaches its jobs, on this host or on ray: a mailbox and a
-    runner."""
+    """The means by which a service reaches its jobs on this host or on ray: mailbox and runner."""
 
     said: str
     mailbox: Mailbox

@@ -1,5 +1,4 @@
-"""Shows people the service's answer to `status`: a table of jobs, one job, or the whole cluster
-live."""
+"""Shows people the service's answer to `status`: a table of jobs, one job, or the cluster live."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ Status = Mapping[str, Any]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do the command `jobs`, `show`, `top`, `cancel` or `drain`. Raises `ValueError` if it
-    cannot."""
+    """Run `jobs`, `show`, `top`, `cancel` or `drain`. Raises `ValueError` if that is impossible."""
     from rollpacker.cluster.commands.desk import open_desk
     from rollpacker.run.output import console
 
@@ -91,8 +89,7 @@ def check_node(status: Status, name: str) -> None:
 
 
 def find_job(status: Status, name: str) -> Mapping[str, Any]:
-    """Return the job of this name from the service's status. Raises `ValueError` if there is
-    none."""
+    """Return the job of this name from the status. Raises `ValueError` if there is none."""
     jobs = {job["job"]: job for job in status["jobs"]}
     if name not in jobs:
         raise ValueError(

@@ -25,8 +25,7 @@ REDONE_S = 1800.0
 
 
 def run(args: argparse.Namespace) -> int:
-    """Submit a job and print whether it runs or waits. Raises `ValueError` if it is not
-    accepted."""
+    """Submit a job and print whether it runs or waits. Raises `ValueError` if it is refused."""
     from rollpacker.cluster.commands.desk import open_desk
     from rollpacker.cluster.decide.nodes import check_job
     from rollpacker.cluster.sim.spec import ClusterSpec
@@ -109,8 +108,7 @@ def _owner(args: argparse.Namespace) -> str:
 
 def facts_of(config: RunConfig, path: Path) -> dict[str, Any]:
     """Return the command, the folder and the environment with which a run is started and resumed.
-    The command uses the copy of the config at `path`, so later edits of the user's file do
-    nothing."""
+    The command uses the copy of the config at `path`: later edits of the user's file do nothing."""
     train = [sys.executable, "-m", "rollpacker.cli.main", "train", str(path)]
     return {
         "command": [*train, "--resume=auto"],
@@ -133,9 +131,8 @@ def new_file(config: RunConfig) -> Path:
 
 @contextlib.contextmanager
 def kept(config: RunConfig, path: Path) -> Iterator[None]:
-    """Save the config at `path` for the time of the block and after. The file is removed only if
-    the service refuses the job: one that did not answer may still start it. Raises `ValueError` if
-    the file cannot be written."""
+    """Save the config at `path`. The file is removed only if the service refuses the job inside the
+    block: one that did not answer may still start it. Raises `ValueError` if saving fails."""
     from rollpacker.cluster.commands.desk import Refused
     from rollpacker.config.load import save_config
 
@@ -318,8 +315,7 @@ def check_no_program(args: argparse.Namespace) -> None:
 
 
 def facts_of_program(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the command and the folder to start a user's program with; it has to resume by
-    itself."""
+    """Return the command and folder to start a user's program, which has to resume by itself."""
     path = Path(args.config).resolve()
     return {
         "command": [sys.executable, str(path), *_arguments(args.arguments)],

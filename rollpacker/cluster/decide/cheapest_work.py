@@ -30,8 +30,8 @@ DANGER = 0.8
 """Probability of keeping an SLO below which the SLO is in danger. (Jobs are placed with a higher
 one, `confidence`: if both were equal, luck alone would have jobs move.)"""
 RETRY = 0.9
-"""A job tries again to save its SLO once the iterations that it has left are fewer than this share
-of those left at its last try."""
+"""Share: a job tries again to save its SLO once it has fewer iterations left than this many times
+those that it had left at its last try."""
 MIN_BETTER = 0.002
 """Share of the price by which another order of turns must be cheaper to be preferred."""
 
@@ -47,8 +47,7 @@ class CheapestWork:
     saturate: bool = True
     """Whether the jobs of a group may together have more work than its nodes have time for."""
     moves: bool = True
-    """Whether a job moves to another group at a commit, if the move saves more than its restart
-    costs."""
+    """Whether a job moves to another group at a commit if that saves more than a restart costs."""
     tail_release: bool = True
     learns: bool = True
     """Whether the measured times of iterations correct a job's profile."""
@@ -229,8 +228,7 @@ def _endangered(standing: Standing) -> list[str]:
 def _in_danger(
     layout: Layout, forecasts: Sequence[Forecast], rest: Mapping[str, Rest]
 ) -> list[str]:
-    """Return the jobs whose SLO is likely to be missed now, but would be kept without other
-    jobs."""
+    """Return the jobs whose SLO is likely to be missed now, and would be kept without others."""
     return [
         job.name
         for job, one, limit in zip(layout.jobs, forecasts, limits(layout, rest), strict=True)

@@ -64,8 +64,7 @@ from rollpacker.cluster.decide.waiting import AGEING_H, Devices, Waiting
 
 
 class Cluster:
-    """Decides for all jobs of a cluster which nodes they get and whose turn it is on them. Each job
-    has a name of its own."""
+    """All jobs of a cluster: decides which nodes they get, and whose turn it is on them."""
 
     def __init__(
         self,
@@ -85,16 +84,14 @@ class Cluster:
         self._turns = ClusterTurns(self._running)
         self._waiting = Waiting(pools, quotas, ageing_s)
         self._paused: dict[str, Running] = {}
-        """Records of the jobs that have run, were stopped and wait for nodes again, by the job's
-        name."""
+        """Records of the jobs that ran, were stopped and wait for nodes again, by job name."""
         self._since_s: dict[str, float] = {}
         """Times in seconds since when jobs have waited for nodes, by the job's name. A job's entry
         is removed once it has asked for its first turn."""
         self._num_changes = 0
         """Number of times that the jobs, or the nodes that jobs run on, have changed so far."""
         self._obstacle = ("", 0, "")
-        """The last answer of `awaits`, to be used again: the job, `_num_changes` then, and the
-        text."""
+        """Last answer of `awaits`, for use again: the job, `_num_changes` then, and the text."""
 
     @property
     def pools(self) -> Sequence[Pool]:
@@ -201,7 +198,7 @@ class Cluster:
         return commands
 
     def _next_waiting(self, at_s: float) -> Late | None:
-        """Return the waiting job that is next, with the seconds that its SLO still lets it wait.
+        """Return the waiting job that is next, with what its wait leaves of its life and its SLO.
         None if no job may start."""
         job = self._waiting.next(self._running_jobs())
         if job is None:
@@ -313,8 +310,7 @@ class Cluster:
         return any(map(nodes.is_drained, (*running.rollout_nodes, *train_nodes)))
 
     def _displace(self, running: Running, at_s: float) -> list[Command]:
-        """Take a job off drained nodes (which get no more jobs), and start it on others or let it
-        wait."""
+        """Take a job off drained nodes (closed to jobs), and start it on others or let it wait."""
         commands = self._detach(running, at_s)
         return commands + self._elsewhere(running, at_s, "its nodes are drained", at_s)
 
@@ -332,8 +328,7 @@ class Cluster:
 
     @staticmethod
     def _moved(running: Running) -> Late:
-        """Return the job with the seconds that its SLO still lets it wait after one more
-        restart."""
+        """Return the job with the seconds that its SLO lets it wait after one more restart."""
         return Late(running.job, running.rest and restarted(running.job, running.rest))
 
     # -- iterations --------------------------------------------------------------------
@@ -412,8 +407,7 @@ class Cluster:
         return []
 
     def _learn(self, running: Running, kind: str, times: Times) -> None:
-        """Learn from an iteration's times. If the job's mean times change, its group is examined
-        anew."""
+        """Learn from an iteration's times. If the job's times change, examine its group anew."""
         if running.learned is None:
             running.learned = LearnedTimes(running.job)
         changed = running.learned.saw(kind, self.sharing(running.job.name).alone(times))

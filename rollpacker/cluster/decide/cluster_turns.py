@@ -24,13 +24,11 @@ from rollpacker.cluster.decide.nodes import Node
 from rollpacker.cluster.decide.turns import Order, Turns
 
 MAX_LOSSES = 3
-"""Most losses of a job (all its processes gone) without a commit within `LOSSES_S`; at one more the
-cluster gives the job up."""
+"""Most losses of a job without a commit within `LOSSES_S`; at one more the job is given up."""
 LOSSES_S = 3600.0
 """Seconds after which a loss of a job counts no more towards `MAX_LOSSES`."""
 PATIENCE = 3.0
-"""Factor: a job may stay away between two phases for this many times the longest that its profile
-states for that."""
+"""Factor: a job may stay away between phases for this many times its longest planned pause."""
 PATIENCE_S = 30.0
 """Seconds for which a job may stay away between two phases in any case, before its turn passes."""
 
@@ -50,13 +48,11 @@ class Running(msgspec.Struct):
     token: int = 0
     """Token (number) of the job's present grant of nodes. 0 if the job holds no nodes."""
     began_s: float = 0.0
-    """Time in seconds of the job's first ask for nodes, less what it had waited for nodes
-    before."""
+    """Time in seconds of the job's first ask for nodes, less its wait for nodes before that."""
     steps: int = 0
     work_s: float = 0.0
     looked: int = 0
-    """Value of the cluster's `_num_changes` when it was last examined whether the job should
-    move."""
+    """The cluster's `_num_changes` when it was last examined whether the job should move."""
     learned: LearnedTimes | None = None
     rest: Rest | None = None
     """Iterations that the job has left, and seconds that its SLO lets it wait. None until the job
@@ -89,8 +85,7 @@ class Running(msgspec.Struct):
 
 
 class ClusterTurns:
-    """The turns of all groups (jobs that share nodes). Its methods return the grants of nodes that
-    follow from what they record."""
+    """The turns of all groups of jobs that share nodes. Methods return the grants that follow."""
 
     def __init__(self, running: Mapping[str, Running]) -> None:
         """`running`: records of all jobs that have nodes, kept up to date by the cluster."""
@@ -160,16 +155,14 @@ class ClusterTurns:
         ]
 
     def kept_for(self, job: str) -> str | None:
-        """Return another job whose turn it is on the free nodes that this job waits for, or
-        None."""
+        """Return another job whose turn it is on the free nodes that this job awaits, or None."""
         running = self._running.get(job)
         if running is None or not running.joined:
             return None
         return self._groups[running.group].kept_for(job)
 
     def stayed_away(self, event: StayedAway) -> list[Command]:
-        """Take a job that stayed away out of the turns, if other jobs still wait for it. Returns
-        the grants to others."""
+        """Take a job that stayed away out of the turns if others wait. Returns their grants."""
         running = self._running.get(event.job)
         if running is None or event.job not in self._groups[running.group].awaited(event.at_s):
             return []

@@ -1,4 +1,4 @@
-"""The events that the cluster's decisions take in, and the commands that come of them
+"""The events that the decisions about a cluster take in, and the commands that follow from them
 (`cluster/decide/cluster.py`)."""
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Committed(_JobEvent, frozen=True):
     kind: str = "plain"
     """Kind of the iteration's round of generation, such as plain, short or long."""
     step: Omitted[int] = 0
-    """Number of the iteration, as the job counts. 0: the job does not report one, and each commit
-    counts as one more iteration."""
+    """Number of the iteration, as the job counts. 0 if the job does not say: one more than
+    before."""
     last: Omitted[bool | None] = None
     """Whether the job ends after this iteration. None: the job does not say, so that it ends once
     it has done its submitted number of steps."""

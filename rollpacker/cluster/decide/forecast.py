@@ -35,8 +35,7 @@ NUM_STRETCHES = 7
 LONG_STRETCH = 8
 NUM_LONG_STRETCHES = 6
 WARM_UP = 2
-"""Number of iterations at the begin of a simulation that are left out, because all jobs begin at
-the same time there."""
+"""Iterations left out at the begin of a simulation, because all jobs begin at once there."""
 HOPELESS = 1.1
 """Factor: a simulation ends after its first third if a job's mean slowdown is more than this many
 times the highest that keeps its SLO."""
@@ -57,8 +56,7 @@ class Forecast(msgspec.Struct, frozen=True):
     their mean slowdown is this number divided by the square root of n."""
 
     def bound(self, confidence: float, iterations: int) -> float:
-        """Return the slowdown over this many iterations that is not exceeded with this
-        confidence."""
+        """Return the slowdown over this many iterations not exceeded with this confidence."""
         if self.deviation == 0.0:
             return self.slowdown
         return self.slowdown + _z(confidence) * self.deviation / math.sqrt(max(iterations, 1))
@@ -157,8 +155,7 @@ def _is_fixed(job: ClusterJob) -> bool:
 
 
 def _point(job: int, number: int) -> tuple[float, float]:
-    """Return the point in the unit square for a job's iteration: each job has its own part of the
-    sequence."""
+    """Return a point of the sequence for a job's iteration; each job has its own part of it."""
     at = number + 1 + 1000 * job
     return (at * _STEP[0]) % 1.0, (at * _STEP[1] + 0.5 * (job % 2)) % 1.0
 

@@ -24,14 +24,13 @@ MATERIAL = 0.04
 SURE = 3.0
 """Number of standard errors that a change must exceed to count as more than luck."""
 ENOUGH = 4
-"""Fewest iterations of a kind of round by which its times are judged."""
+"""Fewest iterations of one kind of round from which its times are judged to have changed."""
 _STEP = (0.7548776662466927, 0.5698402909980532)
-"""Steps of the additive sequence that fills a square most evenly; its points choose the iterations
-drawn from the profile."""
+"""Steps of the sequence that fills a square most evenly; it draws iterations from the profile."""
 
 
 class LearnedTimes:
-    """The learned times of one job, which depend only on its profile and on the iterations seen."""
+    """The times of one job's phases as learned from its profile and its latest iterations."""
 
     def __init__(self, job: ClusterJob) -> None:
         self._job = job
@@ -40,8 +39,8 @@ class LearnedTimes:
         )
 
     def saw(self, kind: str, times: Times) -> ClusterJob | None:
-        """Take in an iteration, in seconds on the profile's devices. Returns the job with new times
-        if they have changed materially, else None."""
+        """Take in an iteration: the kind of its round, and its seconds on the profile's devices.
+        Returns the job with new times if they have changed by much, else None."""
         self._seen.append((kind, times.positive()))
         if not self._has_changed():
             return None
@@ -49,7 +48,7 @@ class LearnedTimes:
         return self._job
 
     def _has_changed(self) -> bool:
-        """Whether the share of a kind of round, or its times, have changed by more than luck."""
+        """Whether a kind of round, by share or times, differs from before by more than luck."""
         least = MATERIAL * math.fsum(self._job.mean)
         known = {one.kind: one for one in self._job.rounds}
         seen = self._by_kind()
