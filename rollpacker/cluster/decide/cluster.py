@@ -198,8 +198,8 @@ class Cluster:
         return commands
 
     def _next_waiting(self, at_s: float) -> Late | None:
-        """Return the waiting job that is next, with what its wait leaves of its life and its SLO.
-        None if no job may start."""
+        """Return the waiting job that is next, with what its wait leaves of its life; None if
+        none."""
         job = self._waiting.next(self._running_jobs())
         if job is None:
             return None

@@ -53,8 +53,7 @@ class Committed(_JobEvent, frozen=True):
     kind: str = "plain"
     """Kind of the iteration's round of generation, such as plain, short or long."""
     step: Omitted[int] = 0
-    """Number of the iteration, as the job counts. 0 if the job does not say: one more than
-    before."""
+    """Number of the iteration, as the job counts. 0 if the job does not say: the last plus 1."""
     last: Omitted[bool | None] = None
     """Whether the job ends after this iteration. None: the job does not say, so that it ends once
     it has done its submitted number of steps."""

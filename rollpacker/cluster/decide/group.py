@@ -31,11 +31,9 @@ from typing import NamedTuple
 from rollpacker.cluster.decide.job import ClusterJob, Times
 
 LINK_OVERHEAD = 1.17
-"""Factor by which sending weights takes longer than bytes over the link's rate (RollMux, Fig.
-12)."""
+"""Factor by which sending weights is slower than bytes over the link's rate (RollMux, Fig. 12)."""
 SPREAD_GB_S = 6.0
-"""Rate at which weights spread among a rollout pool's nodes, 1e9 bytes per second (RollMux, Fig.
-12)."""
+"""Rate at which weights spread among a rollout pool's nodes, in 1e9 bytes/s (RollMux, Fig. 12)."""
 
 TAIL_MOVE_S = 3.0
 """Seconds to move the last samples (tail) of a rollout to the few devices that go on with them. It
@@ -123,8 +121,7 @@ def sharing(
     link_gb_s: float = math.inf,
     tail_release: bool = True,
 ) -> Sharing:
-    """Return how a job's times change on so many rollout nodes, in a group of so many training
-    devices."""
+    """Return how a job's times change on so many rollout nodes and training devices of a group."""
     assert train_devices >= job.train_devices
     lanes = min(job.train_devices, job.rollout_devices)
     publish_s = LINK_OVERHEAD * job.model_gb / (lanes * link_gb_s)
@@ -173,8 +170,7 @@ def closed_period_s(holds: Sequence[Holds], pins: Pins) -> float:
 
 
 def closed_form_holds(holds: Sequence[Holds], pins: Pins) -> bool:
-    """Whether `closed_period_s` is surely exact, by the two conditions in the module's
-    docstring."""
+    """Whether `closed_period_s` is exact, by the two conditions that the module's text states."""
     owner: dict[object, frozenset[object]] = {}
     if not all(owner.setdefault(node, pinned) == pinned for pinned in pins for node in pinned):
         return False
@@ -185,8 +181,7 @@ def closed_form_holds(holds: Sequence[Holds], pins: Pins) -> bool:
 
 
 def period_s(holds: Sequence[Holds], pins: Pins) -> float:
-    """Return the seconds in which all jobs have one turn each, in this order, with fixed
-    iterations."""
+    """Return the seconds in which each job has one turn, in this order, if iterations are fixed."""
     if closed_form_holds(holds, pins):
         return closed_period_s(holds, pins)
     return largest_cycle_mean(_event_graph(holds, pins))

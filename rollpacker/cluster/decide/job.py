@@ -116,8 +116,7 @@ class ClusterJob(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_un
     """Name of the owner whose quota the job counts against. Empty if unknown."""
     rollout_devices: int = 8
     train_devices: int = 8
-    """Smallest number of devices that the job trains on; in its group it trains on all there
-    are."""
+    """Smallest number of devices that the job trains on; in a group it trains on all there are."""
     rollout_memory_gib: float = 0.0
     """GiB of host memory that the parked rollout keeps on each of the job's rollout nodes."""
     train_memory_gib: float = 0.0
@@ -130,8 +129,7 @@ class ClusterJob(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_un
     cold_start_s: float = 0.0
     """Seconds from a start of the job's processes to its first iteration, also after a move."""
     tail_share: float = 0.0
-    """Share of a rollout, its last part (tail), that needs few devices; other jobs have the
-    rest."""
+    """Share of a rollout, its last part (tail), on few devices, while other jobs have the rest."""
     tail_devices_share: float = 0.125
     """Share of the rollout's devices that run its tail (`tail_share`)."""
 
@@ -180,8 +178,8 @@ class ClusterJob(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_un
         return list(itertools.accumulate(one.share for one in self.rounds))
 
     def draw(self, which: float, quantile: float) -> Times:
-        """Return an iteration's times: `which` chooses the kind of round, `quantile` its length,
-        both from 0 to below 1."""
+        """Return an iteration's times at two numbers from 0 to below 1: `which` kind, which
+        length."""
         return self.round_at(which).at(quantile)
 
     def round_at(self, which: float) -> RoundTimes:

@@ -36,8 +36,7 @@ Pin = frozenset[object]
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A group's jobs with pools and rollout nodes (`pins`). Jobs of more rollout nodes come
-    first."""
+    """A group's jobs with pools and rollout nodes (`pins`), jobs of more rollout nodes first."""
 
     rollout_pool: Pool
     train_pool: Pool

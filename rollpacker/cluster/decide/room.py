@@ -109,8 +109,7 @@ def by_stopping(
     policy: Policy, state: State, behind: Mapping[str, int], waits: Late
 ) -> tuple[str, Choice] | None:
     """Return the running job to stop and the place for the waiting job then, or None if no stop
-    helps. `behind`: groups of the running jobs that would come after it in the queue, last
-    first."""
+    helps. `behind`: groups of running jobs that would come after it in the queue, last first."""
     for name, number in list(behind.items())[:MAX_STOPPED]:
         without = state.copy()
         without.unsettle(name, number)

@@ -101,8 +101,7 @@ class Waiting:
         return next((job for job in self._in_order(used) if self._is_within(job, used)), None)
 
     def why_not_next(self, name: str, running: Iterable[ClusterJob]) -> str:
-        """Return in words why a waiting job would get no nodes even if some were free; else
-        empty."""
+        """Return in words why a waiting job would get no nodes even if some were free, or empty."""
         if name not in self._jobs:
             return ""
         running = list(running)

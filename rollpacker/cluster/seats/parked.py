@@ -54,7 +54,7 @@ def _tensors_of(owner: object) -> Iterator[Tensor]:
 
 
 def _tensors_in(state: Any) -> Iterator[Tensor]:
-    """Iterate over the tensors of an optimizer's state, however deep they are."""
+    """Iterate over the tensors in an optimizer's state, also in nested containers."""
     from torch import Tensor
 
     if isinstance(state, Tensor):

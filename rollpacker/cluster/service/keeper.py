@@ -27,7 +27,7 @@ from typing import NoReturn
 
 KEEPER, PROCESS, EXIT, OUTPUT = "keeper", "process", "exit", "output"
 FENCE_S = 30.0
-"""Seconds without contact with the cluster after which a host's jobs are ended."""
+"""Seconds without contact to the cluster after which the jobs of a host are ended."""
 LOOK_S = 1.0
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -56,8 +56,7 @@ def main(folder: str, contact: str, command: list[str]) -> NoReturn:
 
 
 def _wait(job: subprocess.Popen[bytes], contact: str) -> int:
-    """Wait until the job has ended, by itself or because this host is cut off. Returns the job's
-    exit code."""
+    """Wait until the job has ended, or end it once this host is cut off. Returns its exit code."""
     ended = select.poll()
     ended.register(os.pidfd_open(job.pid), select.POLLIN)
     while not ended.poll(1000 * LOOK_S):
@@ -70,13 +69,13 @@ def _wait(job: subprocess.Popen[bytes], contact: str) -> int:
 
 
 def now_s() -> float:
-    """Return seconds on a clock that all processes of a host share, and that goes on while the host
-    sleeps."""
+    """Return seconds on a clock that all processes of a host share; it goes on in the host's
+    sleep."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def silent_s(contact: str | os.PathLike[str]) -> float:
-    """Return the seconds since this host's last contact, or infinity if that is unknown."""
+    """Return the seconds since this host's last contact to the cluster; infinity if unknown."""
     try:
         with open(contact) as file:
             return now_s() - float(file.read())
@@ -85,7 +84,8 @@ def silent_s(contact: str | os.PathLike[str]) -> float:
 
 
 def _is_first(folder: str) -> bool:
-    """Whether this is the start's first keeper. The file is locked before it can be seen."""
+    """Whether this process is the first keeper of this start. It locks its file before others see
+    it."""
     own = os.path.join(folder, f"{KEEPER}.{os.getpid()}")
     lock = os.open(own, os.O_CREAT | os.O_RDWR, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -100,7 +100,8 @@ def _is_first(folder: str) -> bool:
 
 
 def _end_all() -> None:
-    """Kill all processes that the job has left, which become children of this process."""
+    """Kill all processes that the job has left behind; they have become children of this
+    process."""
     while True:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
@@ -116,7 +117,7 @@ def _end_all() -> None:
 
 
 def write(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file in one step, so that it is complete or unchanged."""
+    """Write a file in one step: a reader sees the old text or the new one."""
     draft = f"{os.fspath(path)}.{os.getpid()}"
     with open(draft, "w") as file:
         file.write(text)
