@@ -198,8 +198,8 @@ class Cluster:
         return commands
 
     def _next_waiting(self, at_s: float) -> Late | None:
-        """Return the waiting job that is next, with what its wait leaves of its life; None if
-        none."""
+        """Return the next waiting job, with what its wait leaves of its life. None if no job may
+        start."""
         job = self._waiting.next(self._running_jobs())
         if job is None:
             return None

@@ -178,7 +178,7 @@ class ClusterJob(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_un
         return list(itertools.accumulate(one.share for one in self.rounds))
 
     def draw(self, which: float, quantile: float) -> Times:
-        """Return an iteration's times at two numbers from 0 to below 1: `which` kind, which
+        """Return an iteration's times: `which` (0 to below 1) chooses the kind, `quantile` the
         length."""
         return self.round_at(which).at(quantile)
 

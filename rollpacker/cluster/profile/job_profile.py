@@ -35,8 +35,7 @@ WARM_FACTOR = 1.5
 MAX_WARM = 3
 WAKE_GB_S: Mapping[Phase, float] = {"rollout": 25.0, "train": 10.0}
 """Rate of copying between host memory and a device, by phase, in 1e9 bytes per second, for parking
-and waking. Published warm starts (RollMux, arXiv 2512.11306): rollout 18 to 39, training 8 to
-12."""
+and waking. Published warm starts (RollMux, arXiv 2512.11306) have 18 to 39, and 8 to 12."""
 COLD_START_S = 60.0
 GIB, GB = 2**30, 1e9
 SHAPING = (
@@ -153,8 +152,7 @@ def needs_of(
 
 def fewest_nodes(phase: Phase, devices: int, pools: Sequence[Pool]) -> int:
     """Return the smallest number of nodes that a job with so many devices may get in the phase's
-    pools: then each node keeps the most memory. If no pool is large enough, nodes have 8
-    devices."""
+    pools: then each node keeps the most memory. Without such a pool, nodes have 8 devices."""
     counts = [
         pool.nodes_for(devices)
         for pool in pools

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 SERVICE = "service"
-"""Name of the box of letters to the service. A job's box has the job's name, a command's a random
-one."""
+"""Name of the box of letters to the service. A job's box has the job's name."""
 
 
 ALL = sys.maxsize

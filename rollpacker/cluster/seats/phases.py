@@ -180,8 +180,7 @@ class _Program:
         self._holds = False
         """Whether the phase's pool is held. It is false on all ranks but 0, which has the seat."""
         self._unknown: str | None = None
-        """Why it is unknown what is on the devices, such as a failed `park`. None if it is
-        known."""
+        """Why it is unknown what is on the devices, such as a failed `park`, or None."""
         self._lost: str | None = None
         self._wish = threading.Event()
         """Event that is set once the cluster, or a SIGTERM, asks the program to end."""

@@ -150,8 +150,7 @@ class Book:
             self._cancelled(self.records[event.job], at_s)
 
     def check_new(self, job: ClusterJob, facts: Facts) -> None:
-        """Raises `ValueError` if the name is no job's, or another job uses the same run's
-        folder."""
+        """Raises `ValueError` if the job's name is wrong, or another job has its run's folder."""
         if not NAME.fullmatch(job.name) or job.name == SERVICE:
             raise ValueError(
                 f"{job.name!r} is no name for a job: a hundred letters, digits, -, _ and . at most"
@@ -231,8 +230,7 @@ class Book:
         return 0.0 if is_first else at_s - record.waits_since_s
 
     def _awaits_s(self, record: JobRecord, at_s: float) -> float:
-        """Return the seconds for which the job has been waiting for a pool or for nodes until
-        now."""
+        """Return the seconds for which the job has been waiting for a pool or nodes so far."""
         if not record.is_placed:
             return at_s - record.waits_since_s
         return at_s - record.turn.since_s if record.turn.phase and not record.turn.token else 0.0
@@ -348,8 +346,8 @@ def _last_of(record: JobRecord) -> int:
 
 
 def times_of(facts: Facts) -> Times:
-    """Return the times of an iteration that a job reports. Raises `ValueError` if they are
-    wrong."""
+    """Return the times of an iteration that a job reports. Raises `ValueError` for wrong
+    seconds."""
     times = Times(*(float(facts[name]) for name in Times._fields))
     for name, seconds in zip(Times._fields, times, strict=True):
         if not (math.isfinite(seconds) and seconds >= 0):

@@ -69,7 +69,7 @@ def _wait(job: subprocess.Popen[bytes], contact: str) -> int:
 
 
 def now_s() -> float:
-    """Return seconds on a clock that all processes of a host share; it goes on in the host's
+    """Return seconds on a clock that all processes of a host share and that goes on in its
     sleep."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
@@ -84,8 +84,7 @@ def silent_s(contact: str | os.PathLike[str]) -> float:
 
 
 def _is_first(folder: str) -> bool:
-    """Whether this process is the first keeper of this start. It locks its file before others see
-    it."""
+    """Whether this is the first keeper of this start; its file is locked before others see it."""
     own = os.path.join(folder, f"{KEEPER}.{os.getpid()}")
     lock = os.open(own, os.O_CREAT | os.O_RDWR, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -100,8 +99,7 @@ def _is_first(folder: str) -> bool:
 
 
 def _end_all() -> None:
-    """Kill all processes that the job has left behind; they have become children of this
-    process."""
+    """Kill all processes that the job has left behind, which are children of this process now."""
     while True:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:

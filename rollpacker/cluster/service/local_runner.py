@@ -205,8 +205,8 @@ def _family(mark: bytes, known: Mapping[int, _Process]) -> _Processes:
 
 
 def _processes() -> _Processes:
-    """Return all processes of this host. One whose last thread has not ended counts: it still has
-    files and devices open."""
+    """Return all processes of this host. A process counts until its last thread has ended, since
+    its files and devices are open until then."""
     found = {}
     # Not glob("[0-9]*/stat"): it looks itself, and raises for a process that ends meanwhile.
     for path in (process / "stat" for process in Path("/proc").glob("[0-9]*")):

@@ -45,8 +45,7 @@ class Past:
     """The stored history of a cluster: all events, and a snapshot of the state to begin from."""
 
     def __init__(self, folder: Path, cluster: core.Cluster) -> None:
-        """`cluster`: the cluster as it was before all events. Raises `ValueError` and `OSError` as
-        `Store` does."""
+        """`cluster`: the cluster as it was before all events. Raises the errors of `Store`."""
         self.store = Store(folder / "events.db")
         self._path = folder / _NAME
         self._origin = _digest_of_code() + pickle.dumps(cluster)

@@ -36,12 +36,10 @@ class NoHost(OSError):
 
 class Runner(Protocol):
     """Starts and ends jobs, each known by its name and the number of its start (incarnation), also
-    if an earlier service started it. Calls may be repeated. They raise `OSError` if a host does not
-    answer."""
+    if an earlier service started it. Calls may be repeated; `OSError`: a host does not answer."""
 
     def start(self, order: JobOrder) -> None:
-        """Start the job, unless this start was made before. Raises `NoHost` if a node has no
-        host."""
+        """Start the job, unless this start was made before. Raises `NoHost` without a host."""
         ...
 
     def has_host(self, node: Node) -> bool:
@@ -53,13 +51,11 @@ class Runner(Protocol):
         ...
 
     def kill(self, job: str, incarnation: int) -> None:
-        """Kill all processes of this start of the job, on all hosts, and wait until they are
-        gone."""
+        """Kill all processes of this start of the job, on all hosts, until they are gone."""
         ...
 
     def ended(self, job: str, incarnation: int) -> int | None:
-        """Return the exit code of this start of the job; None while it runs, -1 if it is
-        unknown."""
+        """Return the exit code of this start of the job; None while it runs, -1 if unknown."""
         ...
 
     def last_lines(self, job: str) -> str:
@@ -67,6 +63,5 @@ class Runner(Protocol):
         ...
 
     def want(self, num_nodes: Mapping[str, int]) -> None:
-        """Tell whatever rents nodes, such as an autoscaler, how many nodes of each pool are
-        needed."""
+        """Tell whatever can rent nodes (an autoscaler) how many of each pool are needed."""
         ...

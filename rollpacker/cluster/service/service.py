@@ -135,8 +135,7 @@ class Service:
             self.step(LOOK_S)
 
     def step(self, within_s: float) -> None:
-        """Deal with letters, waiting for them for `within_s` seconds at most, and with ended
-        processes."""
+        """Deal with letters, awaited for `within_s` seconds at most, and with ended processes."""
         for work in (partial(self._receive, within_s), self._look, self._send):
             try:
                 work()
@@ -158,8 +157,7 @@ class Service:
 
     @property
     def _now_s(self) -> float:
-        """Seconds since the cluster's folder was first used; setting the wall clock does not
-        matter."""
+        """Seconds since the cluster's folder was first used, whatever the wall clock is set to."""
         return self._zero_s + time.monotonic()
 
     def _happen(self, event: Event, facts: Facts | None = None) -> None:
@@ -183,8 +181,7 @@ class Service:
             self._tell(text)
 
     def _say(self, text: str) -> None:
-        """Note and report a line that is no event, unless one of the last few notes says the
-        same."""
+        """Note and report a line that is no event, unless the last few notes have it already."""
         if not self._book.has_told(text):
             self._book.note(self._now_s, text)
             self._tell(text)
@@ -245,8 +242,7 @@ class Service:
             self._mailbox.post(letter.sender, SERVICE, f"re {letter.key}", "refused", told)
 
     def _send(self) -> None:
-        """Store events, carry out commands, answer questions. What an `OSError` stops is done
-        later."""
+        """Store events, carry out commands, answer. After an `OSError` the next call goes on."""
         self._flush()
         self._start_due()
         while self._answers:
@@ -362,8 +358,7 @@ class Service:
         return status.of_job(self._book.records[name])
 
     def grow(self, num_nodes: Mapping[str, int]) -> None:
-        """Enlarge the pools to these numbers of nodes, by pool. Raises `ValueError` if one is
-        lower."""
+        """Enlarge pools to these numbers of nodes, by pool. Raises `ValueError` for fewer nodes."""
         for pool in self._cluster.pools:
             if num_nodes[pool.name] != pool.nodes:
                 self._happen(events.Grown(self._now_s, pool.name, num_nodes[pool.name]))
@@ -383,8 +378,7 @@ class Service:
                 self._leave(command.job, command.reason)
 
     def _leave(self, name: str, reason: str) -> None:
-        """Post a stop to each start of the job that has to end: earlier ones, or all if it was
-        cancelled."""
+        """Ask the job's starts to stop that have to end: earlier ones, or all if cancelled."""
         record = self._book.records[name]
         for incarnation in self._alive.of(name):
             if incarnation < record.incarnation or not record.is_placed or record.is_cancelled:

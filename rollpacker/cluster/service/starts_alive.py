@@ -43,8 +43,7 @@ class Hostless:
 
     def tried(self, failed: Iterable[Node], unknown: Collection[Node]) -> None:
         """Record an attempt to start all jobs that are due. `failed`: nodes that had no host.
-        `unknown`: nodes of all jobs still to be started; what was known of the others is
-        forgotten."""
+        `unknown`: nodes of all jobs still to be started; what was known of others is dropped."""
         now_s = time.monotonic()
         before = self._since_s
         self._since_s = {node: before[node] for node in before if node in unknown}
@@ -102,8 +101,7 @@ class Alive:
         self._is_new(name)
 
     def attempted(self, name: str, incarnation: int) -> None:
-        """Record that a start may have failed. It is tried again, and the first try may still take
-        effect."""
+        """Record a start that may have failed: it is tried again, and may still take effect."""
         if (name, incarnation) not in self.incarnations:
             self._is_new(name)
         self.incarnations.add((name, incarnation))
@@ -203,8 +201,8 @@ class Alive:
         return found
 
     def kill(self, start: Start, tell: Callable[[str], None]) -> bool:
-        """Kill all processes of a job's start. Returns whether they are gone; else `tell` gets the
-        reason."""
+        """Kill all processes of a job's start. Returns whether they are gone; `tell` gets
+        errors."""
         try:
             self._kill(start)
         except OSError as error:
@@ -213,8 +211,7 @@ class Alive:
         return True
 
     def press(self) -> None:
-        """Have processes that should have ended stop by a signal, and kill them later. Raises
-        `OSError`."""
+        """Send a signal to processes that should have ended; later kill them. Raises `OSError`."""
         now_s = time.monotonic()
         for start in self.leaving():
             since_s = self._leaves_since_s.setdefault(start, now_s)
@@ -248,8 +245,7 @@ class Alive:
         }
 
     def in_the_way(self, record: JobRecord) -> str:
-        """Return in words what must end before a job with nodes can start. Empty if nothing
-        must."""
+        """Return in words what must end before a job with nodes can start. Empty if nothing."""
         name = record.job.name
         if self.is_started(record):
             return ""

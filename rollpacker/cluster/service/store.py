@@ -133,8 +133,7 @@ class Store:
                 yield StoredEvent(json.loads(event), commands)
 
     def write(self, entries: Sequence[StoredEvent], position: Position) -> None:
-        """Store the events, and the position of the last letter that needs no work, all or
-        nothing."""
+        """Store the events, and the position of the last letter dealt with, all or nothing."""
         rows = [(json.dumps(one.event), one.checksum) for one in entries]
         facts = [("epoch", position.epoch), ("position", str(position.number))]
         is_asked_for = any(one.event["kind"] in _OF_PEOPLE for one in entries)

@@ -116,8 +116,7 @@ def iteration_factors(variation: float) -> list[float]:
 
 
 def model_needs(model: str) -> dict[str, float]:
-    """Return memory and seconds of switches and starts for a known model, as fields of
-    `ClusterJob`."""
+    """Return memory and seconds of switches and starts of a known model: fields of `ClusterJob`."""
     one = MODELS[model]
     return {
         "rollout_memory_gib": one["rollout_gb"] * GIB_PER_GB,
@@ -256,8 +255,7 @@ def _check(key: str, value: Any) -> None:
 
 
 def _steps(hours: Any, profile: Profile) -> int:
-    """Return a job's number of iterations, from its hours or its profile. Raises `ValueError` if
-    neither gives one."""
+    """Return a job's steps by its hours or its profile. Raises `ValueError` if neither says it."""
     if hours is not None:
         life_h = _number("hours", hours)
         if not life_h > 0:

@@ -31,8 +31,7 @@ NO_TURNS = ("dedicated", "colocated")
 
 @dataclass(frozen=True, slots=True)
 class OwnGroups(Stays):
-    """Gives every job a group of its own, so that no two jobs share nodes, on the cheapest
-    nodes."""
+    """Gives every job a group of its own on the cheapest nodes: no two jobs share nodes."""
 
     tail_release: bool = False
 

@@ -94,8 +94,7 @@ class Bill:
         )
 
     def result(self, jobs: Sequence[JobResult], hours: float) -> PolicyResult:
-        """Return the outcome for these jobs. `hours`: hours over which the whole price is
-        spread."""
+        """Return the outcome for these jobs, with the whole price spread over so many `hours`."""
         devices = {name: pool.devices_per_node for name, pool in self._pools.items()}
         return PolicyResult(
             price_per_h=self.price() / hours,

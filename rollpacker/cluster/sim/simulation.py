@@ -247,8 +247,7 @@ def pools_of(spec: ClusterSpec, name: str) -> tuple[Pool, ...]:
 
 
 def only_trained(result: PolicyResult, pools: Sequence[Pool]) -> PolicyResult:
-    """Return the result of colocated jobs, whose two phases share one pool, under that pool's
-    name."""
+    """Return the result of colocated jobs, with both phases' numbers under the name of one pool."""
     again, own = pools
     busy = result.busy[again.name] + result.busy[own.name]
     return replace(

@@ -1,5 +1,5 @@
-"""The file that `rollpacker cluster` reads (`configs/clusters/`): pools of nodes, and the jobs of a
-simulation."""
+"""The file that `rollpacker cluster` reads (`configs/clusters/`): pools, and a simulation's
+jobs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PoolSpec:
     phase: Phase
     """The phase that the pool's nodes are for: rollout or train."""
     nodes: int
-    """Number of nodes of the pool."""
+    """Number of the pool's nodes, all of which may be in use at the same time."""
     devices_per_node: int = 8
     """Number of devices of each node. A job gets whole nodes."""
     gpu: str | None = None
@@ -63,13 +63,11 @@ class JobsSpec:
     hours: float = 580.0
     """Hours in which the jobs arrive, at evenly distributed random moments."""
     mean_hours: float = 14.4
-    """Mean hours of a job's life without waits. Lives are log-normal, and ten times this at
-    most."""
+    """Mean hours of a job's life without waits. Lives are log-normal, up to ten times this."""
     profile: Profile = "mixed"
     """Which phase of the jobs is longer. mixed: a third of the jobs have each of three kinds."""
     slo: tuple[float, float] = (1.0, 2.0)
-    """Lowest and highest SLO (slowdown promised) of the jobs, which are drawn evenly between
-    these."""
+    """Lowest and highest SLO (slowdown promised) of the jobs, which are drawn evenly."""
     variation: float = 0.1
     """Standard deviation of the length of iterations over its mean. 0: all are as long."""
     growth: float = 0.0
@@ -192,8 +190,8 @@ def reference(pools: Sequence[PoolSpec], phase: Phase) -> PoolSpec:
 
 
 def seconds_scale(phase: Phase, measured_on: str | None, gpu: str | None) -> float:
-    """Return the factor by which a phase takes longer on `gpu` than on `measured_on`; 1 if either
-    is None."""
+    """Return the seconds of a phase on `gpu` over those on `measured_on`; 1 if one of them is
+    None."""
     if measured_on is None or gpu is None:
         return 1.0
     if phase == "rollout":
@@ -202,6 +200,5 @@ def seconds_scale(phase: Phase, measured_on: str | None, gpu: str | None) -> flo
 
 
 def load_cluster(path: str | Path, overrides: Sequence[str] = ()) -> ClusterSpec:
-    """Load the cluster's file, with overrides applied. Raises `ConfigError` if anything is
-    wrong."""
+    """Load the cluster's file, with overrides applied. Raises `ConfigError` with one message."""
     return load_config(path, overrides, ClusterSpec)
