@@ -1,7 +1,8 @@
 """Lets a command find a cluster's service by its folder, and ask it by messages (*letters*).
 
-ROLLPACKER_CLUSTER, --cluster, or the only one served from `runs/` here
-  -> FOLDER/service.json: where its mailbox is -> a letter, and its answer in a box of our own
+The folder is named by --cluster or ROLLPACKER_CLUSTER, or is the only one served from `runs/` here.
+Its file service.json has the address of the service's mailbox: the command posts a letter there,
+and reads the answer in a box of its own.
 """
 
 from __future__ import annotations

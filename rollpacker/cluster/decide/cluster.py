@@ -1,21 +1,23 @@
-"""The cluster: jobs come and go, are given nodes, and take turns on them. Events in, commands out.
+"""The cluster's decisions: which nodes each job gets, and whose turn it is on shared ones.
 
-    Submitted -> Start (on the nodes that the policy chose; Open: some were free), or it waits
-    Asked     -> Grant, now or when its turn comes
-    Left      -> Grant to the next job
-    Committed    what it has done is counted; it may Start elsewhere, or Stop, for one that waits;
-                 after its last it is out of its turn
-    Ended     -> Close of nodes that nobody needs, Start of jobs that waited for nodes
-    StayedAway   whose turn it is does not come: it is out of its turn, until it asks again
-    Lost         its process is gone: it is out of its turn, and Start once more (or GiveUp)
-    Drained      jobs leave the node at their next commit, or at once if they are to start on it and
-                 it has no host: Start elsewhere, or Stop and it waits
-    Grown        nodes that are free: as Restored
-    Cancelled -> Stop; it is the job's own end that frees its nodes
+`Cluster.handle` takes in an event and returns commands:
 
-Groups share no nodes. In a group `turns.py` decides which job is next, and a policy chooses where a
-job goes (`placement.py`). The caller that carries out the commands (a simulation, a service) has
-the clock, by which events are stamped.
+    Submitted    Start on nodes that the policy chose (Open, if some were free), or the job waits.
+    Asked        Grant of a phase's nodes to the job, now or when its turn comes.
+    Left         Grant of the nodes to the next job.
+    Committed    An iteration is counted; the job may Start elsewhere, or Stop for a waiting job.
+                 After its last iteration it takes no part in the turns.
+    Ended        Close of nodes that no job needs, and Start of jobs that waited for nodes.
+    StayedAway   The job, for which others wait, takes no part in the turns until it asks again.
+    Lost         Start once more, or GiveUp after too many losses.
+    Drained      Its jobs leave the node at their next commit, or at once if they have still to be
+                 started there and it has no host: Start elsewhere, or Stop, and the job waits.
+    Restored, Grown   Start of jobs that waited for nodes.
+    Cancelled    Stop; the job's nodes are free once it has ended.
+
+Jobs that share nodes are a group. In a group `turns.py` decides which job is next, and a policy
+chooses where a job goes (`placement.py`). The caller that carries out the commands (a simulation, a
+service) has the clock, and gives each event its time.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Forecasts of the slowdowns that a layout would bring, for randomly drawn iterations.
+"""Forecasts the slowdown of each job in a layout (a group's jobs with their nodes).
 
-The layout's turns are run in virtual time on drawn iterations, the same for every layout: job n's
-k-th draw is a point of a sequence that fills the unit square evenly. A job's slowdown over its life
-is a ratio of two sums; it is kept below its SLO with the stated confidence if
+The jobs' turns are simulated on randomly drawn iterations, the same in every layout: the k-th
+iteration of job n is a point of a sequence that fills the unit square evenly. A slowdown is elapsed
+time over time without waits; a job's SLO (highest slowdown) is kept with the stated confidence if
 
-    mean ratio + z x (deviation of the ratio over the iterations that are left) <= slo
+    mean slowdown + z x (its deviation over the iterations that are left) <= slo
 
-The deviation comes from sums over stretches of iterations, since neighbours wait for the same long
-iteration of another job, and since two jobs of nearly the same length meet for many iterations in a
-row, and then for many not. That takes long to be seen: a short run sorts out what is no use, a
-longer one (`confirmed`) decides.
+The deviation is computed from sums over several iterations, since neighbouring iterations depend on
+each other: they wait for the same long iteration of another job, and two jobs of nearly the same
+length meet for many iterations in a row, and then for many not. To see that takes long: a short
+simulation rules out bad layouts, a longer one (`confirmed`) decides.
 """
 
 from __future__ import annotations

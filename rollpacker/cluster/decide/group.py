@@ -1,8 +1,8 @@
 """Computes how loaded a group of jobs is that take turns on nodes, and how long a turn takes.
 
-Every job is pinned to rollout nodes, and all share the group's training nodes. When each job
-rolls out and trains once a turn, in one cyclic order, the schedule is a timed event graph, whose
-period is the largest mean of a cycle:
+Each job has rollout nodes of its own or shared ones, and all share the group's training nodes. If
+each job rolls out and trains once a turn, in one cyclic order, a graph of events (the begins of
+phases) has the seconds between them. The period is the seconds in which each job has one turn:
 
     period = max(cycle, load)
       cycle = the longest single iteration, switches and stages without a pool included
@@ -14,11 +14,11 @@ This closed form is exact (`closed_form_holds`) where
   2. the busiest rollout node has room for the stages without a pool:
      its load + the longest `between` + the longest `after` <= the period.
 
-Why: a cycle that visits m stretches of rollouts and m of trainings passes m hand-backs from
-training to rollout, which cost a token each, and goes around the order of jobs at least once, which
-costs another. No event occurs twice in it, so that its seconds are at most
-m x (node load + between + after) + all training <= (m + 1) x period. Elsewhere jobs wait for each
-other crosswise, and `period_s` takes the largest cycle mean itself.
+Why: the period is the largest mean of a cycle in the graph, its seconds over the turns that it
+spans. A cycle with m stretches of rollouts and m of trainings passes from training to rollout m
+times, a turn each, and around the order of jobs at least once, one more turn. No event occurs twice
+in it, so that its seconds are at most m x (node load + between + after) + all training
+<= (m + 1) x period. Elsewhere jobs wait for each other crosswise: `period_s` searches the graph.
 """
 
 from __future__ import annotations

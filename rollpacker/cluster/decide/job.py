@@ -1,7 +1,8 @@
-"""A job as the cluster plans with it: its phases' seconds, its needs, and its SLO.
+"""A job as the cluster plans with it: the seconds of its phases, its needs, and its SLO.
 
-rollout (holds the rollout pool) -> between (verdicts; holds nothing)
-  -> train (holds the training pool, until the weights are published) -> after (commit) -> again
+An iteration has four parts: the rollout, which holds the rollout pool; the wait for rewards
+(`between_s`), which holds no pool; training, which holds the training pool until the weights are
+handed over; and the time for commit and checkpoint (`after_s`), which holds no pool.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""The places where a job could go: candidates in every group, among which a policy chooses.
+"""The places where a job could go, among which a policy chooses.
 
-    candidates of a group   pack into rollout nodes that are there, or add nodes to it
-    and besides             a group of its own, in each pair of pools
-
-A policy is a function of what there is (`State`) and the job: the shipped one is in
-`cheapest_work.py`, RollMux's in `cluster/sim/policies.py`.
+In each group (jobs that share nodes) a job may be packed onto rollout nodes that are there, or add
+nodes to the group. Besides, it may have a group of its own, in each pair of pools. A policy is a
+function of what there is (`State`) and the job: the shipped one is in `cheapest_work.py`, RollMux's
+in `cluster/sim/policies.py`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Makes room for a job that waits for nodes, at the commit of one that runs.
+"""Makes room for a job that waits for nodes, at the commit of a job that runs.
 
-    by_moving     the one that runs goes elsewhere, so that both fit: its restart is charged, and
-                  every SLO is kept with it
-    by_stopping   of two jobs the one with the lower priority waits instead, if the other would have
-                  come before it in the queue (`waiting.py`)
+    by_moving     The running job goes elsewhere, so that both jobs fit. Its restart counts as
+                  waiting, and every SLO is kept nevertheless.
+    by_stopping   The running job, of lower priority, waits instead, if the waiting job would have
+                  come before it in the queue (`waiting.py`).
 
 Each restart starts a job that waits, so that there are no more restarts than jobs. A job is stopped
 only for jobs of higher priority, which are never stopped for it: no two jobs take each other's

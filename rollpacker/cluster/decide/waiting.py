@@ -1,18 +1,15 @@
 """Orders the jobs that wait for nodes: which is next, and which a quota keeps waiting.
 
-    came(job) = when it was submitted
-                - ageing x priority                    one more: as if it came so much earlier
-                + ageing x share of the quota in use   of its owner, from 0 to 1
+    place in the queue = time of submission - ageing x priority + ageing x share
 
-The earliest comes first. All age alike, so that priority is a head start and no rank: a job is
-overtaken only by those that come less than `ageing x (what they have more of priority + 1)` after
-it, and none starves. The share is that of the phase of which the owner has more; an owner without a
-quota has one of all devices.
+The lowest comes first. One unit of priority is worth `ageing` seconds of waiting: a head start and
+no rank, so that a job is overtaken only by jobs that come soon after it, and none starves. `share`
+(0 to 1) is how much of the quota the owner's running jobs use, in the phase of which they use more;
+an owner without a quota has one of all devices.
 
-A quota bounds the devices that the running jobs of an owner asked for, shared or not. A job beyond
-it waits and holds up no other. A job within it that fits on no nodes holds up all jobs that come
-after it: a smaller one that overtook it would hold nodes that it waits for, and one that is packed
-into a group keeps that group's nodes from being free.
+A quota bounds the devices that an owner's running jobs asked for, shared or not. A job beyond it
+waits and holds up no other job. A job within it that fits on no nodes holds up all jobs after it: a
+smaller job that overtook it would keep nodes from being free for it.
 """
 
 from __future__ import annotations

@@ -1,18 +1,16 @@
 """Starts a cluster's jobs on ray, and ends them, by a detached actor on each host: a *warden*.
 
-    service -- Runner --> RayRunner --> warden of a host --> keeper --> `rollpacker train ...`
-
-Wardens and jobs outlive the service: the next service finds them by name. Jobs are no jobs of ray's
-own (`ray job submit`), for which every cluster needs ray's dashboard: an HTTP server, and two dozen
-packages. Nor could those promise what a lease needs: that all of a job is gone, on every host, when
-`kill` returns.
+The service calls `RayRunner`, which calls the warden of a host; the warden starts a keeper (the
+job's parent process), and that `rollpacker train`. Wardens and jobs outlive the service: the next
+service finds them by name. They are no jobs of ray's own (`ray job submit`): these need ray's
+dashboard, an HTTP server and two dozen packages, and do not promise that all of a job is gone, on
+every host, when `kill` returns.
 
 What runs on a host that ray has lost is unknown. A job counts as gone from it when it was away for
 so long that its keepers have ended everything (`Wardens.is_empty`), and not before.
 
-Which hosts are a pool's nodes follows from ray's resources: a host was started with
-`--resources='{"pool_NAME": 1}'`. Where no host has such a resource, and a phase has no more than
-one node, both nodes are the host of the head.
+A host that stands for a node of a pool was started with `--resources='{"pool_NAME": 1}'`. If no
+host has such a resource, and no phase has several nodes, the head's host stands for all nodes.
 """
 
 from __future__ import annotations

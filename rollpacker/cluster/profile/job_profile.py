@@ -1,10 +1,8 @@
-"""Makes the description of a job that a cluster plans with, from the log of a run.
+"""Makes the description of a job that a cluster plans with (`ClusterJob`), from a run's folder.
 
-    events.jsonl -> iterations (`phase_times.py`) -> without warm-up -> by kind of round
-    checkpoint   -> bytes of the weights and of the trainer's state -> host memory, switches, link
-    config.yaml  -> devices, steps
-
-What the log does not have is assumed: `WAKE_GB_S`, and `COLD_START_S` if no start was logged.
+The run's log gives the times of its iterations (`phase_times.py`), of which warm-up is left out.
+The sizes of weights and trainer in its checkpoint give host memory and seconds of switches, and its
+config the devices and steps. What is not there is assumed: `WAKE_GB_S`, `COLD_START_S`.
 """
 
 from __future__ import annotations
@@ -80,12 +78,12 @@ def job_of_run(
     pools: Sequence[Pool] = (),
     **given: Any,
 ) -> ClusterJob:
-    """Return the job that a run is, or will be, by the log of the run in `folder`.
+    """Return the job that a run is, or will be, from the log of the run in `folder`.
 
-    `steps`: number of steps; None: that of the config. `config`: that of the run to come, None for
-    the same run; its phases must take as long as the log's. `on_gpus`: whether the pools have GPUs.
-    `pools`: those that it may run on. `given`: fields of `ClusterJob` that are known better. Raises
-    `ValueError` for a folder with too few iterations, or of a different run."""
+    `steps`: number of steps; None: that of the config. `config`: config of the run to come, whose
+    phases must take as long as the log's; None: the same run. `on_gpus`: whether pools have GPUs.
+    `pools`: pools that the job may run on. `given`: fields of `ClusterJob` to set in place of those
+    found. Raises `ValueError` if the folder has too few iterations, or a different run."""
     profile = read_profile(folder)
     if config is not None:
         check_profile(profile, config)

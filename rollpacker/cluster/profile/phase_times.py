@@ -1,11 +1,11 @@
-"""Measures how long each phase of a run's iterations took, in the form in which a cluster describes
-jobs (`cluster/decide/job.py`), also for a run that had its pools to itself.
+"""Measures from a run's log how long each phase of its iterations took, as a cluster describes jobs
+(`cluster/decide/job.py`); also for a run that had its pools to itself.
 
-    Committed -- rollout --> last sample ended -- between --> TrainOn -- train --> WeightsSynced
-              -- after --> Committed
-
-Generation of an evaluation, between the last two, counts as rollout. Waits for pools, and switches,
-belong to no phase. The state is small enough for a run to feed its log's entries live.
+The rollout lasts from a step's begin to the end of its last sample, training from the command
+`TrainOn` to the event `WeightsSynced`. The time between these is `between_s`, the time from then to
+the commit `after_s`. Generation of an evaluation counts as rollout. Waits for pools, and switches
+between jobs, belong to no phase. The state is small enough for a run to feed its log's entries
+live.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""A mailbox of files, for jobs and a service on one host: a journal for each box.
+"""A mailbox of files, for jobs and a service on one host: one file for each box of letters.
 
-    \n{"sender": ..., "key": ..., "kind": ..., "facts": ...}\n        a letter
-
-A letter is one write at the end of its box's file. The kernel makes it whole and puts one behind
-the other, so there is no lock: a process that is stopped or killed, at whatever moment, holds up no
-other. A letter that was written only in part (by a killed writer, on a full disk) is ignored.
+A letter (message) is a JSON object between two line ends, which one write adds to the file. The
+kernel makes a write whole and puts one behind the other, so there is no lock: a process that is
+stopped or killed, at whatever moment, holds up no other. A letter that was written only in part (by
+a killed writer, on a full disk) is ignored.
 
 A letter's number is its place in the file. Letters that were dealt with become a hole in the file:
 zeros that take no room. A reader looks every few milliseconds whether the file has grown.

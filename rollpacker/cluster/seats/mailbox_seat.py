@@ -1,11 +1,11 @@
 """A job's side of the cluster (*seat*), which reaches the service by letters in a mailbox.
 
-    ask 1 {pool, purpose} -->                each ask has a number, which its grant and end have
-                      <-- grant {ask: 1}
-    left {ask: 1}     -->                    also of an ask that was given up, granted or not
-    beat {ask, left}  -->                    once a second: the lease, and all of the above once
-                                             more, in case that a letter was lost
-    committed {...}   -->    <-- stop {reason}
+    ask          from the job: it wants a pool; each request has a number
+    grant        from the service, with that number: the job holds the pool
+    left         from the job, with that number: it gives the pool back, or wants it no more
+    beat         from the job, once a second: it is alive; repeats its request, or that it has left
+    committed    from the job: an iteration is over
+    stop         from the service: the job is to end at its next commit
 
 One thread sends beats and another one reads, each with a connection of its own, so that neither
 waits for the other. Each letter has the incarnation (number of the job's start) of its process.

@@ -1,12 +1,9 @@
 """The contract of a job's side of the cluster (*seat*), by which it waits for its turn on a pool.
 
-    seat.enter("rollout", "round")    returns when the pool's devices are the job's
-    seat.leave("rollout")             at once
-    seat.committed(...)               an iteration is over, and what it took
-
-A grant is a lease: the seat renews it from a thread of its own for as long as its process runs, and
-a process that is stopped or dead loses it. `lost` is called then, and nothing may be done on the
-devices any more.
+`enter` returns when the pool's devices are the job's, `leave` gives them back, and `committed`
+reports that an iteration is over. A grant of a pool is a lease: the seat renews it from a thread of
+its own for as long as its process runs, and a process that is stopped or dead loses it. `lost` is
+called then, and nothing may be done on the devices any more.
 """
 
 from __future__ import annotations

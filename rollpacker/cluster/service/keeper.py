@@ -1,15 +1,13 @@
 """The parent process of a job: it outlives the service, and writes down how the job ended.
 
-    service .. keeper --> job --> engines, ranks, whatever these start
+It runs as `python -ISB keeper.py FOLDER CONTACT COMMAND...`, with the standard library only. While
+it lives it holds a lock on FOLDER/keeper, a file that only the first keeper of a start can make. It
+writes the number of the job's process into FOLDER/process and, once the job and all that it started
+are gone, its exit code into FOLDER/exit (-N: by signal N).
 
-Run as `python -ISB keeper.py FOLDER CONTACT COMMAND...`; standard library only. It holds a lock on
-FOLDER/keeper for its life, whose file only the first of several makes, writes the job's process
-into FOLDER/process, and once the job has ended and all that it started is gone, its exit code into
-FOLDER/exit (-N: by signal N).
-
-CONTACT is a file that says when this host was last known to be one of the cluster's (`now_s`), or
-empty where jobs have no other host. `FENCE_S` after that the keeper ends the job, stopped or not:
-by then the job counts as gone for a service that cannot reach this host, and is started elsewhere.
+CONTACT is a file with the time when this host last belonged to the cluster (`now_s`), or empty if
+the cluster is this host. `FENCE_S` after that time the keeper ends the job: by then a service that
+cannot reach this host counts the job as gone, and starts it elsewhere.
 """
 
 from __future__ import annotations

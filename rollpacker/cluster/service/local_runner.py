@@ -1,10 +1,8 @@
 """Runs jobs as processes of this host, which outlive the service.
 
-    FOLDER/jobs/NAME/INCARNATION/    keeper, process, exit: see `keeper.py`
-    FOLDER/jobs/NAME/output          what all its starts have printed
-
-A start's processes are found by a variable of their environment, which all descendants inherit,
-whatever session they are in, and by their parents.
+FOLDER/jobs/NAME/INCARNATION/ has the files of one start of a job (`keeper.py`), and
+FOLDER/jobs/NAME/output what all starts of the job have printed. The processes of a start are found
+by their parents and by a variable of the environment, which all descendants inherit.
 """
 
 from __future__ import annotations

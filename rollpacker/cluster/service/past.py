@@ -1,12 +1,10 @@
 """Keeps the history of a cluster, and computes the state that follows from it.
 
-    FOLDER/events.db   all events (`store.py`)
-    FOLDER/snapshot    number of one of them, a digest, and the state after it as `pickle` has it
-
-The state is the replay of all events. The snapshot is a cache, which may be deleted at any time:
-with it a new service replays only later events. The digest covers the state and all that it depends
-on: the code that decides, the cluster as it began, and the event in its store. If any of these
-differ, all events are replayed.
+FOLDER/events.db has all events (`store.py`), and the state is their replay. FOLDER/snapshot has the
+pickled state after one of the events, that event's number, and a digest. It is a cache, which may
+be deleted at any time: with it a new service replays only later events. The digest covers the state
+and all that it depends on: the code that decides, the cluster as it began, and the event in its
+store. If any of these differ, all events are replayed.
 """
 
 from __future__ import annotations

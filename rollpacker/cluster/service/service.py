@@ -1,14 +1,13 @@
 """The cluster's service: turns messages (letters) of jobs and people into events, has the core
 (`decide/`) decide on them, and carries out its commands.
 
-    letters, ends of processes, leases -> events -> cluster/decide/cluster.py -> commands
-                                            |                             |
-                                          Store, first                  letters, Runner
+Letters, ends of processes, and jobs' silence become events. The core (`decide/cluster.py`) answers
+each with commands. Events are stored first; then letters are sent, and jobs started.
 
 The service may die at any moment. A new one replays the events and has the same state; the runner
 knows which processes run; letters wait; grants stay valid. The only decision made here is when a
-job is lost: its processes are gone, or it was silent for longer than its lease, and then its
-processes are killed before the core is told. So no two jobs are ever on one device.
+job is lost: its processes are gone, or it was silent for too long, and then its processes are
+killed before the core is told. So no two jobs are ever on one device.
 """
 
 from __future__ import annotations

@@ -30,11 +30,8 @@ Start = tuple[str, int]
 
 
 class Hostless:
-    """Nodes without a host, so that jobs cannot be started there.
-
-    a start fails for it -> ... -> HOSTLESS_S later the node is drained: its jobs go elsewhere, or
-    wait -> it has a host again -> it is restored
-    """
+    """Nodes without a host, so that jobs cannot be started there. After `HOSTLESS_S` such a node is
+    drained: its jobs go elsewhere, or wait. Once the node has a host, it is restored."""
 
     def __init__(self) -> None:
         self._since_s: dict[Node, float] = {}

@@ -1,9 +1,8 @@
 """Simulates jobs on shared pools in virtual time; the core's `Cluster` decides.
 
-    arrivals -> Submitted -> Start -> (cold start) -> Asked rollout -> Grant -> Left
-             -> (verdicts) -> Asked train -> Grant -> Left -> (commit) -> Committed -> ... -> Ended
-
-A job's n-th iteration takes the same under every policy: only waits, switches and nodes differ.
+A job is submitted, started (cold) on its nodes, and does one iteration after another: it asks for
+rollout nodes, leaves them, waits for rewards, asks for training nodes, leaves them, and commits. A
+job's n-th iteration takes the same under every policy: only waits, switches and nodes differ.
 """
 
 from __future__ import annotations
