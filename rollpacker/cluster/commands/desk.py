@@ -179,8 +179,9 @@ class Desk:
         )
 
     def ask(self, kind: str, facts: Mapping[str, Any]) -> Any:
-        """Post a question to the service and return the values of its answer by name. Raises
-        `Refused` with the service's reason; `ValueError` if no answer comes within `ANSWER_S`."""
+        """Post a question to the service and return the values of its answer by name. `kind`: what
+        is asked, such as submit; `facts`: values of the question by name. Raises `Refused` with the
+        service's reason, and `ValueError` if no answer comes within `ANSWER_S` seconds."""
         from rollpacker.cluster.seats.mailbox import ALL, SERVICE
 
         self._number += 1

@@ -77,7 +77,7 @@ def serve(
     is_over: Callable[[], bool] = lambda: False,
 ) -> None:
     """Run the service until `is_over` returns true. `began` is called once the service can be
-    asked. Raises `ValueError` if its code would decide otherwise than the folder's events say."""
+    asked. Raises `ValueError` if the folder's stored events would now lead to other decisions."""
     from rollpacker.cluster.commands.desk import ServiceFacts, write_facts
     from rollpacker.cluster.decide.cluster import Cluster
     from rollpacker.cluster.service.service import Service

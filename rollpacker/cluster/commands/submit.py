@@ -180,7 +180,7 @@ def check_seconds(args: argparse.Namespace, config: RunConfig) -> None:
 
 def check_reachable(job: ClusterJob) -> None:
     """Raises `ValueError` if the job would miss its SLO (highest slowdown promised) even without
-    other jobs, because of the seconds in which it parks and wakes between phases."""
+    other jobs, since it takes seconds to leave devices (park) and to come back (wake)."""
     work_s = math.fsum(job.mean)
     switches_s = job.rollout_switch_s + job.train_switch_s
     least = 1 + switches_s / work_s

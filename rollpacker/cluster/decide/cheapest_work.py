@@ -1,5 +1,6 @@
-"""The shipped policy: jobs go where the price of work rises least (`layout.py`), and every SLO is
-likely to be kept, as iterations vary (`forecast.py`)."""
+"""The shipped policy: jobs go where the price of work (price per hour over the jobs' speeds,
+`layout.py`) rises least, while every SLO is likely to be kept as iterations vary
+(`forecast.py`)."""
 
 from __future__ import annotations
 
@@ -20,15 +21,15 @@ from rollpacker.cluster.decide.placement import (
 from rollpacker.cluster.decide.turns import ORDERS, Order
 
 MAX_GROUPS = 12
-"""Number of groups (jobs that share nodes) that are looked at closely for one decision: those whose
-price of work is estimated to rise least."""
+"""Number of groups (jobs that share nodes) that are looked at closely for one decision: those that
+a further job would make dearer by the least, as a quick estimate says."""
 MAX_FORESEEN = 4
 """Number of places for a job whose turns are simulated for one decision, the cheapest first."""
 WORTH = 2.0
 """Factor: a job moves if the move saves this many times what its restart costs."""
 DANGER = 0.8
-"""Probability of keeping an SLO below which the SLO is in danger. (Jobs are placed with a higher
-one, `confidence`: if both were equal, luck alone would have jobs move.)"""
+"""A job's SLO (highest slowdown promised) is in danger if the probability of keeping it is below
+this. (Jobs are placed with a higher one, `confidence`: else luck alone would have jobs move.)"""
 RETRY = 0.9
 """Share: a job tries again to save its SLO once it has fewer iterations left than this many times
 those that it had left at its last try."""
@@ -47,12 +48,12 @@ class CheapestWork:
     saturate: bool = True
     """Whether the jobs of a group may together have more work than its nodes have time for."""
     moves: bool = True
-    """Whether a job moves to another group at a commit if that saves more than a restart costs."""
+    """Whether a running job moves to other nodes if that saves more than its restart costs."""
     tail_release: bool = True
     learns: bool = True
-    """Whether the measured times of iterations correct a job's profile."""
+    """Whether measured times of iterations correct the times that a job was submitted with."""
     mends: bool = True
-    """Whether an SLO in danger has the turns of its group ordered anew, or a job moved away."""
+    """Whether a job whose SLO is in danger may get another order of turns, or other nodes."""
     makes_room: bool = True
     """Whether running jobs are moved or stopped, so that a job that waits for nodes can start."""
 

@@ -93,7 +93,8 @@ class Cluster:
         self._num_changes = 0
         """Number of times that the jobs, or the nodes that jobs run on, have changed so far."""
         self._obstacle = ("", 0, "")
-        """Last answer of `awaits`, for use again: the job, `_num_changes` then, and the text."""
+        """Last answer of `awaits`, to be used again until the cluster changes: the job, the number
+        of changes at that time, and the text."""
 
     @property
     def pools(self) -> Sequence[Pool]:
@@ -109,7 +110,7 @@ class Cluster:
         return [job.name for job in self._waiting.in_order(self._running_jobs())]
 
     def sharing(self, job: str) -> Sharing:
-        """Return how the job shares nodes with the others of its group at present."""
+        """Return how a job's times change at present because it shares nodes with its group."""
         layout = self.state.groups[self._running[job].group].layout
         number = next(n for n, one in enumerate(layout.jobs) if one.name == job)
         return layout.sharings[number]
@@ -200,8 +201,8 @@ class Cluster:
         return commands
 
     def _next_waiting(self, at_s: float) -> Late | None:
-        """Return the next waiting job, with what its wait leaves of its life. None if no job may
-        start."""
+        """Return the next waiting job, with the iterations that it has left and the seconds that it
+        may wait. None if no job may start."""
         job = self._waiting.next(self._running_jobs())
         if job is None:
             return None

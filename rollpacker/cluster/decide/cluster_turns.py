@@ -24,7 +24,8 @@ from rollpacker.cluster.decide.nodes import Node
 from rollpacker.cluster.decide.turns import Order, Turns
 
 MAX_LOSSES = 3
-"""Most losses of a job without a commit within `LOSSES_S`; at one more the job is given up."""
+"""Most losses of all of a job's processes without a commit, within `LOSSES_S` seconds. At one more
+the job is given up."""
 LOSSES_S = 3600.0
 """Seconds after which a loss of a job counts no more towards `MAX_LOSSES`."""
 PATIENCE = 3.0
@@ -52,7 +53,7 @@ class Running(msgspec.Struct):
     steps: int = 0
     work_s: float = 0.0
     looked: int = 0
-    """The cluster's `_num_changes` when it was last examined whether the job should move."""
+    """Number of the cluster's changes when it was last examined whether the job should move."""
     learned: LearnedTimes | None = None
     rest: Rest | None = None
     """Iterations that the job has left, and seconds that its SLO lets it wait. None until the job
@@ -62,7 +63,8 @@ class Running(msgspec.Struct):
     is_cancelled: bool = False
 
     def loses(self, at_s: float) -> bool:
-        """Record that the job's processes were lost. Returns whether that was once too often."""
+        """Record that all processes of the job were lost at this time. Returns whether that has
+        happened more than `MAX_LOSSES` times of late."""
         recent = (one for one in self.lost_s if at_s - one < LOSSES_S)
         self.lost_s = (*recent, at_s)
         return len(self.lost_s) > MAX_LOSSES
@@ -94,7 +96,7 @@ class ClusterTurns:
         self._num_grants = 0
 
     def set_order(self, group: int, order: Order) -> None:
-        """Set the order of turns of this group; the group is made if it is new."""
+        """Set the order in which the jobs of a group take turns. The group is made if it is new."""
         if group in self._groups:
             self._groups[group].order = order
         else:
@@ -105,7 +107,7 @@ class ClusterTurns:
         del self._groups[group]
 
     def take_out(self, running: Running, at_s: float) -> list[Command]:
-        """Take a job out of the turns until it asks again. Returns the grants to other jobs."""
+        """Take a job out of the turns until it asks for nodes again. Returns grants to others."""
         if not running.joined:
             return []
         running.joined, running.token = False, 0

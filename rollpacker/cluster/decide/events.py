@@ -43,7 +43,7 @@ class Left(_JobEvent, frozen=True):
 
 
 class Committed(_JobEvent, frozen=True):
-    """The job has finished an iteration."""
+    """The job has finished an iteration (rollout and training), and may be moved now."""
 
     work_s: float
     """Seconds of the iteration without waits for nodes and without switches."""

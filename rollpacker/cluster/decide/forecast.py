@@ -146,7 +146,8 @@ class Outlook:
 
 
 def foresee(layout: Layout, order: Order) -> list[Forecast]:
-    """Return each job's forecast in this order of turns, from the longer simulation."""
+    """Return the forecast of each job of the layout (a group's jobs with their nodes) in this order
+    of turns, from the longer simulation."""
     return Outlook(layout, order).confirmed()
 
 
@@ -155,7 +156,7 @@ def _is_fixed(job: ClusterJob) -> bool:
 
 
 def _point(job: int, number: int) -> tuple[float, float]:
-    """Return a point of the sequence for a job's iteration; each job has its own part of it."""
+    """Return the point in the unit square that decides kind and length of a job's iteration."""
     at = number + 1 + 1000 * job
     return (at * _STEP[0]) % 1.0, (at * _STEP[1] + 0.5 * (job % 2)) % 1.0
 
@@ -269,7 +270,8 @@ def rest_of(job: ClusterJob, rest: Mapping[str, Rest]) -> Rest:
 
 
 def limits(layout: Layout, rest: Mapping[str, Rest]) -> list[float]:
-    """Return for each job the highest slowdown that keeps its SLO over the rest of its life."""
+    """Return for each job the highest slowdown of its remaining iterations that keeps its SLO.
+    `rest`: what is left of jobs' lives, by name; a job that is absent has all of its steps left."""
     return [
         rest_of(job, rest).slowdown(job.slo, work)
         for job, work in zip(layout.jobs, layout.works_s(), strict=True)

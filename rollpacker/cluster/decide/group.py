@@ -56,7 +56,8 @@ class Holds(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
-    """How the times of a job alone change in its group: factors, and seconds to add."""
+    """How the times of a job alone change in its group (jobs that share nodes): factors, and
+    seconds to add."""
 
     rollout_scale: float = 1.0
     """Factor: rollout seconds on this group's GPUs over those in the job's profile."""
@@ -165,7 +166,8 @@ def load_s(holds: Sequence[Holds], pins: Pins) -> float:
 
 
 def closed_period_s(holds: Sequence[Holds], pins: Pins) -> float:
-    """Return a lower bound of `period_s` in seconds, exact where `closed_form_holds`."""
+    """Return a lower bound of the seconds in which each job has one turn. It is exact where
+    `closed_form_holds`."""
     return max(cycle_s(holds), load_s(holds, pins))
 
 
@@ -188,11 +190,12 @@ def period_s(holds: Sequence[Holds], pins: Pins) -> float:
 
 
 Edges = Mapping[tuple[int, int], tuple[float, int]]
-"""For each pair of events: the seconds between them, and by how many turns the second is later."""
+"""For each pair of events (begins of jobs' phases): the seconds between them, and by how many turns
+the second event is later."""
 
 
 def _event_graph(holds: Sequence[Holds], pins: Pins) -> Edges:
-    """Return the graph of events of one turn: 2k begins job k's rollout, 2k + 1 its training."""
+    """Return the graph of events: event 2k begins job k's rollout, event 2k + 1 its training."""
     edges: dict[tuple[int, int], tuple[float, int]] = {}
 
     def add(source: int, target: int, seconds: float, tokens: int) -> None:

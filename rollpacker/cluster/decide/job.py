@@ -35,7 +35,8 @@ class Times(NamedTuple):
         return self._replace(rollout_s=self.rollout_s * factor, train_s=self.train_s * factor)
 
     def positive(self) -> Times:
-        """Return these times with rollout and training at least a microsecond, none negative."""
+        """Return these times with at least a microsecond for rollout and for training, and with 0
+        in place of other times below 0."""
         rollout_s, between_s, train_s, after_s = self
         return Times(max(rollout_s, 1e-6), max(between_s, 0), max(train_s, 1e-6), max(after_s, 0))
 
@@ -125,7 +126,7 @@ class ClusterJob(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_un
     model_gb: float = 0.0
     """Size of the weights that are sent to the rollout nodes after each training, in 1e9 bytes."""
     rollout_switch_s: float = 0.0
-    """Seconds to park the job on a rollout node and to wake it there, together."""
+    """Seconds to move the job off a rollout node's devices (park) and back (wake), together."""
     train_switch_s: float = 0.0
     cold_start_s: float = 0.0
     """Seconds from a start of the job's processes to its first iteration, also after a move."""
@@ -179,8 +180,8 @@ class ClusterJob(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_un
         return list(itertools.accumulate(one.share for one in self.rounds))
 
     def draw(self, which: float, quantile: float) -> Times:
-        """Return an iteration's times: `which` (0 to below 1) chooses the kind, `quantile` the
-        length."""
+        """Return an iteration's times, chosen by two numbers from 0 to below 1: `which` the kind of
+        round, `quantile` its length."""
         return self.round_at(which).at(quantile)
 
     def round_at(self, which: float) -> RoundTimes:

@@ -147,8 +147,9 @@ class Layout:
         return [period / work for work in self.works_s()]
 
     def bound(self) -> tuple[float, float, list[float]]:
-        """Return three values that RollMux defines, in seconds, for the longest iterations and only
-        the two phases: the longest cycle, the largest load of a resource, each job's cycle."""
+        """Return three values of RollMux, in seconds, for the longest iterations without anything
+        but the two phases: the longest iteration of a job, the load of the busiest resource in one
+        turn of all jobs, and each job's iteration."""
         holds = [
             Holds(times.rollout_s * one.rollout_scale, 0.0, times.train_s * one.train_scale, 0.0)
             for times, one in zip(self._worst, self.sharings, strict=True)

@@ -20,7 +20,7 @@ from rollpacker.cluster.decide.job import ClusterJob, RoundTimes, Times
 WINDOW = 32
 """Number of a job's latest iterations from which its times are learned."""
 MATERIAL = 0.04
-"""Share of an iteration's mean seconds that a change must exceed to be reported."""
+"""Share of an iteration's mean seconds that a change must exceed for placement to be told."""
 SURE = 3.0
 """Number of standard errors that a change must exceed to count as more than luck."""
 ENOUGH = 4

@@ -27,7 +27,7 @@ class Choice:
     group: int | None
     """Number of the group (jobs that share nodes) that the job joins. None for a new group."""
     layout: Layout
-    """The group as it is with the job in it. Negative numbers stand for nodes that are free yet."""
+    """The group with the job in it. Negative numbers stand for nodes that are still free."""
     pin: Pin
     """The rollout nodes of this job."""
     order: Order
@@ -114,7 +114,8 @@ def summary_of(layout: Layout, rest: Mapping[str, Rest], iteration_s: Sequence[f
 
 @dataclass(slots=True)
 class Standing:
-    """A group of jobs that share nodes: its layout, its order of turns, and results computed."""
+    """A group of jobs that share nodes: the jobs with their nodes (`layout`), the order of their
+    turns, and what was computed about them so far."""
 
     layout: Layout
     order: Order
@@ -211,8 +212,8 @@ class State:
     def settle(
         self, job: ClusterJob, choice: Choice, *, tail_release: bool, rest: Rest | None = None
     ) -> Settled:
-        """Put the job on the chosen nodes. `rest`: iterations that it has left and seconds that it
-        may wait; None: all of its steps."""
+        """Put the job on the chosen nodes, and return its group's number and its nodes. `rest`:
+        iterations that it has left and seconds that it may wait; None: all of its steps."""
         layout, nodes = choice.layout, self.nodes
         taken = opened = nodes.take(layout.rollout_pool.name, choice.new_nodes)
         named = dict(zip(sorted((n for n in choice.pin if is_new(n)), key=str), taken, strict=True))

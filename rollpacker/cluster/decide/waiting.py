@@ -87,7 +87,8 @@ class Waiting:
         return [name for _, name in sorted(behind, reverse=True)]
 
     def in_order(self, running: Iterable[ClusterJob]) -> list[ClusterJob]:
-        """Return all waiting jobs, the next to start first. `running` decides owners' shares."""
+        """Return all waiting jobs, the next to start first. `running`: the running jobs, by which
+        it is known how much of its quota each owner uses."""
         return self._in_order(_used(running)) if self._jobs else []
 
     def next(self, running: Iterable[ClusterJob]) -> ClusterJob | None:

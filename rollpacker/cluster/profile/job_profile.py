@@ -60,7 +60,7 @@ class RunProfile:
     switch_s: Mapping[PoolName, float]
     """Seconds to wake and to park on a pool, together, by pool. Empty if the run shared none."""
     start_s: float | None
-    """Seconds from the run's last start to its first step. None if the log does not have them."""
+    """Seconds that the run's last start took. None if the log does not have them."""
     model_bytes: int
     """Bytes of the weights in the newest checkpoint. 0 if there is none."""
     trainer_bytes: int
@@ -150,7 +150,8 @@ def needs_of(
 
 def fewest_nodes(phase: Phase, devices: int, pools: Sequence[Pool]) -> int:
     """Return the smallest number of nodes that a job with so many devices may get in the phase's
-    pools: then each node keeps the most memory. Without such a pool, nodes have 8 devices."""
+    pools: then each node keeps the most memory. If no pool is large enough, it is by 8 devices a
+    node."""
     counts = [
         pool.nodes_for(devices)
         for pool in pools

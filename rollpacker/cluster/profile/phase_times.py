@@ -162,7 +162,7 @@ class _Step:
     between_s: float = 0.0
     """Seconds of the step after a round's last sample and before the next phase or round."""
     begun_s: float = 0.0
-    """Seconds of gradients that were computed before generation had ended."""
+    """Seconds of gradients that were computed before the trainer was told to train."""
     train_on_s: float | None = None
     synced_s: float | None = None
     commit_s: float | None = None
@@ -174,7 +174,8 @@ class _Step:
 
     @property
     def waits_for_parking(self) -> bool:
-        """Whether parking now delays the step: it does, except while rewards are awaited."""
+        """Whether the step is delayed if the job moves off its devices (parks) now. It is so after
+        training or at the commit, but not while rewards are awaited."""
         is_over = self.synced_s is not None or self.commit_s is not None
         return is_over and not self.is_judging
 

@@ -195,7 +195,7 @@ def _lines(path: Path, after: int) -> list[tuple[int, bytes]]:
 
 
 def _data(file: int, place: int) -> int:
-    """Return where the hole in the file ends that begins at this position, if one does."""
+    """Return the position of the next data in the file: this one, or the end of a hole there."""
     try:
         return os.lseek(file, place, os.SEEK_DATA)
     except OSError as error:  # all of the rest is a hole, or this disk knows none

@@ -30,7 +30,7 @@ class Letter:
     facts: Mapping[str, Any]
     """Content of the letter by name, as JSON values."""
     key: str
-    """Name of the letter, which its sender uses once. An answer has it in its facts, as `about`."""
+    """Name of the letter, which its sender uses once. An answer has it as `about` in its facts."""
 
 
 class Mailbox(Protocol):

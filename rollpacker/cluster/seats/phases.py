@@ -219,7 +219,8 @@ class _Program:
         return Turn(entered_s - asked_s, self._seconds.begins() - entered_s)
 
     def leave(self, park: Callable[[], object] | None, *, failed: bool = False) -> None:
-        """Wait for the device, call `park`, give the pool back. `failed`: by an exception."""
+        """Wait for the device, call `park`, and give the pool back. `failed`: whether an exception
+        ended the phase."""
         if self._ranks is None:
             self._phase = None
             return

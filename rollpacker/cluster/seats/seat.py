@@ -18,7 +18,7 @@ from rollpacker.core.ids import PoolName
 SEAT_VARIABLE = "ROLLPACKER_SEAT"
 """Variable of a job's environment that the service sets to the address of the job's seat."""
 START = "start"
-"""Purpose to name on entering a pool only to start a run's parts on its devices."""
+"""Purpose to give to `enter` if a pool is entered only to start a run's parts on it."""
 
 
 class LeaseLost(RuntimeError):
@@ -31,7 +31,8 @@ class Seat(Protocol):
 
     def enter(self, pool: PoolName, purpose: str, *, given_up: threading.Event) -> bool:
         """Wait until the job holds the pool, and return True; False if `given_up` was set before.
-        Raises `LeaseLost` if a pool was lost, `OSError` if the cluster is out of reach for long."""
+        `purpose`: why, in a word, such as round. Raises `LeaseLost` if a pool was lost, and
+        `OSError` if the cluster is out of reach for long."""
         ...
 
     def leave(self, pool: PoolName) -> None:
@@ -72,5 +73,6 @@ class Alone:
 
 
 def seat_variable(address: str, job: str, incarnation: int) -> str:
-    """Return the value of `SEAT_VARIABLE` for a start of a job. `address`: its mailbox's."""
+    """Return the value of `SEAT_VARIABLE` for one start of a job. `address`: address of the
+    cluster's mailbox. `incarnation`: number of the start."""
     return f"{address}#{job}#{incarnation}"

@@ -83,7 +83,7 @@ class JobRecord(msgspec.Struct):
     starts: list[Start]
     """All starts of the job so far; the n-th has the incarnation n, from 1."""
     num_before: int = 0
-    """Number of the first of these starts that belong to ended jobs of the same name."""
+    """How many of these starts, the first ones, were those of ended jobs of the same name."""
     is_placed: bool = False
     """Whether the job has nodes, which are those of its last start."""
     turn: Turn = msgspec.field(default_factory=Turn)
@@ -346,8 +346,7 @@ def _last_of(record: JobRecord) -> int:
 
 
 def times_of(facts: Facts) -> Times:
-    """Return the times of an iteration that a job reports. Raises `ValueError` for wrong
-    seconds."""
+    """Return the times of a reported iteration. Raises `ValueError` for impossible seconds."""
     times = Times(*(float(facts[name]) for name in Times._fields))
     for name, seconds in zip(Times._fields, times, strict=True):
         if not (math.isfinite(seconds) and seconds >= 0):

@@ -67,8 +67,7 @@ def _wait(job: subprocess.Popen[bytes], contact: str) -> int:
 
 
 def now_s() -> float:
-    """Return seconds on a clock that all processes of a host share and that goes on in its
-    sleep."""
+    """Return seconds on a clock that all processes of a host share, and that counts its sleep."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 

@@ -181,8 +181,8 @@ def _read_ending(place: Path) -> _Processes:
 
 
 def _is_marked(pid: int, mark: bytes) -> bool:
-    """Whether the process has the mark in its environment; False if it has ended. If its first
-    thread has ended, its other threads are asked."""
+    """Whether the process has the mark of a job's start (a variable) in its environment; False if
+    it has ended. If its first thread has ended, its other threads are asked."""
     here = Path(f"/proc/{pid}")
     for path in (here / "environ", *here.glob("task/*/environ")):
         with contextlib.suppress(OSError):
@@ -192,8 +192,8 @@ def _is_marked(pid: int, mark: bytes) -> bool:
 
 
 def _family(mark: bytes, known: Mapping[int, _Process]) -> _Processes:
-    """Return the processes with the mark, their descendants, and the `known` processes that still
-    exist: a process that ends loses its environment before its files and devices."""
+    """Return the processes with a start's mark in their environment, their descendants, and those
+    of `known` that still exist: a process that ends loses its environment before its devices."""
     here = _processes()
     still = {pid for pid, one in known.items() if pid in here and here[pid].began == one.began}
     found = still | {pid for pid in here if _is_marked(pid, mark)}

@@ -198,8 +198,7 @@ class Alive:
         return found
 
     def kill(self, start: Start, tell: Callable[[str], None]) -> bool:
-        """Kill all processes of a job's start. Returns whether they are gone; `tell` gets
-        errors."""
+        """Kill all processes of a job's start. Returns whether none is left; `tell` gets errors."""
         try:
             self._kill(start)
         except OSError as error:

@@ -12,7 +12,7 @@ from rollpacker.cluster.service.starts_alive import Alive
 
 NUM_NOTES = 50
 LONG_HELD = 10.0
-"""Factor: `why` says so if a job holds a pool for this many times its longest planned phase."""
+"""Factor: the status says so if a job holds a pool for this many times its longest phase."""
 NO_COMMIT = "no commit was said: a program calls rollpacker.cluster.committed(step) after each"
 
 
@@ -26,8 +26,8 @@ class Status:
         self._now_s = now_s
 
     def whole(self, name: str, began_s: float) -> dict[str, Any]:
-        """Return the status of the whole cluster, by name. `name`: name of the cluster. `began_s`:
-        Unix time of its begin."""
+        """Return the status of the whole cluster as values by name. `name`: name of the cluster.
+        `began_s`: Unix time from which events' times are counted."""
         cluster, book = self._cluster, self._book
         used = {node for record in book.placed() for node in record.nodes(record.incarnation)}
         return {

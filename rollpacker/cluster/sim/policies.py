@@ -26,7 +26,7 @@ POLICIES: Mapping[str, str] = {
 }
 """Policies by the name that `--compare` takes, each with a line that explains it."""
 NO_TURNS = ("dedicated", "colocated")
-"""Policies under which no two jobs share nodes."""
+"""Names of the policies under which no two jobs share nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +88,9 @@ def policy(name: str, spec: ClusterSpec) -> Policy:
 
 
 class AsPublished(Stays):
-    """Algorithm 1 of RollMux: the cheapest place per hour that keeps all SLOs if iterations are the
-    longest. Fully loaded groups take no job, and none gets more work than time (Fig. 6 there)."""
+    """Algorithm 1 of RollMux: the place that costs least per hour and keeps all SLOs even for the
+    longest iterations. Fully loaded groups take no job, and no group gets more work than it has
+    time for (Fig. 6 there)."""
 
     tail_release = True
 

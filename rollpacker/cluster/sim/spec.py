@@ -1,5 +1,4 @@
-"""The file that `rollpacker cluster` reads (`configs/clusters/`): pools, and a simulation's
-jobs."""
+"""The file that `rollpacker cluster` reads (`configs/clusters/`): pools and a simulation's jobs."""
 
 from __future__ import annotations
 
@@ -65,11 +64,12 @@ class JobsSpec:
     mean_hours: float = 14.4
     """Mean hours of a job's life without waits. Lives are log-normal, up to ten times this."""
     profile: Profile = "mixed"
-    """Which phase of the jobs is longer. mixed: a third of the jobs have each of three kinds."""
+    """Which phase of the jobs is longer: none (balanced), rollout or training. mixed: a third of
+    the jobs have each."""
     slo: tuple[float, float] = (1.0, 2.0)
-    """Lowest and highest SLO (slowdown promised) of the jobs, which are drawn evenly."""
+    """Lowest and highest SLO (slowdown promised) of the jobs, drawn evenly between the two."""
     variation: float = 0.1
-    """Standard deviation of the length of iterations over its mean. 0: all are as long."""
+    """Standard deviation of the length of iterations over its mean. 0: all have the same length."""
     growth: float = 0.0
     """Share by which rollouts and training are longer at the end of a job's life than at its begin,
     growing evenly. Policies are not told of this growth beforehand."""
@@ -110,7 +110,7 @@ class ClusterSpec:
     max_group: int = 5
     """Largest number of jobs in one group, which take turns on the same nodes."""
     slo_confidence: float = 0.99
-    """Probability with which each SLO must be kept by a placement, from 0.5 to below 1."""
+    """Probability of keeping every SLO that a job's placement must have, from 0.5 to below 1."""
     order: Literal["auto", "round_robin", "first_come", "least_slack"] = "auto"
     """Order in which jobs take turns on nodes. auto: the cheapest order for each group of jobs."""
     quotas: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
@@ -190,8 +190,7 @@ def reference(pools: Sequence[PoolSpec], phase: Phase) -> PoolSpec:
 
 
 def seconds_scale(phase: Phase, measured_on: str | None, gpu: str | None) -> float:
-    """Return the seconds of a phase on `gpu` over those on `measured_on`; 1 if one of them is
-    None."""
+    """Return the seconds of a phase on `gpu` over those on `measured_on`; 1 if either is None."""
     if measured_on is None or gpu is None:
         return 1.0
     if phase == "rollout":
