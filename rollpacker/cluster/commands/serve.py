@@ -162,7 +162,7 @@ def _changed(folder: Path, spec: ClusterSpec) -> list[str]:
 
 
 def _of_several_nodes(spec: ClusterSpec) -> str:
-    """Return words on the first phase that has more than one node; empty if no phase has."""
+    """Return a sentence on the first phase that has several nodes; empty if none has."""
     for phase in ("rollout", "train"):
         count = sum(pool.nodes for pool in spec.pools if pool.phase == phase)
         if count > 1:

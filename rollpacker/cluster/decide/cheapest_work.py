@@ -133,9 +133,10 @@ class CheapestWork:
         rest: Rest | None = None,
         below: float = math.inf,
     ) -> tuple[float, Choice] | None:
-        """Return the smallest rise of the price of work and the choice of nodes that brings it, or
-        None if no rise is less than `below`. `besides`: number of a group to leave out. `rest`:
-        iterations that the job has left, and seconds that it may wait; None: as submitted."""
+        """Return the smallest rise of the price of work (price per hour over the jobs' speeds), and
+        the place of the job that brings it; None if no rise is less than `below`. `besides`: number
+        of a group to leave out. `rest`: iterations that the job has left and seconds that it may
+        wait; None: all."""
         own = {} if rest is None else {job.name: rest}
         quick = sorted(
             (standing.summary.rise(job), number)
@@ -210,7 +211,8 @@ class CheapestWork:
     def _price(
         self, layout: Layout, forecasts: Sequence[Forecast], rest: Mapping[str, Rest]
     ) -> float:
-        """Return the layout's price of work, or infinity if an SLO would not be kept."""
+        """Return the price of work (price per hour over jobs' speeds) of the group, or infinity if
+        an SLO would not be kept."""
         if broken(layout, forecasts, rest, self.confidence):
             return math.inf
         return layout.price_of_work([one.iteration_s for one in forecasts])

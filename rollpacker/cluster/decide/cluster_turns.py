@@ -157,7 +157,8 @@ class ClusterTurns:
         ]
 
     def kept_for(self, job: str) -> str | None:
-        """Return another job whose turn it is on the free nodes that this job awaits, or None."""
+        """Return another job whose turn it is on the free nodes that this job awaits. None if there
+        is no such job."""
         running = self._running.get(job)
         if running is None or not running.joined:
             return None

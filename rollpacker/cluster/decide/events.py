@@ -130,8 +130,8 @@ Event = (
 
 
 class _Command(msgspec.Struct, frozen=True):
-    """Base of all commands. The service keeps a checksum of their `repr`: if a name or the order of
-    fields changes, existing folders become unreadable."""
+    """Base of all commands of the cluster's decisions. The service stores a checksum of their
+    `repr`: if a name or the order of fields changes, existing folders become unreadable."""
 
 
 class Open(_Command, frozen=True):

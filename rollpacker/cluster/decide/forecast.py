@@ -265,7 +265,8 @@ class Rest(NamedTuple):
 
 
 def rest_of(job: ClusterJob, rest: Mapping[str, Rest]) -> Rest:
-    """Return what is left of the job's life: its entry in `rest`, or else all of its steps."""
+    """Return what is left of the job's life (iterations, seconds to wait): its entry in `rest`, or
+    else all of its steps."""
     return rest.get(job.name) or Rest(0.0, job.steps)
 
 
@@ -299,8 +300,8 @@ def bounds(
 def broken(
     layout: Layout, forecasts: Sequence[Forecast], rest: Mapping[str, Rest], confidence: float
 ) -> dict[str, tuple[float, float]]:
-    """Return by name the jobs whose SLO would not be kept, each with the slowdown that it would
-    have (`bounds`) and the highest that would keep its SLO."""
+    """Return by name the jobs whose SLO (highest slowdown promised) would not be kept, each with
+    the slowdown that it would have (`bounds`) and the highest that would keep its SLO."""
     pairs = zip(bounds(layout, forecasts, rest, confidence), limits(layout, rest), strict=True)
     return {
         job.name: (bound, limit)

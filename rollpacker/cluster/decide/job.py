@@ -74,7 +74,7 @@ class RoundTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_un
             raise ValueError(f"share must be above 0 and at most 1, not {self.share}")
 
     def at(self, quantile: float) -> Times:
-        """Return the times of the iteration at this quantile, a number from 0 to below 1."""
+        """Return the times of the iteration whose length is at this quantile (0 to below 1)."""
         rollout, train = self.rollout_s, self.train_s
         return Times(
             rollout[int(quantile * len(rollout))],

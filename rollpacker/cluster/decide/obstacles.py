@@ -1,8 +1,9 @@
-"""Explains what keeps a waiting job from every node: which SLOs would break, and with which SLO of
-its own it could start now.
+"""Explains what keeps a waiting job from every node: which SLOs (slowdowns promised) would break,
+and with which SLO of its own it could start now.
 
 It changes no state that decisions use, because a replay of the cluster's events does not know when
-an explanation was asked for."""
+an explanation was asked for.
+"""
 
 from __future__ import annotations
 
@@ -83,8 +84,8 @@ def _tries(
 def _breaks(
     layout: Layout, order: Order, rest: Mapping[str, Rest], confidence: float
 ) -> dict[str, tuple[float, float]]:
-    """Return the jobs whose SLO breaks in the short or the longer simulation, each with the worse
-    slowdown and the highest allowed."""
+    """Return by name the jobs whose SLO (slowdown promised) breaks in the short or the longer
+    simulation, each with the worse slowdown and the highest allowed."""
     outlook = Outlook(layout, order)
     found = broken(layout, outlook.forecasts(), rest, confidence)
     for name, (slowdown, limit) in broken(layout, outlook.confirmed(), rest, confidence).items():
@@ -99,7 +100,8 @@ def _load(layout: Layout) -> float:
 
 
 def _possible(one: _Try, job: ClusterJob, confidence: float) -> float | None:
-    """Return the lowest SLO found with which the job would break no SLO in that group, or None."""
+    """Return the lowest SLO (slowdown promised) found for the job with which it would break no SLO
+    in that group. None if none was found."""
     rest = {name: known for name, known in one.rest.items() if name != job.name}
     slo, layout = job.slo, one.layout
     for _ in range(_NUM_TRIES):

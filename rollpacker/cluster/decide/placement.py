@@ -76,7 +76,8 @@ class Summary:
         )
 
     def rise(self, job: ClusterJob) -> float:
-        """Estimate how much the group's price of work rises if this job joins at its best place."""
+        """Estimate how much the group's price of work (price per hour over the jobs' speeds) rises
+        if this job joins it at its best place."""
         mean = job.mean
         whole = sum(mean)
         train = self.train_share + mean.train_s / whole * self._spread(job)
@@ -158,7 +159,8 @@ class Standing:
         self._outlooks.clear()
 
     def saved_without(self, job: str) -> float:
-        """Return by how much the group's price of work falls if this job leaves it."""
+        """Return by how much the group's price of work (price per hour over the jobs' speeds) falls
+        if this job leaves it."""
         if job not in self._without:
             others = self.layout.minus(job)
             price = 0.0
@@ -331,7 +333,7 @@ class Policy(Protocol):
         """Whether the measured times of iterations replace those of a job's profile."""
 
     def is_endangered(self, standing: Standing) -> bool:
-        """Whether an SLO in the group is likely to be missed if all jobs stay."""
+        """Whether a job of the group is likely to miss its SLO (slowdown promised) where it is."""
 
     def move(self, state: State, number: int, job: ClusterJob, *, rest: Rest) -> Choice | None:
         """Choose a place for a running job of group `number` at its commit. None: the job stays. A

@@ -27,7 +27,7 @@ MAX_STOPPED = 4
 
 
 class Late(NamedTuple):
-    """A job to be started, with what its waits and its restarts leave of its life and its SLO."""
+    """A job to be started, with the iterations and the seconds of waiting that it has left."""
 
     job: ClusterJob
     rest: Rest | None
@@ -35,15 +35,17 @@ class Late(NamedTuple):
 
 
 def bearable(job: ClusterJob, rest: Rest) -> Rest:
-    """Return what is left of the life of a job that has waited for nodes. If the wait has already
-    broken its SLO, it may wait anew: an SLO that cannot be kept would let no job share with it."""
+    """Return what is left of the life (iterations, seconds to wait) of a job that has waited for
+    nodes. If the wait has broken its SLO already, it may wait anew: an SLO that cannot be kept
+    would let no job share with this one."""
     if rest.slowdown(job.slo, math.fsum(job.mean)) < 1:
         return Rest(0.0, rest.iterations)
     return rest
 
 
 def restarted(job: ClusterJob, rest: Rest) -> Rest:
-    """Return what is left of the job's life after one more restart, which counts as waiting."""
+    """Return what is left of the job's life (iterations, seconds to wait) after one more restart,
+    whose seconds count as waiting."""
     return rest._replace(spare_s=rest.spare_s - job.cold_start_s)
 
 
@@ -63,8 +65,8 @@ def pays(state: State, number: int, job: ClusterJob, waits: ClusterJob, restarts
 def by_moving(
     policy: Policy, state: State, number: int, job: ClusterJob, rest: Rest, waits: Late
 ) -> Sequence[tuple[Late, Choice]]:
-    """Return places for both jobs, found as if the running job had left its group, in the order in
-    which to start them. Empty if they do not fit, or the restart would break the job's SLO."""
+    """Return places for the running job and the waiting one, in the order in which to start them,
+    once the running job has left its group. Empty if they do not fit, or it would miss its SLO."""
     moved = Late(job, restarted(job, rest))
     without = state.copy()
     without.unsettle(job.name, number)

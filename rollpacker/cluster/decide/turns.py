@@ -1,18 +1,17 @@
-"""The turns on the nodes of one group: jobs ask for a phase's nodes, and are granted them.
-
-    ask(job, phase) -> waits -> granted: all its nodes of that phase at once -> leave(job, phase)
+"""The turns on the nodes of one group (jobs that share nodes): jobs ask for a phase's nodes, are
+granted all of them at once, and leave them.
 
 A job holds the nodes of one phase at most, so no job that holds nodes waits for any: there is no
-circular wait. Orders:
+circular wait. There are three orders of turns:
 
-    round_robin   each job once a turn, in one fixed order on every node; who is not there yet is
-                  waited for (`awaited`). Its period has a closed form (`group.period_s`). What a
-                  job asks for besides (a second rollout before its training: a refill, an
-                  evaluation; training before a rollout: to begin, to mend) is no turn: it is first
-                  come, first served.
-    first_come    who asked first; nobody overtakes on a node that an earlier one waits for, so that
-                  a job of many nodes does not starve.
-    least_slack   as first_come, but who is closest to breaking its SLO comes first.
+    round_robin   Each job has one turn after the other, in one fixed order on every node; a job
+                  that has not come yet is waited for (`awaited`). `group.period_s` computes the
+                  seconds of a turn of all. What a job asks for besides (a second rollout before its
+                  training, for a refill or an evaluation; a training before its rollout) is no
+                  turn: it is first come, first served.
+    first_come    The job that asked first comes first. Nobody overtakes on a node that an earlier
+                  job waits for, so that a job of many nodes does not starve.
+    least_slack   As first_come, but the job that is closest to breaking its SLO comes first.
 """
 
 from __future__ import annotations

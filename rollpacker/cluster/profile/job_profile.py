@@ -150,8 +150,7 @@ def needs_of(
 
 def fewest_nodes(phase: Phase, devices: int, pools: Sequence[Pool]) -> int:
     """Return the smallest number of nodes that a job with so many devices may get in the phase's
-    pools: then each node keeps the most memory. If no pool is large enough, it is by 8 devices a
-    node."""
+    pools: then each node keeps the most memory. If no pool has enough, nodes have 8 devices."""
     counts = [
         pool.nodes_for(devices)
         for pool in pools

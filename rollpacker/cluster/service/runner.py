@@ -63,5 +63,5 @@ class Runner(Protocol):
         ...
 
     def want(self, num_nodes: Mapping[str, int]) -> None:
-        """Tell whatever can rent nodes (an autoscaler) how many of each pool are needed."""
+        """Tell whatever can rent nodes (an autoscaler) how many nodes of each pool are needed."""
         ...

@@ -156,7 +156,7 @@ class Service:
 
     @property
     def _now_s(self) -> float:
-        """Seconds since the cluster's folder was first used, whatever the wall clock is set to."""
+        """Seconds since the cluster's folder was first used, independent of the wall clock."""
         return self._zero_s + time.monotonic()
 
     def _happen(self, event: Event, facts: Facts | None = None) -> None:

@@ -98,14 +98,15 @@ class Alive:
         self._is_new(name)
 
     def attempted(self, name: str, incarnation: int) -> None:
-        """Record a start that may have failed: it is tried again, and may still take effect."""
+        """Record a start of a job that may have failed. It is made again, and the first try may
+        still take effect."""
         if (name, incarnation) not in self.incarnations:
             self._is_new(name)
         self.incarnations.add((name, incarnation))
         self._attempted.add((name, incarnation))
 
     def _is_new(self, name: str) -> None:
-        """Forget when the job was last heard: that was its earlier start."""
+        """Forget when the job was last heard: it was an earlier start, and a new one has begun."""
         self.ever_heard.discard(name)
         self._heard_s.pop(name, None)
 
@@ -207,7 +208,8 @@ class Alive:
         return True
 
     def press(self) -> None:
-        """Send a signal to processes that should have ended; later kill them. Raises `OSError`."""
+        """Send a stop signal to processes that have not ended although asked to, and kill them if
+        that does not help for long. Raises `OSError`."""
         now_s = time.monotonic()
         for start in self.leaving():
             since_s = self._leaves_since_s.setdefault(start, now_s)

@@ -53,7 +53,8 @@ class Position(msgspec.Struct, frozen=True):
 
 
 def entry_of(event: events.Event, facts: Mapping[str, Any], commands: object) -> StoredEvent:
-    """Return the event in its stored form. `facts`: further values to store with it."""
+    """Return the event in the form in which it is stored. `facts`: further values to store with it.
+    `commands`: commands that it led to, for the checksum."""
     plain = {"kind": type(event).__name__, "event": to_plain(event), "facts": dict(facts)}
     return StoredEvent(plain, checksum(commands))
 

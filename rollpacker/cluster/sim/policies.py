@@ -122,8 +122,8 @@ class AsPublished(Stays):
 
 
 def may_share(layout: Layout, job: ClusterJob) -> bool:
-    """Return False if one job's longest iteration would surely break another job's SLO in round
-    robin, by a quick check. The job is compared with all jobs of the group."""
+    """Return whether the job may join the group: False if, in round robin, one job's longest
+    iteration would surely break the SLO (slowdown promised) of another. This is a quick check."""
     seconds = job.worst.rollout_s + job.worst.train_s
     limit = job.slo * seconds
     rollout, train = layout.rollout_pool.scale, layout.train_pool.scale

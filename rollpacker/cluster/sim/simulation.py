@@ -77,7 +77,7 @@ class Simulation:
         name: str,
         chosen: Policy | None = None,
     ) -> None:
-        """`name`: name of the policy. `chosen`: a policy to use in its place, or None."""
+        """`name`: name of the policy. `chosen`: a policy to use instead; None: the one so named."""
         self._spec = spec
         self._arrivals = arrivals
         self._pools = pools_of(spec, name)
