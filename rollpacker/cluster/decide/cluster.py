@@ -121,8 +121,8 @@ class Cluster:
         return self._turns.overdue(at_s)
 
     def kept_for(self, job: str) -> str | None:
-        """Return another job whose turn it is on the nodes that this job waits for, if those are
-        free. None if a job holds some of these nodes."""
+        """Return another job whose turn it is on the nodes that this job waits for, if all are
+        free. None if a job holds some of these nodes, or if it is no other job's turn."""
         return self._turns.kept_for(job)
 
     def awaits(self, job: str, at_s: float) -> str:

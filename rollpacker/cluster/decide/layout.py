@@ -79,8 +79,7 @@ class Layout:
 
     def price_of_work(self, iteration_s: Sequence[float]) -> float:
         """Return the price of work: the price per hour over the jobs' speeds, each weighed by
-        `value`. `iteration_s`: mean seconds of each job's iterations in the group, as `jobs` are
-        ordered."""
+        `value`. `iteration_s`: mean seconds of an iteration in the group, for each of `jobs`."""
         value = progress = 0.0
         for job, seconds in zip(self.jobs, iteration_s, strict=True):
             own = self.value(job)

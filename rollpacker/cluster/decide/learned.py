@@ -48,7 +48,8 @@ class LearnedTimes:
         return self._job
 
     def _has_changed(self) -> bool:
-        """Whether a kind of round, by share or times, differs from before by more than luck."""
+        """Whether some kind of round has become more or less frequent, or longer or shorter, by
+        more than luck would explain."""
         least = MATERIAL * math.fsum(self._job.mean)
         known = {one.kind: one for one in self._job.rounds}
         seen = self._by_kind()

@@ -102,8 +102,8 @@ class Nodes:
                 self._free[node.pool].append(node.number)
 
     def drain(self, node: Node) -> None:
-        """Give the node no more jobs; those on it stay until they are moved. Raises `ValueError`
-        for a node that does not exist."""
+        """Give no more jobs to the node; jobs that are on it stay until they are moved. Raises
+        `ValueError` for a node that does not exist."""
         pool = self.pools.get(node.pool)
         if pool is None or not 0 <= node.number < pool.nodes:
             known = ", ".join(f"{one.name}/0 to {one.nodes - 1}" for one in self.pools.values())

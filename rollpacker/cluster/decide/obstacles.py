@@ -23,7 +23,7 @@ from rollpacker.cluster.decide.turns import Order
 MAX_CANDIDATES = 6
 """Number of places for a waiting job that are examined, those in the least loaded groups first."""
 _NUM_TRIES = 3
-"""Number of SLOs tried for a job, each higher than before: some orders of turns depend on it."""
+"""Number of SLOs tried for a job, each higher than the last: orders of turns may depend on it."""
 
 
 @dataclass(frozen=True, slots=True)

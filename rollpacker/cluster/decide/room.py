@@ -50,8 +50,8 @@ def restarted(job: ClusterJob, rest: Rest) -> Rest:
 
 
 def pays(state: State, number: int, job: ClusterJob, waits: ClusterJob, restarts: float) -> bool:
-    """Whether this many restarts of `job`, in group `number`, cost less than if `waits` waits until
-    the next job of the cluster ends."""
+    """Whether this many restarts of `job`, in group `number`, cost less than what the job `waits`
+    loses by waiting until the next job of the cluster ends."""
     layout = state.groups[number].layout
     soonest_s = min(
         rest_of(one, standing.rest).iterations * math.fsum(one.mean)

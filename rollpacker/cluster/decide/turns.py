@@ -38,7 +38,7 @@ class _Member:
     nodes: Mapping[Phase, tuple[Node, ...]]
     slo: float
     turns: dict[Phase, int]
-    """Number of turns of the job by phase, which starts from the highest of the other jobs."""
+    """Number of turns of the job by phase, counted on from the highest of the other jobs."""
     waits_for: Phase | None = None
     is_extra: bool = False
     """Whether the phase that the job asks for is outside of its turn, such as a further rollout."""

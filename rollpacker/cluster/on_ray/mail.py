@@ -39,7 +39,7 @@ _Actor: Any = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, max_con
 
 
 class RayMailbox:
-    """The `Mailbox` of a cluster on ray: an actor. This process must be connected to ray."""
+    """The `Mailbox` of a cluster on ray, an actor. This process must be connected to ray."""
 
     def __init__(self, name: str) -> None:
         """`name`: name of the actor with the letters, in ray's namespace `rollpacker`; it is made

@@ -33,7 +33,8 @@ WARM_FACTOR = 1.5
 MAX_WARM = 3
 WAKE_GB_S: Mapping[Phase, float] = {"rollout": 25.0, "train": 10.0}
 """Rate of copying between host memory and a device, by phase, in 1e9 bytes per second, for parking
-and waking. Published warm starts (RollMux, arXiv 2512.11306) have 18 to 39, and 8 to 12."""
+and waking alike. Published warm starts (RollMux, arXiv 2512.11306) come to 18 to 39 for rollout and
+8 to 12 for training."""
 COLD_START_S = 60.0
 GIB, GB = 2**30, 1e9
 SHAPING = (

@@ -54,7 +54,7 @@ class PhaseTimes:
         self.waited_s = 0.0
         """Seconds of waits for pools and of switches between jobs, in all steps so far."""
         self._now_s = 0.0
-        """Time of the current log entry in seconds, less the waits and switches before it."""
+        """Time of the current log entry in seconds, less the waits and switches of this session."""
         self._last_s = 0.0
         """Time of the current log entry in seconds, as the log has it."""
         self._waits = False

@@ -81,7 +81,8 @@ def silent_s(contact: str | os.PathLike[str]) -> float:
 
 
 def _is_first(folder: str) -> bool:
-    """Whether this is the first keeper of this start; its file is locked before others see it."""
+    """Whether this is the first keeper (parent process) of this start of the job. Its file is
+    locked before others see it."""
     own = os.path.join(folder, f"{KEEPER}.{os.getpid()}")
     lock = os.open(own, os.O_CREAT | os.O_RDWR, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)

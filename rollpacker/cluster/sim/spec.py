@@ -39,7 +39,7 @@ class PoolSpec:
     price_per_device_h: float
     """Price of one device in use per hour, in any currency."""
     host_memory_gib: float
-    """GiB of host memory of one node, which parked jobs can keep."""
+    """GiB of host memory of one node, for what parked jobs move there from its devices."""
 
     def __post_init__(self) -> None:
         at_least_one(self, "nodes", "devices_per_node")
