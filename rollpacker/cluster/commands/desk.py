@@ -163,7 +163,8 @@ class Desk:
             raise ValueError(self._silent(error)) from error
 
     def _silent(self, error: OSError | None = None) -> str:
-        """Return a message that the service does not answer, with the `error` that shows it."""
+        """Return the text of an error: the service does not answer. `error`: the failure that shows
+        it; None if no answer came in time."""
         facts = self.facts
         where = f"process {facts.pid} on {facts.host}"
         is_here = facts.host == socket.gethostname()
@@ -211,6 +212,6 @@ class Desk:
 
 
 def open_desk(given: str | None) -> Desk:
-    """Return a desk for the cluster in the folder `given`, or the only one if None. Raises
-    `ValueError` if there is no such cluster."""
+    """Return a desk for the cluster in the folder `given`; None: in the one that the environment
+    names, or the only one served here. Raises `ValueError` if there is no such cluster."""
     return Desk(find_folder(given))

@@ -162,7 +162,8 @@ def _changed(folder: Path, spec: ClusterSpec) -> list[str]:
 
 
 def _of_several_nodes(spec: ClusterSpec) -> str:
-    """Return a sentence on the first phase that has several nodes; empty if none has."""
+    """Return a sentence on the first phase (rollout, train) for which the cluster has more than one
+    node, with their number. Empty if there is none."""
     for phase in ("rollout", "train"):
         count = sum(pool.nodes for pool in spec.pools if pool.phase == phase)
         if count > 1:

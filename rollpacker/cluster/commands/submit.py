@@ -131,8 +131,9 @@ def new_file(config: RunConfig) -> Path:
 
 @contextlib.contextmanager
 def kept(config: RunConfig, path: Path) -> Iterator[None]:
-    """Save the config at `path`. The file is removed only if the service refuses the job inside the
-    block: one that did not answer may still start it. Raises `ValueError` if saving fails."""
+    """Save the config at `path` before the block submits the job. The file is removed only if the
+    service refuses the job: a service that did not answer may still start it. Raises `ValueError`
+    if saving fails."""
     from rollpacker.cluster.commands.desk import Refused
     from rollpacker.config.load import save_config
 

@@ -21,10 +21,10 @@ from rollpacker.cluster.decide.placement import (
 from rollpacker.cluster.decide.turns import ORDERS, Order
 
 MAX_GROUPS = 12
-"""Number of groups (jobs that share nodes) that are looked at closely for one decision: those that
-a further job would make dearer by the least, as a quick estimate says."""
+"""Most groups (jobs that share nodes) that are examined closely for one decision: those whose price
+of work a further job would raise least, by a quick estimate."""
 MAX_FORESEEN = 4
-"""Number of places for a job whose turns are simulated for one decision, the cheapest first."""
+"""Most places for a job in groups for which one decision simulates the turns, cheapest first."""
 WORTH = 2.0
 """Factor: a job moves if the move saves this many times what its restart costs."""
 DANGER = 0.8
@@ -136,7 +136,7 @@ class CheapestWork:
         """Return the smallest rise of the price of work (price per hour over the jobs' speeds), and
         the place of the job that brings it; None if no rise is less than `below`. `besides`: number
         of a group to leave out. `rest`: iterations that the job has left and seconds that it may
-        wait; None: all."""
+        wait; None: all of its steps."""
         own = {} if rest is None else {job.name: rest}
         quick = sorted(
             (standing.summary.rise(job), number)
@@ -211,8 +211,8 @@ class CheapestWork:
     def _price(
         self, layout: Layout, forecasts: Sequence[Forecast], rest: Mapping[str, Rest]
     ) -> float:
-        """Return the price of work (price per hour over jobs' speeds) of the group, or infinity if
-        an SLO would not be kept."""
+        """Return the group's price of work (price per hour over jobs' speeds) by these forecasts,
+        or infinity if some job would miss its SLO."""
         if broken(layout, forecasts, rest, self.confidence):
             return math.inf
         return layout.price_of_work([one.iteration_s for one in forecasts])
@@ -231,7 +231,8 @@ def _endangered(standing: Standing) -> list[str]:
 def _in_danger(
     layout: Layout, forecasts: Sequence[Forecast], rest: Mapping[str, Rest]
 ) -> list[str]:
-    """Return the jobs whose SLO is likely to be missed now, and would be kept without others."""
+    """Return the jobs whose SLO is likely to be missed in this group, but could still be kept if
+    they waited no more."""
     return [
         job.name
         for job, one, limit in zip(layout.jobs, forecasts, limits(layout, rest), strict=True)
@@ -245,8 +246,8 @@ def _number(choice: Choice) -> int:
 
 
 def _iterations_at_least(layout: Layout) -> list[float]:
-    """Return for each job a lower bound of the mean seconds of its iterations in any order of
-    turns, if sharing slows all jobs of the group by the same factor."""
+    """Return for each job the mean seconds of an iteration if sharing slows all jobs of the group
+    by the same factor, and as little as the busiest nodes allow in any order of turns."""
     holds, works = layout.holds(), layout.works_s()
     busy: dict[object, float] = {}
     for pin, one, work in zip(layout.pins, holds, works, strict=True):

@@ -2,18 +2,18 @@
 
 `Cluster.handle` takes in an event and returns commands:
 
-    Submitted    Start on nodes that the policy chose (Open, if some were free), or the job waits.
-    Asked        Grant of a phase's nodes to the job, now or when its turn comes.
-    Left         Grant of the nodes to the next job.
-    Committed    An iteration is counted; the job may Start elsewhere, or Stop for a waiting job.
+    Submitted:   Start on nodes that the policy chose (Open, if some were free), or the job waits.
+    Asked:       Grant of a phase's nodes to the job, now or when its turn comes.
+    Left:        Grant of the nodes to the next job.
+    Committed:   An iteration is counted; the job may Start elsewhere, or Stop for a waiting job.
                  After its last iteration it takes no part in the turns.
-    Ended        Close of nodes that no job needs, and Start of jobs that waited for nodes.
-    StayedAway   The job, for which others wait, takes no part in the turns until it asks again.
-    Lost         Start once more, or GiveUp after too many losses.
-    Drained      Its jobs leave the node at their next commit, or at once if they have still to be
+    Ended:       Close of nodes that no job needs, and Start of jobs that waited for nodes.
+    StayedAway:  The job, for which others wait, takes no part in the turns until it asks again.
+    Lost:        Start once more, or GiveUp after too many losses.
+    Drained:     Its jobs leave the node at their next commit, or at once if they have still to be
                  started there and it has no host: Start elsewhere, or Stop, and the job waits.
-    Restored, Grown   Start of jobs that waited for nodes.
-    Cancelled    Stop; the job's nodes are free once it has ended.
+    Restored, Grown:  Start of jobs that waited for nodes.
+    Cancelled:   Stop; the job's nodes are free once it has ended.
 
 Jobs that share nodes are a group. In a group `turns.py` decides which job is next, and a policy
 chooses where a job goes (`placement.py`). The caller that carries out the commands (a simulation, a

@@ -24,8 +24,8 @@ from rollpacker.cluster.decide.nodes import Node
 from rollpacker.cluster.decide.turns import Order, Turns
 
 MAX_LOSSES = 3
-"""Most losses of all of a job's processes without a commit, within `LOSSES_S` seconds. At one more
-the job is given up."""
+"""How many times all processes of a job may be lost without a commit, within `LOSSES_S` seconds. At
+one more the job is given up."""
 LOSSES_S = 3600.0
 """Seconds after which a loss of a job counts no more towards `MAX_LOSSES`."""
 PATIENCE = 3.0
@@ -53,7 +53,7 @@ class Running(msgspec.Struct):
     steps: int = 0
     work_s: float = 0.0
     looked: int = 0
-    """Number of the cluster's changes when it was last examined whether the job should move."""
+    """How many changes the cluster had seen when a move of this job was last considered."""
     learned: LearnedTimes | None = None
     rest: Rest | None = None
     """Iterations that the job has left, and seconds that its SLO lets it wait. None until the job

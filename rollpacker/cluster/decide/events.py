@@ -58,8 +58,9 @@ class Committed(_JobEvent, frozen=True):
     """Whether the job ends after this iteration. None: the job does not say, so that it ends once
     it has done its submitted number of steps."""
     numbers_otherwise: Omitted[bool] = False
-    """Whether the job's numbers of commits do not count its iterations: `step` is then ignored, and
-    each commit counts as one iteration. Events of earlier versions do not have this field."""
+    """Whether the job's number of this commit is above the steps that it was submitted with, so
+    that it does not count iterations: `step` is then ignored, and each commit counts as one
+    iteration. Events of earlier versions do not have this field."""
 
 
 class Ended(_JobEvent, frozen=True):

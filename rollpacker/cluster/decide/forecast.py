@@ -1,15 +1,16 @@
 """Forecasts the slowdown of each job in a layout (a group's jobs with their nodes).
 
-The jobs' turns are simulated on randomly drawn iterations, the same in every layout: the k-th
-iteration of job n is a point of a sequence that fills the unit square evenly. A slowdown is elapsed
-time over time without waits; a job's SLO (highest slowdown) is kept with the stated confidence if
+The jobs' turns are simulated on iterations of random length, the same in every layout: a sequence
+of points that fills the unit square evenly chooses the k-th iteration of job n. A slowdown is
+elapsed time over time without waits. A job's SLO (highest slowdown promised) is kept with a stated
+confidence, whose quantile of the normal distribution is z, if
 
-    mean slowdown + z x (its deviation over the iterations that are left) <= slo
+    mean slowdown + z x (standard deviation of that mean over the iterations left) <= slo
 
 The deviation is computed from sums over several iterations, since neighbouring iterations depend on
 each other: they wait for the same long iteration of another job, and two jobs of nearly the same
-length meet for many iterations in a row, and then for many not. To see that takes long: a short
-simulation rules out bad layouts, a longer one (`confirmed`) decides.
+length meet for many iterations in a row, and then for many not. This takes long to see: a short
+simulation rules out bad layouts, and a longer one (`confirmed`) decides.
 """
 
 from __future__ import annotations
@@ -251,7 +252,8 @@ class GroupTimeline:
 
 
 class Rest(NamedTuple):
-    """What is left of a job's life: its iterations, and the seconds that it may wait in them."""
+    """What is left of a job's life: its iterations, and the seconds of waiting that it can
+    spare."""
 
     spare_s: float
     """Seconds that the job may wait besides what its SLO lets it wait in its remaining iterations.

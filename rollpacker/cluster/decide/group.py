@@ -1,24 +1,27 @@
-"""Computes how loaded a group of jobs is that take turns on nodes, and how long a turn takes.
+"""Computes how long a group of jobs takes for one turn of each, and how busy its nodes are.
 
-Each job has rollout nodes of its own or shared ones, and all share the group's training nodes. If
-each job rolls out and trains once a turn, in one cyclic order, a graph of events (the begins of
-phases) has the seconds between them. The period is the seconds in which each job has one turn:
+A job has rollout nodes of its own or shared ones; all jobs share the group's training nodes. In a
+turn a job rolls out once and trains once, and the turns follow each other in one cyclic order. The
+*period* is the seconds in which each job has one turn:
 
     period = max(cycle, load)
-      cycle = the longest single iteration, switches and stages without a pool included
-      load  = the busiest resource: all training together, or all rollouts of one node
+      cycle = the longest iteration of any job, with switches and stages that hold no pool
+      load  = the seconds of use of the busiest resource: all training, or the rollouts of one node
 
-This closed form is exact (`closed_form_holds`) where
+This formula is exact (`closed_form_holds`) if
 
   1. any two jobs have the same rollout nodes or none in common, and
-  2. the busiest rollout node has room for the stages without a pool:
-     its load + the longest `between` + the longest `after` <= the period.
+  2. load of the busiest rollout node + longest `between` + longest `after` <= period, where these
+     are the stages before and after training that hold no pool.
 
-Why: the period is the largest mean of a cycle in the graph, its seconds over the turns that it
-spans. A cycle with m stretches of rollouts and m of trainings passes from training to rollout m
-times, a turn each, and around the order of jobs at least once, one more turn. No event occurs twice
-in it, so that its seconds are at most m x (node load + between + after) + all training
-<= (m + 1) x period. Elsewhere jobs wait for each other crosswise: `period_s` searches the graph.
+Otherwise jobs wait for each other crosswise, and the period may be longer. It is the largest mean
+of a cycle (its seconds over the turns that it spans) in a graph of events (begins of phases) and
+the seconds between them, which `period_s` searches.
+
+Why the formula is exact: a cycle with m stretches of rollouts and m of trainings spans m + 1 turns
+or more, one for each step from training to rollout and one for the order of jobs. No event occurs
+twice in it: its seconds are at most m x (node load + between + after) + all training, which is at
+most (m + 1) x period.
 """
 
 from __future__ import annotations
@@ -70,7 +73,7 @@ class Sharing:
     publish_s: float = 0.0
     """Seconds after training to send the weights over the link, with the training pool held."""
     tail: float = 0.0
-    """Share of a rollout, its last part (tail), in which the next job has most of its nodes."""
+    """Share of a rollout, at its end (tail), in which most of its nodes are the next job's."""
 
     def work_s(self, times: Times) -> float:
         """Seconds of the job's iteration in this group without waits and switches between jobs."""
@@ -84,7 +87,7 @@ class Sharing:
         return times._replace(rollout_s=rollout_s, train_s=train_s)
 
     def alone(self, here: Times) -> Times:
-        """Return the times of the job alone from those measured in this group: `here` inverted."""
+        """Return the times of the job alone, from `here`: its times as measured in this group."""
         rollout_s = here.rollout_s / self.rollout_scale
         train_s = max(here.train_s - self.publish_s, 0.0) / self.train_scale
         return here._replace(rollout_s=rollout_s, train_s=train_s)
@@ -172,7 +175,8 @@ def closed_period_s(holds: Sequence[Holds], pins: Pins) -> float:
 
 
 def closed_form_holds(holds: Sequence[Holds], pins: Pins) -> bool:
-    """Whether `closed_period_s` is exact, by the two conditions that the module's text states."""
+    """Whether `closed_period_s` is exact: any two jobs have the same rollout nodes or none in
+    common, and the busiest rollout node has time to spare for the longest stages without a pool."""
     owner: dict[object, frozenset[object]] = {}
     if not all(owner.setdefault(node, pinned) == pinned for pinned in pins for node in pinned):
         return False
@@ -183,7 +187,8 @@ def closed_form_holds(holds: Sequence[Holds], pins: Pins) -> bool:
 
 
 def period_s(holds: Sequence[Holds], pins: Pins) -> float:
-    """Return the seconds in which each job has one turn, in this order, if iterations are fixed."""
+    """Return the seconds in which each job has one turn, in the order of `holds`, if all iterations
+    of a job are alike."""
     if closed_form_holds(holds, pins):
         return closed_period_s(holds, pins)
     return largest_cycle_mean(_event_graph(holds, pins))

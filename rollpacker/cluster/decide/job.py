@@ -202,18 +202,18 @@ class Iteration(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     kind: str
-    """Kind of the step's longest round of generation (plain, short or long; a step that is refilled
-    has several rounds) or `EMPTY`, followed by `EVALUATED` if the step ended with an evaluation. An
-    evaluation generates for as long at the first step as at the last."""
+    """Kind of the step's longest round of generation: plain, short or long (a refilled step has
+    several rounds), or `EMPTY`. `EVALUATED` follows if the step ended with an evaluation."""
     rollout_s: float
-    """Seconds for which the rollout pool is held: from the step before, or the begin of a refill (a
-    further round for missing samples), to the last sample's end, and for an evaluation's
-    generation. Fetching prompts counts."""
+    """Seconds for which the rollout pool is held: from the end of the step before (or the begin of
+    a refill, a further round for missing samples) until the last sample has ended, fetching of
+    prompts included; and the seconds of an evaluation's generation."""
     between_s: float
-    """Seconds after generation of waiting for rewards, or a refill's prompts; no pool is held."""
+    """Seconds after generation, without a pool, of waiting for rewards or for a refill's
+    prompts."""
     train_s: float
-    """Seconds for which the training pool is held, until the weights are handed over, and those of
-    gradients computed before that. 0 in a step that had nothing to train on."""
+    """Seconds for which the training pool is held, until the weights are handed over, and seconds
+    of gradients computed earlier in the step. 0 in a step that had nothing to train on."""
     after_s: float
     """Seconds at the step's end for commit, checkpoint, rewards of an evaluation and callbacks."""
     last: bool | None = None

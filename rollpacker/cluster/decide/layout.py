@@ -2,13 +2,14 @@
 layout never changes: placement makes candidates, and compares prices.
 
 The *price of work* is what placement lowers: the group's price per hour over how fast its jobs get
-on, each weighed by what it costs alone.
+on, each weighed by its value.
 
     price of work = price_per_h x sum(value) / sum(value x speed)
     speed         = seconds of an iteration alone / seconds of an iteration here
+    value         = price per hour of the nodes that the job would need alone
 
-Two jobs that over-saturate their nodes by 8 % cost 1.08 x one pair of nodes instead of two pairs: a
-saturated group may well be the cheapest one.
+Two jobs with 8 % more work than one pair of nodes has time for cost 1.08 x this pair, instead of
+two pairs: a group with too much work may well be the cheapest one.
 """
 
 from __future__ import annotations
@@ -147,9 +148,9 @@ class Layout:
         return [period / work for work in self.works_s()]
 
     def bound(self) -> tuple[float, float, list[float]]:
-        """Return three values of RollMux, in seconds, for the longest iterations without anything
-        but the two phases: the longest iteration of a job, the load of the busiest resource in one
-        turn of all jobs, and each job's iteration."""
+        """Return three values that RollMux's policy compares, in seconds of nothing but rollout and
+        training, for jobs' longest iterations: the longest iteration of any job, the load of the
+        busiest resource in one turn of all jobs, and the list of each job's iteration."""
         holds = [
             Holds(times.rollout_s * one.rollout_scale, 0.0, times.train_s * one.train_scale, 0.0)
             for times, one in zip(self._worst, self.sharings, strict=True)

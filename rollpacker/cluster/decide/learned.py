@@ -3,8 +3,7 @@
 The last `WINDOW` iterations count, all alike. At first they are drawn from the profile, and each
 measured iteration replaces one of these. So drift is followed with a lag of half a window, and a
 kind of round that comes more often, or is new, gets its share. Placement is told only of changes of
-the mean by more than `MATERIAL`, and by more than luck makes of so few iterations: noise moves no
-job.
+the mean by more than `MATERIAL`, and by more than chance explains in so few iterations.
 """
 
 from __future__ import annotations
@@ -26,7 +25,8 @@ SURE = 3.0
 ENOUGH = 4
 """Fewest iterations of one kind of round from which its times are judged to have changed."""
 _STEP = (0.7548776662466927, 0.5698402909980532)
-"""Steps of the sequence that fills a square most evenly; it draws iterations from the profile."""
+"""Steps in x and y of the sequence that fills a unit square most evenly; its points choose
+iterations from the profile."""
 
 
 class LearnedTimes:
@@ -89,7 +89,8 @@ class LearnedTimes:
 
 
 def _differs(seconds: Sequence[float], known_s: float, least: float) -> bool:
-    """Whether the mean of the seconds differs from `known_s` by more than `least` and than luck."""
+    """Whether the mean of `seconds` differs from `known_s` by more than `least`, and by more than
+    chance explains."""
     mean = math.fsum(seconds) / len(seconds)
     change = abs(mean - known_s)
     if change <= least:

@@ -315,7 +315,7 @@ class Policy(Protocol):
 
     @property
     def tail_release(self) -> bool:
-        """Whether the next job gets most nodes of a rollout for its last part (tail)."""
+        """Whether a rollout, for its last part (tail), leaves most of its nodes to the next job."""
 
     def place(self, state: State, job: ClusterJob, *, rest: Rest | None = None) -> Choice | None:
         """Choose a place for a job. None: the job has to wait for nodes. `rest`: iterations that it

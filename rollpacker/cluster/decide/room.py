@@ -1,8 +1,8 @@
 """Makes room for a job that waits for nodes, at the commit of a job that runs.
 
-    by_moving     The running job goes elsewhere, so that both jobs fit. Its restart counts as
+    by_moving:    The running job goes elsewhere, so that both jobs fit. Its restart counts as
                   waiting, and every SLO is kept nevertheless.
-    by_stopping   The running job, of lower priority, waits instead, if the waiting job would have
+    by_stopping:  The running job, of lower priority, waits instead, if the waiting job would have
                   come before it in the queue (`waiting.py`).
 
 Each restart starts a job that waits, so that there are no more restarts than jobs. A job is stopped
@@ -36,8 +36,8 @@ class Late(NamedTuple):
 
 def bearable(job: ClusterJob, rest: Rest) -> Rest:
     """Return what is left of the life (iterations, seconds to wait) of a job that has waited for
-    nodes. If the wait has broken its SLO already, it may wait anew: an SLO that cannot be kept
-    would let no job share with this one."""
+    nodes. If the wait has broken its SLO already, it is forgiven: a job whose SLO cannot be kept
+    could share nodes with no other."""
     if rest.slowdown(job.slo, math.fsum(job.mean)) < 1:
         return Rest(0.0, rest.iterations)
     return rest
@@ -97,7 +97,7 @@ def _in_turn(
 
 
 def _survives(found: Iterable[tuple[Late, Choice]], moved: Late, before: Rest) -> bool:
-    """Whether the moved job can keep its SLO despite its restart, or had lost it before that."""
+    """Whether the moved job can keep its SLO after its restart, or could not even before that."""
     assert moved.rest is not None
     choice = next(choice for one, choice in found if one is moved)
     layout, name = choice.layout, moved.job.name
@@ -110,8 +110,9 @@ def _survives(found: Iterable[tuple[Late, Choice]], moved: Late, before: Rest) -
 def by_stopping(
     policy: Policy, state: State, behind: Mapping[str, int], waits: Late
 ) -> tuple[str, Choice] | None:
-    """Return the running job to stop and the place for the waiting job then, or None if no stop
-    helps. `behind`: groups of running jobs that would come after it in the queue, last first."""
+    """Return the running job to stop and the place that the waiting job then gets, or None if no
+    stop helps. `behind`: running jobs that would come after it in the queue, the last first, each
+    with the number of its group."""
     for name, number in list(behind.items())[:MAX_STOPPED]:
         without = state.copy()
         without.unsettle(name, number)

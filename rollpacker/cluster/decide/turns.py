@@ -4,14 +4,14 @@ granted all of them at once, and leave them.
 A job holds the nodes of one phase at most, so no job that holds nodes waits for any: there is no
 circular wait. There are three orders of turns:
 
-    round_robin   Each job has one turn after the other, in one fixed order on every node; a job
+    round_robin:  Each job has one turn after the other, in one fixed order on every node; a job
                   that has not come yet is waited for (`awaited`). `group.period_s` computes the
-                  seconds of a turn of all. What a job asks for besides (a second rollout before its
-                  training, for a refill or an evaluation; a training before its rollout) is no
-                  turn: it is first come, first served.
-    first_come    The job that asked first comes first. Nobody overtakes on a node that an earlier
+                  seconds in which each has a turn. What a job asks for outside of its turn (a
+                  second rollout before its training, for a refill or an evaluation; a training
+                  before its rollout) is granted first come, first served, and counts as no turn.
+    first_come:   The job that asked first comes first. Nobody overtakes on a node that an earlier
                   job waits for, so that a job of many nodes does not starve.
-    least_slack   As first_come, but the job that is closest to breaking its SLO comes first.
+    least_slack:  As first_come, but the job that is closest to breaking its SLO comes first.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ Node = Hashable
 @dataclass(slots=True)
 class _Member:
     rank: tuple[int, int]
-    """Place of the job in the cyclic order of turns; the lowest comes first."""
+    """Place of the job in the cyclic order of turns, the lowest first: minus its number of rollout
+    nodes, then its number among all that have joined."""
     nodes: Mapping[Phase, tuple[Node, ...]]
     slo: float
     turns: dict[Phase, int]
-    """Number of turns of the job by phase, counted on from the highest of the other jobs."""
+    """Number of turns that the job has had, by phase. A new job begins with the highest number of
+    the others, so that it has no turns to catch up on."""
     waits_for: Phase | None = None
     is_extra: bool = False
     """Whether the phase that the job asks for is outside of its turn, such as a further rollout."""

@@ -4,8 +4,8 @@
 
 The lowest comes first. One unit of priority is worth `ageing` seconds of waiting: a head start and
 no rank, so that a job is overtaken only by jobs that come soon after it, and none starves. `share`
-(0 to 1) is how much of the quota the owner's running jobs use, in the phase of which they use more;
-an owner without a quota has one of all devices.
+(0 to 1) is how much of the owner's quota its running jobs use, in the phase where that is more; an
+owner without a quota counts as one whose quota is all devices.
 
 A quota bounds the devices that an owner's running jobs asked for, shared or not. A job beyond it
 waits and holds up no other job. A job within it that fits on no nodes holds up all jobs after it: a
@@ -99,7 +99,8 @@ class Waiting:
         return next((job for job in self._in_order(used) if self._is_within(job, used)), None)
 
     def why_not_next(self, name: str, running: Iterable[ClusterJob]) -> str:
-        """Return in words why a waiting job would get no nodes even if some were free, or empty."""
+        """Return in words why a waiting job would get no nodes even if some were free. Empty if it
+        would get them."""
         if name not in self._jobs:
             return ""
         running = list(running)

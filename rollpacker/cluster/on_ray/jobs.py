@@ -107,7 +107,8 @@ class RayRunner:
     # -- where ---------------------------------------------------------------------------
 
     def hosts(self, *, fresh: bool = True) -> dict[str, dict[str, float]]:
-        """Return the resources of each of ray's hosts, by its address (`Wardens.hosts`)."""
+        """Return the resources of ray's hosts, by address. `fresh`: ask ray even if it has just
+        said."""
         return self._wardens.hosts(fresh=fresh)
 
     def host_of(self, node: Node) -> str | None:

@@ -4,10 +4,9 @@
 A host that does not answer keeps no caller waiting: its call goes on, and the same call made again
 later returns the answer. Ray takes up to a minute to give such a host up.
 
-Whether a host belongs to the cluster is known from ray's head, for the service and for the host's
-own warden alike. Ray never takes back a raylet (its process on a host) that it has given up: so the
-keepers of a host without any end its jobs `keeper.FENCE_S` later, even if the host cannot be
-reached.
+Service and wardens ask ray's head which hosts belong to the cluster. Ray never takes back a raylet
+(its process on a host) that it has given up. So on a host whose raylet was given up, the keepers
+(jobs' parent processes) end all jobs `keeper.FENCE_S` later, even if nobody can reach the host.
 """
 
 from __future__ import annotations
@@ -46,7 +45,8 @@ class Wardens:
     connected to ray. All methods raise `OSError` if ray's head does not answer."""
 
     def __init__(self, name: str, *, head: str, folder: Path) -> None:
-        """`name`: the cluster's name. `head`: ray's address. `folder`: for jobs, on each host."""
+        """`name`: the cluster's. `head`: ray's address. `folder`: on each host, for files of
+        jobs."""
         self._name, self._head, self._folder = name, head, folder
         self._actors: dict[str, Any] = {}
         self._calls: dict[tuple[str, str, Hashable], tuple[Any, float]] = {}
@@ -83,7 +83,8 @@ class Wardens:
         return known if known and known[0] == raylets else (raylets, self._looked_s)
 
     def is_empty(self, address: str) -> bool:
-        """Whether the host was lost so long ago that its keepers have ended all jobs there."""
+        """Whether the host was lost so long ago that all jobs there have been ended by their
+        keepers (parent processes)."""
         if address in self.hosts(fresh=False):
             return False
         _, since_s = self._away.setdefault(address, (frozenset(), time.monotonic()))

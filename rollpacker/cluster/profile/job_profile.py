@@ -150,8 +150,9 @@ def needs_of(
 
 
 def fewest_nodes(phase: Phase, devices: int, pools: Sequence[Pool]) -> int:
-    """Return the smallest number of nodes that a job with so many devices may get in the phase's
-    pools: then each node keeps the most memory. If no pool has enough, nodes have 8 devices."""
+    """Return the fewest nodes on which the phase's pools can give a job so many devices: each node
+    then keeps the most of its memory. If no pool is large enough, a node is taken to have 8
+    devices."""
     counts = [
         pool.nodes_for(devices)
         for pool in pools
@@ -304,10 +305,10 @@ def _num_whole(iterations: Iterable[Iteration]) -> int:
 
 
 def without_warm_up(iterations: Sequence[Iteration]) -> list[Iteration]:
-    """Return the latest `MAX_ITERATIONS` iterations, without at most `MAX_WARM` of warm-up at the
-    run's begin: an iteration whose rollout or training took more than `WARM_FACTOR` times the
-    median of later ones of its kind (kernels are compiled, caches filled), and empty ones before
-    it. An iteration whose kind comes back less than twice is kept."""
+    """Return the latest `MAX_ITERATIONS` iterations, without the run's warm-up (compiling of
+    kernels, filling of caches). Warm-up is at most the first `MAX_WARM` iterations, as long as
+    rollout or training takes more than `WARM_FACTOR` times the median of at least two later
+    iterations of the same kind; empty iterations before such a one count as well."""
     first = 0
     for number, one in enumerate(iterations[:MAX_WARM]):
         if _is_warm_up(iterations, number):

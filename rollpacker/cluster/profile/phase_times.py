@@ -47,8 +47,9 @@ from rollpacker.core.records import (
 
 class PhaseTimes:
     """Measures the phases of a run's steps. `feed` takes the log's entries one by one, live or from
-    a file, in O(1), and returns an `Iteration` at the commit of each step that one session did from
-    begin to end. An interrupted step is left out: its time is unknown."""
+    a file, in O(1), and returns an `Iteration` at the commit of each step that one session (life of
+    the run's process) did from begin to end. An interrupted step is left out: its time is
+    unknown."""
 
     def __init__(self) -> None:
         self.waited_s = 0.0

@@ -64,7 +64,7 @@ def file_system(folder: Path, mounts: Path = MOUNTS) -> str:
 
 
 def _plain(point: str) -> str:
-    """Return the path of a mount point with the blanks that the kernel writes as octal numbers."""
+    """Return a mount point's path with the blanks that the kernel lists as octal codes restored."""
     for code, letter in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
         point = point.replace(code, letter)
     return point
@@ -195,7 +195,8 @@ def _lines(path: Path, after: int) -> list[tuple[int, bytes]]:
 
 
 def _data(file: int, place: int) -> int:
-    """Return the position of the next data in the file: this one, or the end of a hole there."""
+    """Return the position of the first data in the file from `place` on, after a hole that may be
+    there. Without data it is the file's size."""
     try:
         return os.lseek(file, place, os.SEEK_DATA)
     except OSError as error:  # all of the rest is a hole, or this disk knows none

@@ -24,9 +24,9 @@ class Letter:
     """Number of the letter in its box, from 1 up. Letters are read in this order."""
     sender: str
     kind: str
-    """What the letter is about. From a job: ask, left, committed, beat; and close, to itself
-    (`mailbox_seat.py`). From a command: submit, cancel, drain, status. From the service: grant,
-    stop, and as an answer the question's own kind, or refused."""
+    """What the letter is about, in a word. A job sends ask, left, committed or beat (and close to
+    itself, `mailbox_seat.py`). A command sends submit, cancel, drain or status. The service sends
+    grant or stop to a job; its answer to a command has the command's word, or is refused."""
     facts: Mapping[str, Any]
     """Content of the letter by name, as JSON values."""
     key: str

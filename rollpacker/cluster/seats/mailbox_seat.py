@@ -1,11 +1,11 @@
 """A job's side of the cluster (*seat*), which reaches the service by letters in a mailbox.
 
-    ask          from the job: it wants a pool; each request has a number
-    grant        from the service, with that number: the job holds the pool
-    left         from the job, with that number: it gives the pool back, or wants it no more
-    beat         from the job, once a second: it is alive; repeats its request, or that it has left
-    committed    from the job: an iteration is over
-    stop         from the service: the job is to end at its next commit
+    ask:         from the job: it wants a pool; each request has a number
+    grant:       from the service, with that number: the job holds the pool
+    left:        from the job, with that number: it gives the pool back, or wants it no more
+    beat:        from the job, once a second: it is alive; repeats its request, or that it has left
+    committed:   from the job: an iteration is over
+    stop:        from the service: the job is to end at its next commit
 
 One thread sends beats and another one reads, each with a connection of its own, so that neither
 waits for the other. Each letter has the incarnation (number of the job's start) of its process.
@@ -46,7 +46,8 @@ Told = Callable[[str], None]
 
 
 def lease_s(purpose: str) -> float:
-    """Return the seconds without a letter after which a grant for this purpose ends."""
+    """Return the seconds without a letter after which a job's grant of a pool ends. `purpose`: why
+    the job asked for the pool, in a word (`START` has a longer lease)."""
     return START_LEASE_S if purpose == START else LEASE_S
 
 

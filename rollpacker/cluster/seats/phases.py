@@ -73,22 +73,24 @@ def phase(
     park: Callable[[], object] | None = None,
     wake: Callable[[], object] | None = None,
 ) -> Iterator[Turn]:
-    """Hold a pool of the cluster: "rollout" to generate, "train" to update the weights.
+    """Hold a pool in a `with` block: "rollout" to generate, "train" to update the weights.
 
-    Waits until the pool is this job's, calls `wake` (bring to the device what the phase needs),
-    and yields the `Turn`. At the end, also by an exception, waits for the device, calls `park`
-    (leave nothing on it) and gives the pool to others. In a program of several ranks all ranks call
-    it, once `torch.distributed` is initialised: rank 0 asks for the pool, which all enter together
-    and leave when the last is ready; `park` and `wake` are each rank's own.
+    At its begin the block waits until the job has the pool, calls `wake` (to bring to the device
+    what the phase needs), and yields the `Turn`. At its end, also by an exception, it waits for the
+    device, calls `park` (to leave nothing on it) and gives the pool to others.
 
-    A process is in one phase at a time, whatever its threads: another inside it is a `ValueError`.
-    An exception of a hook, or on one of several ranks, leaves unknown what is on the devices: the
-    pool is then kept until the process ends, and every later phase is a `ValueError`.
+    If the program has several ranks, every rank calls this, once `torch.distributed` is
+    initialised. Rank 0 asks for the pool. All ranks enter together, call `wake` and `park` each for
+    itself, and leave when the last one is ready.
 
-    Raises `Stopped` in place of waiting if the cluster wants the program to end, or somebody by a
-    SIGTERM that the program does not handle itself (a second one ends it at once); `OSError` if the
-    cluster cannot be reached for long; `LeaseLost` if it has given a pool that was held to another
-    job. A lease that is lost inside a phase ends the process at once, with exit code 6 and a line
+    A process can be in one phase at a time: a second one, in any thread, raises `ValueError`. After
+    an exception in `wake` or `park`, or on one of several ranks, it is unknown what is on the
+    devices: the pool is kept until the process ends, and every later phase raises `ValueError`.
+
+    Raises `Stopped` in place of waiting if the program is to end, by wish of the cluster or by a
+    SIGTERM that it does not handle itself (a second SIGTERM ends it at once). Raises `OSError` if
+    the cluster cannot be reached for long, and `LeaseLost` if it gave the job's pool to another
+    job. If the pool is lost inside the block, the process ends at once, with exit code 6 and a line
     on stderr: no Python exception stops what a device computes already."""
     program = _opened()
     turn = program.enter(pool, wake)
@@ -378,7 +380,7 @@ class _Seconds:
         self._lap(pool)
 
     def left(self) -> None:
-        """Record that a pool was left now: the time since the phase's work does not count."""
+        """Record that a pool was left now. The time since the phase's work counts for no phase."""
         self._since_s = time.monotonic()
 
     def iteration(self, step: int, kind: str) -> Iteration | None:

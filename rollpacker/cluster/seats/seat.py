@@ -2,8 +2,8 @@
 
 `enter` returns when the pool's devices are the job's, `leave` gives them back, and `committed`
 reports that an iteration is over. A grant of a pool is a lease: the seat renews it from a thread of
-its own for as long as its process runs, and a process that is stopped or dead loses it. `lost` is
-called then, and nothing may be done on the devices any more.
+its own for as long as its process runs, and a process that is stopped or dead loses it. `lost`, a
+function given to `watch`, is called then, and nothing may be done on the devices any more.
 """
 
 from __future__ import annotations

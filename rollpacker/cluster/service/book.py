@@ -224,8 +224,8 @@ class Book:
                 self._end(record, at_s, facts)
 
     def _start_waited_s(self, record: JobRecord, at_s: float) -> float:
-        """Return the seconds from a restart of the job to its first request, as time of waiting. 0
-        if nothing was done before this start."""
+        """Return the seconds from the job's start to its first request, which count as waiting. 0
+        for a job that has neither done a step nor been lost before."""
         is_first = not record.told and record.steps == record.job.steps_before
         return 0.0 if is_first else at_s - record.waits_since_s
 

@@ -173,7 +173,7 @@ _Processes = dict[int, _Process]
 
 
 def _read_ending(place: Path) -> _Processes:
-    """Return the processes that an unfinished kill had found, from its file; none without one."""
+    """Return the processes that an unfinished kill had found, by its file; empty without one."""
     with contextlib.suppress(FileNotFoundError):
         known = json.loads((place / ENDING).read_text())
         return {int(pid): _Process(*one) for pid, one in known.items()}

@@ -104,7 +104,7 @@ class Service:
         line for the person who runs the service.
 
         Raises `ValueError` if the folder is on a network file system, or was written by another
-        version or for other pools, and `OSError`."""
+        version or for other pools, and `OSError` if a file or the mailbox cannot be used."""
         self._name = name
         self._mailbox = mailbox
         self._forgetting = Forgetting(mailbox)
@@ -241,7 +241,8 @@ class Service:
             self._mailbox.post(letter.sender, SERVICE, f"re {letter.key}", "refused", told)
 
     def _send(self) -> None:
-        """Store events, carry out commands, answer. After an `OSError` the next call goes on."""
+        """Store the new events, carry out their commands, start the jobs that are due, and answer
+        commands' questions. After an `OSError` the next call goes on from there."""
         self._flush()
         self._start_due()
         while self._answers:
@@ -303,7 +304,8 @@ class Service:
             self._happen(event, {"ask": number, "purpose": facts["purpose"]})
 
     def _left(self, record: JobRecord, upto: int) -> None:
-        """Act on the end of the job's requests up to number `upto`: given back, or withdrawn."""
+        """Act on a job's notice that its requests up to number `upto` are over: it gives the pool
+        back, or waits for it no more."""
         turn, name = record.turn, record.job.name
         if turn.phase is None or turn.ask > upto:
             return
@@ -377,7 +379,8 @@ class Service:
                 self._leave(command.job, command.reason)
 
     def _leave(self, name: str, reason: str) -> None:
-        """Ask the job's starts to stop that have to end: earlier ones, or all if cancelled."""
+        """Ask the job's starts that have to end to stop: all earlier ones, and also the last one if
+        the job was cancelled or has no nodes."""
         record = self._book.records[name]
         for incarnation in self._alive.of(name):
             if incarnation < record.incarnation or not record.is_placed or record.is_cancelled:

@@ -40,7 +40,8 @@ class Hostless:
 
     def tried(self, failed: Iterable[Node], unknown: Collection[Node]) -> None:
         """Record an attempt to start all jobs that are due. `failed`: nodes that had no host.
-        `unknown`: nodes of all jobs still to be started; what was known of others is dropped."""
+        `unknown`: nodes of all jobs still to be started; of other nodes it is forgotten that they
+        had no host."""
         now_s = time.monotonic()
         before = self._since_s
         self._since_s = {node: before[node] for node in before if node in unknown}

@@ -110,7 +110,7 @@ class ClusterSpec:
     max_group: int = 5
     """Largest number of jobs in one group, which take turns on the same nodes."""
     slo_confidence: float = 0.99
-    """Probability of keeping every SLO that a job's placement must have, from 0.5 to below 1."""
+    """Jobs share nodes only where every SLO is kept with this probability, from 0.5 to below 1."""
     order: Literal["auto", "round_robin", "first_come", "least_slack"] = "auto"
     """Order in which jobs take turns on nodes. auto: the cheapest order for each group of jobs."""
     quotas: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
