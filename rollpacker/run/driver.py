@@ -77,7 +77,8 @@ TICK_S = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Everything that the controller drives. No part knows another part, or the controller."""
+    """The parts of a run that its controller drives. No part knows another part, or the
+    controller."""
 
     job: Job
     engines: Engines
@@ -89,13 +90,14 @@ class Parts:
     build_samples: BuildSamples
     decode: Decode
     render: Decode
-    """Makes text of prompt tokens, special tokens included, as the model sees the prompt."""
+    """Turns prompt tokens into text, special tokens included, as the model sees the prompt."""
     log: LogWriter
     samples: SampleWriter | None
     carried: CarriedTokens | None = None
-    """Tokens that a checkpoint's deferred prompts have. None if nothing was generated so far."""
+    """Keeps the tokens of prompts that are put off to a later step. None if nothing is generated
+    yet."""
     tokenizer: str = ""
-    """Fingerprint of the tokenizer."""
+    """SHA-256 of the tokenizer's vocabulary, for checkpoints. Empty if it is not known."""
     player: Player | None = None
     """Plays samples that take turns with environments. None if each sample is one response."""
     observers: Sequence[Observer] = ()
@@ -103,7 +105,7 @@ class Parts:
 
 
 class Controller:
-    """Drives one run from the state of `parts.job` to its end."""
+    """Drives one run to its end, from the state that `parts.job` (the core) has when it begins."""
 
     def __init__(
         self,
@@ -116,10 +118,11 @@ class Controller:
         seat: Seat | None = None,
         publish: Publish = lambda source: {},
     ) -> None:
-        """`time_s`: seconds from which the run's clock goes on (0 in a new run). `salvage`:
-        finished responses that a resume has found of the interrupted round. `seat`: where the run
-        waits for devices that it shares with other jobs; None if it shares none. `publish`: brings
-        weights to the hosts of engines that are off their devices."""
+        """`time_s`: seconds that the run's clock shows at first (0 in a new run). `salvage`: the
+        file of finished responses, from which a resume takes those of the step that was
+        interrupted. `seat`: where the run waits for devices that it shares with other jobs; None if
+        it shares none. `publish`: copies weights to the hosts of engines while other jobs have
+        their devices."""
         self.config = config
         self.parts = parts
         self.bus = bus = Bus(parts.job, RealClock(time_s), sinks=[parts.log.append])
@@ -164,8 +167,8 @@ class Controller:
         bus.connect(*self._ports())
 
     def _make_devices(self, *, on_pools: bool) -> SharedDevices:
-        """Returns the devices that engines and trainer take turns on. `on_pools`: whether other
-        jobs have turns there, too."""
+        """Returns the object that lends shared devices to engines or trainer. `on_pools`: whether
+        other jobs use these devices, too."""
         parts = self.parts
         return SharedDevices(
             self.bus,
@@ -177,8 +180,8 @@ class Controller:
         )
 
     def open(self, *, started_at: str, began_s: float, marks: tuple[str, ...] = ()) -> None:
-        """Write the session's first log entries: its date, step and settings, and how long loading
-        took. `marks`: words that concern all numbers of the session, such as `unsandboxed`."""
+        """Write the first log entries of this process: date, step, settings, and how long loading
+        took. `marks`: words that concern all numbers that follow, such as `unsandboxed`."""
         job = self.parts.job
         session = Session(
             started_at=started_at,
@@ -327,7 +330,8 @@ class Controller:
         return Episodes(self._shared, self._scoring, player, rows=rows, carried=self._carried)
 
     def _of_turns(self) -> list[Port]:
-        """The ports of the commands that only occur where samples take turns with environments."""
+        """Returns the ports that carry out commands of turns with environments. Without
+        environments that is one port that raises, since the core gives no such command."""
         episodes = self._generation.episodes
         return [Unsaid(*OF_TURNS)] if episodes is None else [episodes]
 
@@ -340,7 +344,8 @@ class Controller:
         return EvaluationRows(parts.samples, prompts, parts.reward.names, threshold)
 
     async def _begin(self) -> None:
-        """Take the first event of a new run, or the event with which a resumed run goes on."""
+        """Give the core its first event: `RunStarted` in a new run, else the `Committed` of the
+        checkpoint. An evaluation that is due comes before."""
         job = self.parts.job
         if job.evaluation_is_due:
             await self._evaluator.evaluate(job.step)
@@ -350,8 +355,8 @@ class Controller:
             self.bus.take(Committed(time_s=0.0, step=job.step, checkpointed=True))
 
     async def _next(self) -> Deed | Finish:
-        """Wait for the next work that takes long, or for the command to finish. Raises the error
-        that a part died of, or `DeadlineExceeded`."""
+        """Wait for the next slow work, or for the core's command to finish, and return either.
+        Raises the error that a part of the run died of, or `DeadlineExceeded`."""
         while True:
             self.parts.log.raise_error()
             todo = await self._main.next(TICK_S)
@@ -363,8 +368,8 @@ class Controller:
 
 
 class Observing:
-    """Shows log entries to the observers. Entries are gathered in whatever thread logs them, and
-    shown in order on the event loop, so that no engine waits for that."""
+    """Shows the log's entries to the observers. Entries are gathered in whatever thread logs them,
+    and shown in order on the event loop, so that no engine waits for an observer."""
 
     def __init__(self, bus: Bus, observers: Sequence[Observer]) -> None:
         self._observers = observers
@@ -381,7 +386,8 @@ class Observing:
 
 @dataclass(frozen=True, slots=True)
 class Fetching:
-    """The port of `FetchPrompts`: takes prompts from the data's cursor, on the main task."""
+    """The port (what carries a command out) of `FetchPrompts`: takes prompts from the data's
+    cursor."""
 
     bus: Bus
     main: MainTask

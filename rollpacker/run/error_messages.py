@@ -89,7 +89,7 @@ def report_error(error: BaseException) -> int:
 
 
 def classify(error: BaseException) -> tuple[int, str]:
-    """Exit code and message of an exception."""
+    """Returns the exit code for an exception, and the message to print."""
     names = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(error).__mro__}
     for name, code in _BY_NAME.items():
         if name in names:
@@ -115,8 +115,8 @@ def classify(error: BaseException) -> tuple[int, str]:
 
 @contextmanager
 def naming(folder: Path) -> Iterator[None]:
-    """A context in which a write's error names at least the folder, where the system names no
-    file."""
+    """A context in which an `OSError` of a write without a file name gets this folder as its
+    name."""
     try:
         yield
     except OSError as error:
@@ -147,7 +147,8 @@ def _is_ours(error: ValueError) -> bool:
 
 
 def _innermost(error: BaseException) -> BaseException:
-    """The first real error of an exception group (several tasks may fail at once)."""
+    """Returns the first error inside of an exception group, since several tasks may fail at
+    once."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
