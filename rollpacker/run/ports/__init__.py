@@ -1,1 +1,2 @@
-"""Ports, which obey the core's commands in real time, and what these ports share."""
+"""The ports of a run, which carry out the core's commands in real time, and what these ports
+share."""

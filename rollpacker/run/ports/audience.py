@@ -28,24 +28,25 @@ from rollpacker.run.folder.samples import SampleWriter
 logger = logging.getLogger(__name__)
 
 NOTE = "callbacks"
-"""Name of the log's note with the seconds that callbacks took, and the values that they logged for
-a step."""
+"""Name of the entry in the event log for the seconds that callbacks took and the values they
+logged."""
 
 SLOW_TRACKER_S = 5.0
-"""Seconds for which a tracker may keep the run waiting; a slower tracker is named, once."""
+"""Seconds that a tracker may keep the run waiting; a slower one is named in a warning, once."""
 
 CallInThread = Callable[[Callable[[], None]], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Telling:
-    """The row of metrics that callbacks or trackers are being told of."""
+    """The row of metrics of which callbacks or trackers are told at the moment."""
 
     metrics: Metrics
     rows: Sequence[Mapping[str, Any]] = ()
-    """The samples that belong to the row, as rows of their files."""
+    """The samples of this step or evaluation, as rows of their parquet files."""
     logged: dict[str, float] | None = None
-    """Receives the values that callbacks log, by name. None if nothing may be logged."""
+    """Receives the values that callbacks log for this row, by name. None if they may not log
+    now."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -58,14 +59,15 @@ class ToldRun:
     total_steps: int | None
     resumed_step: int | None
     telling: Telling | None = None
-    """The row that is being told at the moment. None between rows."""
+    """The row of metrics of which callbacks or trackers are told at the moment. None at other
+    times."""
     on_stop: Callable[[str], None] = lambda reason: None
-    """Called with the reason when a callback asks the run to stop."""
+    """Called, with the reason, when a callback asks the run to stop."""
 
     def log(self, name: str, value: float) -> None:
-        """Add a value to the row that is being told. Raises `RuntimeError` if nothing may be
-        logged, `TypeError` if the name is no text, `ValueError` if the run has a metric of that
-        name."""
+        """Add a value to the current row of metrics. Raises `RuntimeError` if no row is open for
+        that, `TypeError` if the name is no text, `ValueError` if the run itself has a metric of
+        that name."""
         told = self.telling
         if told is None or told.logged is None:
             raise RuntimeError("log is for on_step and on_evaluation of a program's own callbacks")
@@ -76,18 +78,19 @@ class ToldRun:
         told.logged[name] = float(value)
 
     def samples(self, *, untrained: bool = False) -> list[dict[str, Any]]:
-        """Copies of the samples of the row that is being told; with `untrained` also those that
-        were not trained on."""
+        """Returns copies of the rows of samples that belong to the current row of metrics.
+        `untrained`: also samples that were not trained on."""
         rows = () if self.telling is None else self.telling.rows
         return [dict(row) for row in rows if untrained or row.get("trained", True)]
 
     def stop(self, reason: str = "a callback asked for it") -> None:
-        """Ask the run to end after this step, for this reason."""
+        """Ask the run to end after the step at hand. `reason`: what the run gives as the reason of
+        its end."""
         self.on_stop(reason)
 
 
 class Audience:
-    """Tells callbacks and trackers of a run. Used on the event loop, but for `end`."""
+    """Calls the callbacks and trackers of a run. Used on the event loop, except for `end`."""
 
     def __init__(
         self,
@@ -98,13 +101,13 @@ class Audience:
         call: CallInThread,
         row_so_far: Callable[[int], Metrics],
     ) -> None:
-        """`call`: calls a function in the thread that asked for the run. `row_so_far`: makes the
-        metrics of the step that is being committed, from what the observers have seen."""
+        """`call`: calls a function in the thread that called `train`. `row_so_far`: returns the
+        metrics known so far of the step of this number."""
         self._run = run
         self._callbacks = list(callbacks)
         self._trackers = list(trackers)
         self._warned: set[int] = set()
-        """Ids of trackers that have failed, or kept the run waiting, and were named."""
+        """Ids of trackers of which a warning was logged, as they failed or kept the run waiting."""
         self._call = call
         self._row_so_far = row_so_far
         self._bus: Bus | None = None
@@ -122,13 +125,13 @@ class Audience:
         observe: Callable[[], None],
     ) -> None:
         """Connect this audience to its run. `stop` ends the run with a reason; `observe` shows the
-        observers new log entries."""
+        observers all new log entries."""
         self._bus, self._samples, self._observe = bus, samples, observe
         self._run.on_stop = stop
 
     async def begin(self, step: int) -> None:
-        """Call `on_start` of all callbacks and trackers; a tracker that fails is left out from then
-        on. Raises `CallbackError` if a callback fails."""
+        """Call `on_start` of all callbacks and trackers; a tracker that fails is not called again.
+        Raises `CallbackError` if a callback fails."""
         self._has_begun = True
         if self._callbacks:
             seconds = await self._tell_all("on_start")
@@ -138,8 +141,8 @@ class Audience:
                 self._trackers.remove(tracker)
 
     async def evaluated(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Call `on_evaluation` of all callbacks. Returns the values that they logged, and the
-        seconds that they took. Raises `CallbackError` if one fails."""
+        """Call `on_evaluation` of all callbacks. Returns the values that they logged and the
+        seconds that they took, by metric name. Raises `CallbackError` if a callback fails."""
         if not self._callbacks:
             return {}
         rows = () if self._samples is None else self._samples.evaluation_rows
@@ -149,8 +152,8 @@ class Audience:
         return {**logged, CALLBACK_SECONDS: seconds}
 
     async def trained(self, step: int) -> None:
-        """Call `on_step` of all callbacks, once a step: a request to stop commits the step again.
-        Raises `CallbackError` if one fails."""
+        """Call `on_step` of all callbacks; again for the same step, it does nothing. Raises
+        `CallbackError` if a callback fails."""
         if not self._callbacks or step <= self._told_step:
             return
         self._told_step = step
@@ -161,7 +164,7 @@ class Audience:
         self._noted().note(NOTE, seconds, step, logged)
 
     def row_written(self, step: int, row: Metrics, is_evaluation: bool) -> None:
-        """Call all trackers with a finished row, of a step or of an evaluation."""
+        """Call all trackers with the finished row of metrics of a step or an evaluation."""
         if not self._trackers:
             return
         rows = self._rows_of(step)
@@ -204,8 +207,8 @@ class Audience:
         metrics: Metrics | None = None,
         logged: Mapping[str, float] | None = None,
     ) -> float:
-        """Call the method of every callback; each callback sees what those before it logged.
-        Returns the seconds that all this took."""
+        """Call this method of every callback; each callback also sees the values logged before it.
+        Returns the seconds that all calls took."""
         clock = self._noted().clock
         began = clock.now()
         for callback in self._callbacks:
@@ -223,8 +226,8 @@ class Audience:
             raise CallbackError(_failure(callback, method, arguments, error)) from error
 
     def _track(self, tracker: Callback, method: str, *arguments: Any) -> bool:
-        """Call a method of a tracker, and name the tracker, once, if it fails or is slow. Returns
-        whether the call went well."""
+        """Call this method of a tracker. Returns False if it fails; that, or being slow, is warned
+        of once."""
         began = self._noted().clock.now()
         what = f"tracker {getattr(tracker, 'name', type(tracker).__name__)}"
         try:
@@ -244,7 +247,7 @@ class Audience:
 
 
 def nobody() -> Audience:
-    """The audience of a run that has no callbacks and no trackers."""
+    """Returns an audience without callbacks and trackers."""
     run = ToldRun(name="", folder=Path(), config={}, total_steps=None, resumed_step=None)
 
     async def call(function: Callable[[], None]) -> None:

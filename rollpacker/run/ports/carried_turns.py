@@ -27,15 +27,15 @@ from rollpacker.run.ports.player import Play
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """Tokens that an earlier launch of the sample left, and how far this launch drew the same
-    tokens."""
+    """Tokens of a sample from an earlier step, and how far this step has drawn the same tokens
+    again."""
 
     kept: KeptTokens
     retracing: Retracing
 
     def drafts(self, so_far: tuple[int, ...], limit: int) -> Carried | None:
-        """Drafts for the turn that begins after the tokens `so_far`, at most `limit` of them. None
-        if there are none, as after the first difference."""
+        """Returns drafts for the turn that follows the tokens `so_far`, `limit` tokens at most.
+        None if nothing is known of that turn, or tokens have differed before."""
         tokens, start = self.kept.tokens, len(so_far)
         if not self.retracing.goes_on or not np.array_equal(tokens[:start], so_far):
             return None
@@ -48,17 +48,19 @@ class Path:
 
 
 class CarriedTurns:
-    """The drafts (tokens of an earlier launch) for a step's samples. Used under the bus's lock."""
+    """Gives engines the tokens of earlier steps as drafts for the turns of samples that are played
+    again. Used under the bus's lock."""
 
     def __init__(self, carried: CarriedTokens) -> None:
         self._carried = carried
         self._paths: dict[SampleId, Path] = {}
         self._cancelled: dict[SampleId, Play] = {}
-        """Episodes of cancelled samples, of which an engine may still report tokens."""
+        """Episodes of cancelled samples, kept while an engine may still report tokens of their
+        turns."""
 
     def launched(self, request: GenerationRequest) -> GenerationRequest:
-        """Returns the request of a sample's first turn, with drafts if an earlier launch left
-        tokens."""
+        """Returns the request for a sample's first turn, with drafts if tokens of an earlier step
+        are kept."""
         if request.carried is None:
             return request
         kept = self._carried.taken_up(request.sample)
@@ -66,7 +68,8 @@ class CarriedTurns:
         return replace(request, carried=path.drafts((), request.sampling.max_response_tokens))
 
     def further(self, request: GenerationRequest, play: Play) -> GenerationRequest:
-        """Returns the request of the sample's next turn, with drafts if there are any."""
+        """Returns the request for a sample's next turn, with drafts if tokens of an earlier step
+        are kept."""
         path = self._paths.get(request.sample)
         if path is None:
             return request
@@ -74,11 +77,12 @@ class CarriedTurns:
         return replace(request, carried=path.drafts(play.trajectory.tokens, limit))
 
     def play_of(self, sample: SampleId) -> Play | None:
-        """The episode of a cancelled sample. None if the sample was not cancelled."""
+        """Returns the episode of a cancelled sample, or None for other samples."""
         return self._cancelled.get(sample)
 
     def drawn(self, event: SampleGenerated, play: Play, response: Response) -> None:
-        """Note that an engine has generated a turn, which is not added to the episode yet."""
+        """Note that an engine has generated a turn of this episode (`play`), which lacks the turn
+        so far."""
         path = self._paths.get(event.sample)
         if path is not None:
             start = len(play.trajectory.tokens)
@@ -89,8 +93,8 @@ class CarriedTurns:
             self._leave(play, response)
 
     def aborted(self, event: SampleAborted, play: Play | None, response: Response | None) -> None:
-        """Note that an engine has stopped a turn before its end; keep the tokens that go beyond
-        those of the earlier launch."""
+        """Note that an engine was stopped in the middle of a turn. The tokens are kept if they are
+        more than those of the earlier step."""
         play = self._cancelled.get(event.sample) or play
         if play is None or response is None:
             return
@@ -101,8 +105,8 @@ class CarriedTurns:
             self._leave(play, response)
 
     def cancelled(self, plays: Iterable[Play]) -> None:
-        """Keep the tokens of these episodes, which are not needed any more. An engine may still
-        report tokens of their turns."""
+        """Keep the tokens of these episodes, whose samples were cancelled. Engines may still report
+        tokens of them."""
         if not self._carried.carries:
             return
         for play in plays:
@@ -110,17 +114,17 @@ class CarriedTurns:
             self._leave(play)
 
     def concluded(self, response: Response) -> None:
-        """Keep the response of a trajectory that is complete."""
+        """Keep the whole trajectory's response, for the case that its prompt is put off."""
         self._carried.left(response)
 
     def settle(self) -> None:
-        """Forget all drafts at the end of a step."""
+        """End the step: forget all drafts."""
         self._paths.clear()
         self._cancelled.clear()
 
     def _leave(self, play: Play, turn: Response | None = None) -> None:
-        """Keep the episode's tokens for the next launch, with those of the turn at hand, unless
-        they are only the beginning of what this launch began with."""
+        """Keep the episode's tokens, those of an unfinished `turn` included, unless they only
+        repeat the beginning of the tokens kept before."""
         path = self._paths.get(play.sample)
         if path is not None and path.retracing.goes_on:
             return
