@@ -77,8 +77,7 @@ TICK_S = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """The parts of a run that its controller drives. No part knows another part, or the
-    controller."""
+    """The parts of a run that its controller drives. No part knows another, or the controller."""
 
     job: Job
     engines: Engines
@@ -94,8 +93,7 @@ class Parts:
     log: LogWriter
     samples: SampleWriter | None
     carried: CarriedTokens | None = None
-    """Keeps the tokens of prompts that are put off to a later step. None if nothing is generated
-    yet."""
+    """Keeps tokens generated for prompts put off to a later step. None: none are kept yet."""
     tokenizer: str = ""
     """SHA-256 of the tokenizer's vocabulary, for checkpoints. Empty if it is not known."""
     player: Player | None = None
@@ -118,11 +116,10 @@ class Controller:
         seat: Seat | None = None,
         publish: Publish = lambda source: {},
     ) -> None:
-        """`time_s`: seconds that the run's clock shows at first (0 in a new run). `salvage`: the
-        file of finished responses, from which a resume takes those of the step that was
-        interrupted. `seat`: where the run waits for devices that it shares with other jobs; None if
-        it shares none. `publish`: copies weights to the hosts of engines while other jobs have
-        their devices."""
+        """`time_s`: seconds that the run's clock shows at first (0 in a new run). `salvage`:
+        responses that had finished when the run was interrupted; None if nothing is resumed.
+        `seat`: where the run waits for devices that it shares with other jobs; None if it shares
+        none. `publish`: copies weights to engines' hosts while other jobs have the devices."""
         self.config = config
         self.parts = parts
         self.bus = bus = Bus(parts.job, RealClock(time_s), sinks=[parts.log.append])
@@ -386,8 +383,7 @@ class Observing:
 
 @dataclass(frozen=True, slots=True)
 class Fetching:
-    """The port (what carries a command out) of `FetchPrompts`: takes prompts from the data's
-    cursor."""
+    """Carries out `FetchPrompts`: takes prompts from the data's cursor, on the main task."""
 
     bus: Bus
     main: MainTask

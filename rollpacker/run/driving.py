@@ -1,13 +1,12 @@
 """Drives a run on an event loop, and ends it when somebody asks: Ctrl-C, SIGTERM, a notebook's
 interrupt.
 
-    first   finish the step, save, return
-    second  a command ends its process; of a program or notebook only the call of `train` ends,
-            with `KeyboardInterrupt`
+    first request   finish the step, save a checkpoint, return
+    second request  a command ends its process; in a program or notebook the call of `train` ends
+                    with `KeyboardInterrupt`
 
-Where an event loop runs in this thread already (a notebook runs its cells inside of one) the run
-gets a thread of its own. The caller's thread then waits, does what must be done there (callbacks),
-and is the thread that signals reach.
+If this thread has a running event loop already (as in a notebook's cell), the run gets a thread of
+its own. The caller's thread then waits, calls the callbacks, and receives the signals.
 """
 
 from __future__ import annotations
@@ -90,8 +89,7 @@ class Caller:
         """Functions for this thread to call while the run has a thread of its own; the item None
         means that no more come. None instead of a queue: the run is in this thread itself."""
         self.is_busy = False
-        """Whether this thread is in a function called for the run, where an interrupt may be
-        raised."""
+        """Whether this thread is in a call for the run, where an interrupt may be raised."""
 
     @property
     def is_apart(self) -> bool:
@@ -270,8 +268,7 @@ class _Ending:
 
 
 def _exit_at_once() -> NoReturn:
-    """End the process now. The message is written past the display's buffers, which are not
-    flushed."""
+    """End the process now. The message bypasses the display's buffers, which are not flushed."""
     if os.isatty(1):
         os.write(1, b"\x1b[?25h\r\n")  # the live display hides the cursor
     with contextlib.suppress(OSError):

@@ -147,8 +147,7 @@ def _is_ours(error: ValueError) -> bool:
 
 
 def _innermost(error: BaseException) -> BaseException:
-    """Returns the first error inside of an exception group, since several tasks may fail at
-    once."""
+    """Returns the first error inside an exception group, since several tasks may fail at once."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -52,8 +52,7 @@ class EnginesLost(RuntimeError):
 
 
 class HostsLost(RuntimeError):
-    """The run's ray cluster, or the scheduler of its shared devices, has gone; the message says
-    which."""
+    """The run's ray cluster, or the scheduler of shared devices, has gone; the message says it."""
 
 
 @contextlib.contextmanager

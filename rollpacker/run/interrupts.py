@@ -16,19 +16,16 @@ _BEFORE: dict[signal.Signals, Callable[[int, FrameType | None], object] | signal
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGHUP: signal.SIG_DFL,
 }
-"""The handled signals, each with its default handler, which `heed` replaces and `leave`
-restores."""
+"""The handled signals, each with the default handler that `heed` replaces."""
 _process = 0
-"""Id of the process that handles the signals. A child that it forks has another id, and lets them
-act as usual."""
+"""Id of the process that handles the signals; in a child that it forks they act as usual."""
 _has_come = False
 """Whether SIGINT, SIGTERM or SIGHUP has come since `heed`."""
 
 
 def heed() -> list[signal.Signals]:
-    """Let SIGINT, SIGTERM and SIGHUP interrupt this process, as Ctrl-C does. Returns the signals
-    that were neither ignored nor handled before, and are handled now. Used in the main thread
-    only."""
+    """Let SIGINT, SIGTERM and SIGHUP interrupt this process, as Ctrl-C does. Returns those that
+    were neither ignored nor handled before. Used in the main thread only."""
     global _process, _has_come
     _process = os.getpid()
     further = [number for number, before in _BEFORE.items() if signal.getsignal(number) == before]

@@ -1,5 +1,4 @@
-"""Standard output for a run's display. If standard output fails, the run goes on without
-display."""
+"""Standard output for a run's display. If it fails, the run goes on without a display."""
 
 from __future__ import annotations
 
@@ -53,8 +52,7 @@ class _Output(io.TextIOBase):
 
 
 def _write_to_nowhere(stream: IO[str], error: OSError) -> None:
-    """Redirect the process's standard output to /dev/null, so that later writes do not fail,
-    too."""
+    """Redirect standard output to /dev/null, so that later writes do not fail, too."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     logger.warning("standard output: %s; the run goes on without its display", error.strerror)
 

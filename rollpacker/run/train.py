@@ -1,4 +1,4 @@
-"""`rollpacker.train(...)`: runs a config to its end, and returns the run."""
+"""`rollpacker.train(...)`: trains as a config says, to the end, and returns the run."""
 
 from __future__ import annotations
 
@@ -87,9 +87,8 @@ def train(
 
 @contextmanager
 def _without_traceback_in_notebooks() -> Iterator[None]:
-    """A context in which a cell shows what a command would: one message for what is wrong with
-    config or data, and for an interrupt, where a notebook prints a hundred lines of this package.
-    Bugs and callbacks keep their tracebacks."""
+    """A context in which a notebook's cell shows a user's mistake or an interrupt as one message,
+    as the command does. Bugs and errors of callbacks keep their tracebacks."""
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
@@ -99,7 +98,7 @@ def _without_traceback_in_notebooks() -> Iterator[None]:
 
 
 def _tell_in_one_message(error: BaseException) -> None:
-    """Have a notebook's cell show this error as one message in place of its traceback."""
+    """Have a notebook's cell show this error as one message without its traceback."""
     if in_notebook():
         told = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         error._render_traceback_ = lambda: [told]  # type: ignore[attr-defined]
@@ -117,7 +116,7 @@ def _refuse_unknown(arguments: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _arguments_for_flags() -> Iterator[None]:
-    """A context in which errors that name the command's flags name arguments instead."""
+    """A context in which a `RunError` names arguments of `train`, not the command's flags."""
     from rollpacker.run.errors import RunError
 
     try:
@@ -149,8 +148,8 @@ def run_to_end(
     observers: Sequence[Observer] = (),
     is_command: bool = False,
 ) -> Run:
-    """Run a config to its end; see `train`. `is_command`: whether the process is this run's alone,
-    so that a second interrupt ends it."""
+    """Train to the end, as `train` does, with arguments already checked. `is_command`: whether the
+    process serves this run alone, so that a second interrupt ends the process."""
     from rollpacker.run.folder.run_folder import RunFolder, holds_run
     from rollpacker.run.parts.resuming import let_others_end, reason_to_end
     from rollpacker.run.session import RunSession
@@ -202,7 +201,7 @@ def run_to_end(
 
 
 def _find_model(config: RunConfig) -> None:
-    """Warm a model up where the config says how, and check that names on the hub exist."""
+    """Warm the model up if it is missing and the config says how, and check names on the hub."""
     from rollpacker.run.parts.hub import look_for_hub
     from rollpacker.run.parts.warm_up import make_missing
 
@@ -211,8 +210,8 @@ def _find_model(config: RunConfig) -> None:
 
 
 def _on_hosts(config: RunConfig, stack: ExitStack) -> tuple[RunConfig, Hosts, RunSeat]:
-    """Returns the config with what follows from its placement, the hosts, and the seat among other
-    jobs there. Warns of settings without effect."""
+    """Returns the config with the keys that its placement implies, the hosts, and the seat
+    (connection to the scheduler of shared devices). Warns of settings without effect."""
     from rollpacker.run.parts.hosts import open_hosts
     from rollpacker.run.parts.seats import take_seat
 
@@ -225,8 +224,8 @@ def _on_hosts(config: RunConfig, stack: ExitStack) -> tuple[RunConfig, Hosts, Ru
 
 
 def _end_in_error(session: RunSession) -> None:
-    """Tell callbacks of the end. An error of theirs is only logged: it must not hide the error that
-    the run died of."""
+    """Call `on_end` of callbacks after an error of the run. An error of a callback is only logged,
+    as it must not hide the run's."""
     try:
         session.end(None)
     except CallbackError as error:
@@ -234,8 +233,8 @@ def _end_in_error(session: RunSession) -> None:
 
 
 def _finish(folder: Path, *, display: bool, is_done: bool = False) -> dict[str, Any]:
-    """Write the reports on the whole log, print the table and return the summary. `is_done`:
-    whether the reports were written before."""
+    """Write the reports on the whole run, print the table, and return the summary. `is_done`:
+    whether reports may exist already."""
     from rollpacker.report.files import write_reports
     from rollpacker.report.summary import read_summary
 

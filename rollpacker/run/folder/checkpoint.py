@@ -1,10 +1,10 @@
-"""Checkpoints: one atomic folder per commit, trusted only if its manifest verifies.
+"""Checkpoints: a folder for each, written atomically, and used only if it matches its manifest.
 
 checkpoints/step_000040/          written as step_000040.tmp-PID, renamed when complete
     model/                        a Hugging Face folder
     trainer/                      optimizer and schedule, safetensors and JSON
-    carried/                      tokens of deferred prompts (see carried.py), if there are any
-    state.json                    job, cursor, log position
+    carried/                      tokens of prompts put off to a later step, if any (carried.py)
+    state.json                    state of the core, place in the data, size of the event log
     manifest.json                 size and SHA-256 of every other file; written last
 checkpoints/latest                the newest folder's name, for people; nothing here reads it
 """
@@ -150,8 +150,8 @@ def newest_checkpoint(root: Path, *, without: str | None = None) -> Checkpoint:
 
 
 def newest_state(root: Path) -> Mapping[str, Any] | None:
-    """Returns the state of the newest checkpoint, unverified, for displays only. None if there is
-    no checkpoint of this format, or none can be read."""
+    """Returns the state of the newest checkpoint without verifying its files. None if there is no
+    checkpoint, or its state cannot be read or has another format."""
     for folder in _complete(root)[:1]:
         with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
             state: dict[str, Any] = json.loads((folder / "state.json").read_text())

@@ -1,12 +1,12 @@
-"""A run's folder: what lies where, one run at a time in it, and what a resume must not change.
+"""A run's folder: its files, its lock for one run at a time, and what a resume must not change.
 
 runs/NAME/
-    config.yaml       as resolved                 metrics.jsonl   one row a step
+    config.yaml       the resolved config         metrics.jsonl   one row per step
     events.jsonl      the event log               tensorboard/
     checkpoints/      see checkpoint.py           samples/        trained samples, parquet
-    model             link to the last one's      evaluations/    the same of evaluations
-    identity.json     what a resume must find     summary.json, trace.json, timeline.png
-    trackers/         what they keep here         report.html
+    model             link to the last model      evaluations/    evaluated samples, parquet
+    identity.json     fingerprints for a resume   summary.json, trace.json, timeline.png
+    trackers/         files of trackers           report.html
     salvage.bin       see salvage.py
 """
 
@@ -184,8 +184,7 @@ class RunFolder:
 
     def write_identity(self, identity: Mapping[str, Any]) -> None:
         """Write `identity.json`: what the run depends on beyond its config (fingerprints, threads).
-        The new file is on disk before it replaces the old one, since no resume is possible without
-        it."""
+        The new file is on disk before it replaces the old one, as no resume is possible without."""
         temporary = self.path / "identity.json.tmp"
         temporary.write_text(json.dumps(identity, indent=1, sort_keys=True) + "\n")
         fsync(temporary)
@@ -217,8 +216,7 @@ class RunFolder:
         self._lock.close()
 
     def _remove_if_empty(self) -> None:
-        """Remove the folders that this object made, if there is nothing but the lock's file in
-        them."""
+        """Remove the folders that this object made, if only the lock's file is in them."""
         if {entry.name for entry in self.path.iterdir()} != {self._lock_file.name}:
             return
         with contextlib.suppress(OSError):  # somebody else put something there meanwhile

@@ -187,8 +187,7 @@ def _sample_columns(
 
 
 def _said_first(response: Response, render: Decode, episode: Episode | None) -> dict[str, Any]:
-    """Returns the columns of a prompt that the environment gave. Empty if the data row's prompt
-    holds."""
+    """Returns columns for the prompt that the environment gave; empty if it gave none."""
     if episode is None or episode.prompt is None:
         return {}
     return {
@@ -214,7 +213,6 @@ def _extras(verdict: Scored | Failed | None) -> dict[str, Any]:
 
 
 def _parts(verdict: Scored | Failed | None, names: Sequence[str]) -> dict[str, float | None]:
-    """Returns a column for each reward of the config with its value; None if it did not judge the
-    sample."""
+    """Returns a column for each reward with its value; None if it did not judge the sample."""
     parts: Mapping[str, float | None] = {} if verdict is None else verdict.parts
     return {f"reward/{name}": parts.get(name) for name in names}

@@ -62,8 +62,7 @@ class SampleWriter:
             self._waiting = []
 
     def write_evaluation(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """Write the rows of the evaluation after `step` steps; an earlier file of that step is
-        replaced."""
+        """Write the rows of the evaluation after `step` steps; an earlier file goes."""
         self.evaluation_rows = rows
         if rows:
             _write(self._folder / "evaluations" / f"step_{step:06d}.parquet", rows)
@@ -93,8 +92,7 @@ def _type_of(column: str) -> str:
 
 
 def _typed(column: str, value: Any) -> Any:
-    """Returns the value; a value of a column `extra/...` as text, as its type may differ between
-    files."""
+    """Returns the value; for a column `extra/...` as text, as types may differ between files."""
     return str(value) if column.startswith("extra/") and value is not None else value
 
 

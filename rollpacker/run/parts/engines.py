@@ -34,9 +34,8 @@ def build_engines(
     shares_pools: bool = False,
 ) -> Engines:
     """Returns the engines of the config; those in processes of their own begin to load. `hosts`:
-    where they are started; None: on this machine. `shares_pools`: whether other jobs use their
-    devices in turn. Raises `ValueError` if devices are too few, or the model cannot be split over
-    them."""
+    where they start; None: on this machine. `shares_pools`: whether other jobs use their devices in
+    turn. Raises `ValueError` if devices are too few, or cannot share the model."""
     from rollpacker.engines.process_engine import ProcessEngine
 
     count, planner = config.rollout.engines, config.parallelism_planner
@@ -125,9 +124,8 @@ def check_heads(model: Any, planner: ParallelismConfig) -> None:
 
 
 def devices_of_engines(count: int, degree: int, num_devices: int, visible: str | None) -> list[str]:
-    """Returns the device names for `count` engines, `degree` devices for each, in order. `visible`:
-    this process's CUDA_VISIBLE_DEVICES; None if not set. Raises `ValueError` if there are too
-    few."""
+    """Returns device names for `count` engines, `degree` devices for each, in order. `visible`:
+    CUDA_VISIBLE_DEVICES; None if not set. Raises `ValueError` if there are too few."""
     if count * degree > num_devices:
         devices = f"{num_devices} CUDA device{'' if num_devices == 1 else 's'}"
         each = "one of its own" if degree == 1 else f"{degree} of its own"

@@ -1,5 +1,4 @@
-"""Builds what multi-turn samples need: the environments, the chat template, and the player that
-plays each sample's turns."""
+"""Builds what multi-turn samples need: environments, the chat template, and the player of turns."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ class TurnParts:
     per_host: int | None = None
 
     def be_on(self, hosts: Hosts) -> None:
-        """Choose the hosts on which processes of environments start, as the config wants. Called
-        before the first use."""
+        """Choose the hosts for processes of environments, by the config; before their first use."""
         if self.per_host is not None:
             self.environments.be_on(hosts.beside_engines(self.per_host))
 
@@ -55,8 +53,7 @@ class TurnParts:
         Caller().run(self.environments.close())
 
     def player(self, seed: int) -> Player:
-        """Returns a player with these environments, not opened yet. `seed`: seed of the
-        environments."""
+        """Returns a new player with these environments. `seed`: seed of the environments."""
         from rollpacker.run.ports.player import Player
 
         return Player(
@@ -70,8 +67,7 @@ class TurnParts:
         )
 
     def acting(self, sources: set[str]) -> ActingConfig:
-        """Returns the core's settings for turns (limits and deadlines). `sources`: what
-        `sources_of` returns."""
+        """Returns the core's limits and deadlines of turns. `sources`: as `sources_of` returns."""
         deadline = AdaptiveDeadlineConfig(
             min_s=min(SLOW_S, self.timeout_s), factor=SLOW_FACTOR, max_s=self.timeout_s
         )
@@ -166,8 +162,7 @@ def _most_tokens(config: RunConfig, context: int | None) -> int:
 
 
 def with_tools(of_tokenizer: Mapping[str, Any], turns: TurnParts | None) -> dict[str, Any]:
-    """Returns the tokenizer's settings with the environments' tools added for the chat template.
-    They stay as they are if `turns` is None."""
+    """Returns the tokenizer's settings, with the tools of the environments (if any) added."""
     if turns is None or not turns.environments.tools:
         return dict(of_tokenizer)
     kwargs = {**(of_tokenizer["chat_template_kwargs"] or {}), "tools": [*turns.environments.tools]}
@@ -200,6 +195,5 @@ def check_turns(
 
 
 def sources_of(config: RunConfig, prompts: PromptSet) -> set[str]:
-    """Returns the names by which the core groups prompts: the rows' tasks, or `train` without
-    tasks."""
+    """Returns the core's names for groups of prompts: the rows' tasks, or `train` without tasks."""
     return {row.task or TRAIN for row in prompts.rows} if config.routed else {TRAIN}

@@ -202,8 +202,7 @@ def _name_of(function: Any) -> str:
 
 
 def _free_name(name: str, taken: set[str]) -> str:
-    """Returns `name`, or for a taken `reward` (the name of lambdas) `reward_2`, `reward_3` and so
-    on."""
+    """Returns `name`; if that is a taken `reward` (as for lambdas), `reward_2`, `reward_3` ..."""
     if name != "reward" or name not in taken:
         return name
     number = 2
@@ -216,8 +215,7 @@ def _free_name(name: str, taken: set[str]) -> str:
 
 
 def _environment_of(section: Mapping[str, Any], objects: dict[str, Any]) -> dict[str, Any]:
-    """Returns the config's `environment` with names in place of functions, which are put into
-    `objects`."""
+    """Returns the config's `environment` with names for the functions, which go into `objects`."""
 
     def named(one: Any) -> Any:
         if not callable(one):
@@ -255,8 +253,7 @@ def _data_of(
     eval_data: Iterable[Mapping[str, Any]] | None,
     objects: dict[str, Any],
 ) -> Any:
-    """Returns the config's `data` in which the rows that a program passed replace the configured
-    sources."""
+    """Returns the config's `data` with the rows that a program passed in place of its sources."""
     if section is not None and not isinstance(section, Mapping):
         return section  # the check of the whole says what is wrong with it
     section = copy.deepcopy(dict(section or {}))

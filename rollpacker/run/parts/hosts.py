@@ -34,16 +34,14 @@ class Hosts:
     """The hosts of one run, and which of its processes is started on which of them."""
 
     plan: Placement | None = None
-    """Which devices engines, trainer and judge get. None if the run is on this machine without a
-    plan."""
+    """The devices of engines, trainer and judge. None if the run is here, without a plan."""
     by_name: Mapping[str, Host] = field(default_factory=dict)
     interfaces: Mapping[str, str] = field(default_factory=dict)
     """Name of the network interface through which a host reaches the others, by host name."""
     address: str = "127.0.0.1"
     """Network address of this machine, as other hosts reach it."""
     publish: Callable[[WeightSource], dict[str, Exception]] = lambda source: {}
-    """Copies new weights to all hosts with engines before an engine asks. Returns errors by
-    host."""
+    """Copies new weights to all hosts with engines. Returns the error of each failed host."""
     close: Callable[[], None] = lambda: None
     is_there: Callable[[], bool] | None = None
     """Tells whether ray's head process answers. None if the run uses no ray cluster."""

@@ -98,8 +98,7 @@ def _refuse_what_is_not_here(models: Mapping[str, str], sets: Mapping[str, str])
 
 
 def _not_here(models: Mapping[str, str], sets: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """Returns (config key, name, "model" or "data set") for each name without a copy on this
-    machine."""
+    """Returns (config key, name, "model" or "data set") of each name without a local copy."""
     missing = [(key, n, "model") for key, n in models.items() if not _model_is_here(n)]
     return missing + [(key, n, "data set") for key, n in sets.items() if not _set_is_here(n)]
 

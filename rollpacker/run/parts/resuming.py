@@ -21,8 +21,7 @@ READ_S = 5.0
 
 
 def config_before(folder: RunFolder) -> dict[str, Any]:
-    """Returns the config that the run was last started with. Raises `RunError` if it cannot be
-    read."""
+    """Returns the config of the run's last start. Raises `RunError` if it cannot be read."""
     from rollpacker.config.document import ConfigError, parse_document, read_text
     from rollpacker.run.errors import RunError
 

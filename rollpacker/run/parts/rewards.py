@@ -48,8 +48,7 @@ def _engine_completer(model_path: str, *, max_reply_tokens: int, concurrency: in
 
 
 def as_input(row: PromptRow, config: RunConfig, num_steps: int) -> RewardInput:
-    """Returns a reward function's input for this data row with an empty response, to try rewards
-    out."""
+    """Returns a reward's input for this data row with an empty response, to try rewards out."""
     from rollpacker.environments.environment import Episode
     from rollpacker.rewards.reward import Progress, RewardInput
 

@@ -24,8 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunSeat:
-    """A process's seat (connection to the scheduler of shared devices), or none if it shares no
-    devices."""
+    """A process's seat (connection to the scheduler of shared devices), or none if it has none."""
 
     def __init__(self, seat: Seat | None = None) -> None:
         self.seat = seat
@@ -75,8 +74,7 @@ class RunSeat:
         self.seat.leave(pool)
 
     def watch_over(self, controller: Controller) -> None:
-        """Have `controller` end its run when the scheduler asks for that, or at once if it has
-        asked already."""
+        """Have `controller` end its run when the scheduler asks for that, or has asked already."""
         self._controller = controller
         if self._lost is not None:
             self._on_lost(self._lost)
@@ -84,8 +82,7 @@ class RunSeat:
             self._on_stop(self._stop)
 
     def observers(self) -> list[Observer]:
-        """The observers that report finished steps to the scheduler: one, or none without shared
-        devices."""
+        """The observers that report steps to the scheduler: one, or none without shared devices."""
         return [] if self.seat is None else [_Telling(self.seat)]
 
     def _on_lost(self, why: str) -> None:

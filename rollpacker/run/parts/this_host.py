@@ -15,8 +15,7 @@ THIS_HOST = "this host"
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _NO_LIMIT = 1 << 60
-"""Number of bytes from which on a memory limit counts as no limit, for which kernels write about
-2**63."""
+"""Bytes from which on a memory limit counts as none; kernels write about 2**63 for no limit."""
 
 
 def this_host(kind: DeviceKind) -> Host:

@@ -1,2 +1,1 @@
-"""The ports of a run, which carry out the core's commands in real time, and what these ports
-share."""
+"""The ports of a run carry out the core's commands in real time; and what these ports share."""

@@ -1,13 +1,13 @@
-"""Calls a program's callbacks, then trackers, as a run goes on.
+"""Calls a program's callbacks, and then trackers, as a run goes on.
 
     on_start
     each step:  trained -> evaluated? -> on_evaluation -> on_step -> checkpoint? -> committed
                         -> its row is written -> trackers
     on_end
 
-Callbacks are told before the checkpoint. So what they log is in the log up to the checkpoint, a
-resume tells them of no step twice, and a run that they stop ends with this step. Trackers get the
-whole row; an error of a tracker is logged once and costs nothing else.
+Callbacks are called before the checkpoint. So the checkpoint's log has the values that they log, a
+resume calls them for no step twice, and a run that they stop ends with this step. Trackers get the
+whole row of metrics; an error of a tracker is logged once and costs nothing else.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ class Telling:
     rows: Sequence[Mapping[str, Any]] = ()
     """The samples of this step or evaluation, as rows of their parquet files."""
     logged: dict[str, float] | None = None
-    """Receives the values that callbacks log for this row, by name. None if they may not log
-    now."""
+    """Receives the values that callbacks log for the row, by name. None: none may be logged."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -59,8 +58,7 @@ class ToldRun:
     total_steps: int | None
     resumed_step: int | None
     telling: Telling | None = None
-    """The row of metrics of which callbacks or trackers are told at the moment. None at other
-    times."""
+    """The row of metrics that callbacks or trackers are told now. None at other times."""
     on_stop: Callable[[str], None] = lambda reason: None
     """Called, with the reason, when a callback asks the run to stop."""
 
@@ -84,8 +82,7 @@ class ToldRun:
         return [dict(row) for row in rows if untrained or row.get("trained", True)]
 
     def stop(self, reason: str = "a callback asked for it") -> None:
-        """Ask the run to end after the step at hand. `reason`: what the run gives as the reason of
-        its end."""
+        """Ask the run to end after the step at hand. `reason`: given as the reason of the end."""
         self.on_stop(reason)
 
 

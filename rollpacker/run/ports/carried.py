@@ -1,9 +1,9 @@
-"""Keeps the tokens of deferred prompts, which wait for a later round, to go on from there.
+"""Keeps the tokens generated for deferred prompts (put off to a later step), to go on from there.
 
-A deferred prompt keeps what each of its samples had, whole responses too, by *place*: the index of
-the sample whose noise it draws with; of trajectories all that came behind the prompt, of which
-`carried_turns.py` makes drafts. Once a prompt is trained on or dropped, nothing of it stays.
-What waits at a commit goes into its checkpoint, bit for bit:
+Each sample of such a prompt keeps its tokens, whole responses included, by *place*: the index of
+the sample whose random numbers it is drawn with. Of a trajectory all tokens after the prompt are
+kept, of which `carried_turns.py` makes drafts. Tokens of a prompt that was trained on or dropped
+are forgotten. Those that still wait when a step ends go into its checkpoint, bit for bit:
 
 checkpoints/step_000040/carried/      only if something waits
     tokens.npy, log_probs.npy         of all samples, one after the other
@@ -92,14 +92,11 @@ class CarriedTokens:
             for prompt, places in (waiting or {}).items()
         }
         self._launched: dict[PromptId, dict[int, KeptTokens]] = {}
-        """Kept tokens from which samples of this step go on, until they are replaced by newer
-        ones."""
+        """Kept tokens from which samples of this step go on, until there are newer ones."""
         self._ended: dict[PromptId, list[Response]] = {}
-        """Responses of this step by prompt, for the case that the prompt is put off to a later
-        step."""
+        """Responses of this step by prompt, to be kept if their prompt is put off."""
         self._noise: dict[SampleId, SampleId] = {}
-        """For each sample that replaces a failed one: the sample with whose random numbers it is
-        drawn."""
+        """By sample that replaces a failed one: the sample whose random numbers it uses."""
 
     def routes(self) -> Routes:
         return {Defer: self._defer}

@@ -1,12 +1,10 @@
-"""Drafts of turns: tokens of deferred trajectories, for an engine to draw anew in the next launch.
+"""Drafts for turns: tokens of a trajectory that an earlier step broke off, to be drawn again.
 
-The episode is played anew. As long as all that came behind the prompt is what came there before,
-each turn's request has the tokens that stood there as drafts, which the engine draws anew; from the
-first difference on no draft is used. So a trajectory is the one that it would be without drafts,
-whatever its environment answers.
-
-Once stopped, a trajectory leaves what it has by then, unless that is only the beginning of what its
-launch began with: then that stays.
+The episode is played again from its start. While everything after the prompt is as it was, the
+request for each turn has the old tokens as drafts, which the engine draws again; from the first
+difference on there are no drafts. So the trajectory is the one that it would be without drafts,
+whatever the environment answers. A trajectory that is stopped again leaves its tokens for the next
+step, unless they only repeat the beginning of the old tokens: then the old ones stay.
 """
 
 from __future__ import annotations
@@ -48,15 +46,13 @@ class Path:
 
 
 class CarriedTurns:
-    """Gives engines the tokens of earlier steps as drafts for the turns of samples that are played
-    again. Used under the bus's lock."""
+    """Gives engines the tokens of earlier steps as drafts of turns. Used under the bus's lock."""
 
     def __init__(self, carried: CarriedTokens) -> None:
         self._carried = carried
         self._paths: dict[SampleId, Path] = {}
         self._cancelled: dict[SampleId, Play] = {}
-        """Episodes of cancelled samples, kept while an engine may still report tokens of their
-        turns."""
+        """Episodes of cancelled samples, of which an engine may still report tokens."""
 
     def launched(self, request: GenerationRequest) -> GenerationRequest:
         """Returns the request for a sample's first turn, with drafts if tokens of an earlier step
@@ -68,8 +64,7 @@ class CarriedTurns:
         return replace(request, carried=path.drafts((), request.sampling.max_response_tokens))
 
     def further(self, request: GenerationRequest, play: Play) -> GenerationRequest:
-        """Returns the request for a sample's next turn, with drafts if tokens of an earlier step
-        are kept."""
+        """Returns the request for a sample's next turn, with drafts if there are any."""
         path = self._paths.get(request.sample)
         if path is None:
             return request
@@ -81,8 +76,7 @@ class CarriedTurns:
         return self._cancelled.get(sample)
 
     def drawn(self, event: SampleGenerated, play: Play, response: Response) -> None:
-        """Note that an engine has generated a turn of this episode (`play`), which lacks the turn
-        so far."""
+        """Note that an engine has generated a turn. The episode `play` does not have it yet."""
         path = self._paths.get(event.sample)
         if path is not None:
             start = len(play.trajectory.tokens)

@@ -29,8 +29,7 @@ class KnownSample:
     """Future of the episode with the final reward of its environment. None if no final reward is
     asked for."""
     check_s: float | None = None
-    """Seconds that the rewards took for this sample, verdict or not. None if they have not
-    ended."""
+    """Seconds that the rewards took for this sample. None if they have not ended."""
     scores: TokenScores | None = None
     """Log-probs and values of the tokens by other models. None if no other model was asked."""
     streamed: TrainSample | None = None
@@ -45,8 +44,7 @@ class Desk:
     def __init__(self) -> None:
         self._known: dict[SampleId, KnownSample] = {}
         self.round_kind = ""
-        """Kind of the step's first batch of prompts, such as short or long. Empty before it is
-        launched."""
+        """Kind of the step's first batch of prompts, such as short or long; empty before it."""
 
     def lay_down(self, response: Response) -> None:
         self._known[response.sample] = KnownSample(response)
@@ -55,28 +53,24 @@ class Desk:
         return self._known[sample]
 
     def get(self, sample: SampleId) -> KnownSample | None:
-        """Returns what is known of the sample. None if it is unknown, or forgotten after its
-        step."""
+        """Returns what is known of the sample. None if it is unknown or forgotten."""
         return self._known.get(sample)
 
     def scored_groups(
         self, groups: Sequence[Sequence[SampleId]]
     ) -> list[list[tuple[Response, float]]]:
-        """Returns (response, reward) of these samples, in the same groups. All must have a
-        verdict."""
+        """Returns (response, reward) of these samples, in their groups. All must have a verdict."""
         return [[self._scored(sample) for sample in group] for group in groups]
 
     def reward_parts(
         self, groups: Sequence[Sequence[SampleId]]
     ) -> dict[SampleId, Mapping[str, float | None]]:
-        """Returns each reward's own value, by its name, for each of these samples with a
-        verdict."""
+        """Returns each reward's own value by name, for each of these samples with a verdict."""
         known = {sample: self._known[sample].verdict for group in groups for sample in group}
         return {sample: verdict.parts for sample, verdict in known.items() if verdict is not None}
 
     def turn_rewards(self, groups: Sequence[Sequence[SampleId]]) -> dict[SampleId, TurnRewards]:
-        """Returns the rewards of single turns, for those of these samples that have several
-        turns."""
+        """Returns the rewards of the turns of those samples that have several turns."""
         known = {sample: self._known[sample] for group in groups for sample in group}
         return {
             sample: TurnRewards(one.episode.num_drawn, one.verdict.turns)
@@ -94,8 +88,7 @@ class Desk:
         return {name: math.fsum(of) / len(of) for name, of in values.items()}
 
     def streamed(self) -> dict[SampleId, TrainSample]:
-        """Returns the training samples whose gradients were accumulated before the step was
-        complete."""
+        """Returns the training samples whose gradients were accumulated early in this step."""
         return {s: k.streamed for s, k in self._known.items() if k.streamed is not None}
 
     def forget_gradients(self) -> None:

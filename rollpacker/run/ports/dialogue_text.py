@@ -40,8 +40,7 @@ def _list(items: Sequence[str]) -> str:
 
 
 def _turns(episode: Episode) -> list[dict[str, Any]]:
-    """Returns a dict for each turn: the model's message, the answers, the reward and the
-    seconds."""
+    """Returns a dict for each turn: the model's message, the answers, reward and seconds."""
     starts = [n for n, one in enumerate(episode.messages) if one.get("role") == "assistant"]
     found = []
     for turn, (start, end) in enumerate(pairwise([*starts, len(episode.messages)])):

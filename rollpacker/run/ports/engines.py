@@ -1,13 +1,13 @@
-"""The engines of a run: which of them live, which has which sample, and what an output means.
+"""The engines of a run: which are alive, which samples each has, and what their outputs mean.
 
     Generation --submit, place, abort, move--> engine 0 | engine 1 | ...     under the bus's lock
     Generation <-------- outputs, errors ----- each from a thread of its own
 
-Engines have numbered slots. The object that fills a slot is one *incarnation* of that engine, a
-`Handle`. An engine that is lost is closed; what it still reports of samples that run elsewhere goes
-to the core, to be counted, without the tokens. When the number of devices per engine changes, all
-engines are closed and new ones fill the slots. A run with a single engine that cannot be replaced
-ends with whatever error ends that engine.
+Engines are numbered. An engine and those that replace it when it is lost share the number, and
+differ in their *incarnation*. A lost engine is closed; what it still reports of samples that run
+elsewhere is told to the core, to be counted, without tokens. When the number of devices per engine
+changes, all engines are closed and made anew. A run with a single engine that cannot be replaced
+ends with the error that ends the engine.
 """
 
 from __future__ import annotations
@@ -66,8 +66,7 @@ class Keepers:
         self._handles: dict[SampleId, Handle] = {}
 
     def keeps(self, handle: Handle, request: GenerationRequest) -> None:
-        """Note that this engine keeps its cache of the request's sample, if the request asks for
-        that."""
+        """Note that this engine keeps its cache of the request's sample, if it is to do so."""
         if request.keep:
             self._handles[request.sample] = handle
 
@@ -134,8 +133,8 @@ class Engines:
         on_error: Callable[[Handle, BaseException], None],
         tell: Callable[[FleetEvent], None],
     ) -> None:
-        """Receive the outputs of all engines from now on, later engines included. `on_outputs` and
-        `on_error` also get the engine; `tell` gets events of engines lost and added, and of samples
+        """Receive the outputs of all engines from now on, also of later ones. `on_outputs` and
+        `on_error` get the engine, too; `tell` gets events of engines lost or added and samples
         moved."""
 
         def listen(handle: Handle) -> None:
@@ -158,9 +157,8 @@ class Engines:
     # -- what the core wants -----------------------------------------------------------------------
 
     def submit(self, requests: Sequence[GenerationRequest], where: Sequence[int] = ()) -> None:
-        """Give each request to the engine whose number stands at the same place in `where`; an
-        empty `where` means engine 0. If an engine is lost meanwhile, the core is told and assigns
-        its samples again."""
+        """Give each request to the engine whose number is at its place in `where` (empty: engine
+        0). If an engine is lost meanwhile, the core is told and assigns its samples again."""
         parts: dict[int, list[GenerationRequest]] = {}
         for request, number in zip(requests, where or (0,) * len(requests), strict=True):
             parts.setdefault(number, []).append(request)
@@ -302,8 +300,7 @@ class Engines:
         event: EngineEvent,
         response: Response | None,
     ) -> str | None:
-        """Returns why this output can come only from an engine that is broken. None if it is
-        plausible."""
+        """Returns why only a broken engine can report this output. None if it is plausible."""
         if held is None or held.at is not handle:
             return f"it spoke of {event.sample}, which it does not have"
         if isinstance(event, SampleGenerated):
@@ -356,8 +353,7 @@ class Engines:
         return None
 
     def num_at(self, numbers: Collection[int]) -> int:
-        """Returns the number of samples that these engines are working on, those to be moved
-        included."""
+        """Returns the number of samples that these engines have, those to be moved included."""
         where = (held.at for held in self._held.values())
         return sum(handle is not None and handle.number in numbers for handle in where)
 
@@ -370,8 +366,7 @@ class Engines:
     # -- who lives ---------------------------------------------------------------------------------
 
     def lose(self, handle: Handle, reason: str) -> None:
-        """Mark the engine as lost, close it in the background, and tell the core. Does nothing for
-        an engine already lost."""
+        """Mark a living engine as lost, close it in the background, and tell the core."""
         if not handle.lives or self.is_closed:
             return
         handle.lives = False
@@ -427,8 +422,7 @@ class Engines:
     def failed_to_join(
         self, number: int, incarnation: int, layout: EngineLayout, error: BaseException
     ) -> None:
-        """Tell the core that the new engine `number` is lost, and why; not if the run is over or
-        devices were redistributed."""
+        """Tell the core that a new engine failed, unless devices were redistributed meanwhile."""
         reason = f"it could not take its place: {error}"
         if not self.is_closed and layout is self.layout:
             self._tell(

@@ -61,8 +61,7 @@ class Episodes:
     # -- for the engines' port, under the bus's lock -----------------------------------------------
 
     def launched(self, requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
-        """Returns the requests for samples' first turns, changed to the prompts that their
-        environments gave."""
+        """Returns the requests for first turns, with the prompts that the environments gave."""
         found = []
         for request in requests:
             play = self._play_of(request.sample)
@@ -106,8 +105,7 @@ class Episodes:
     # -- commands ----------------------------------------------------------------------------------
 
     def _conclude(self, command: Conclude) -> None:
-        """End a trajectory and store its response at once, since the rewards may be asked for it
-        next."""
+        """End a trajectory and store its response at once, as rewards may need it next."""
         self.let_go_of([command.sample])
         play = self._plays.pop(command.sample)
         response = play.response(command.reason)

@@ -1,4 +1,4 @@
-"""Held-out evaluation of a run: pass@1 and pass@k with the unbiased estimator."""
+"""Evaluation of a run's policy on held-out prompts: pass@1 and pass@k by the unbiased estimator."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ from rollpacker.warn_once import WarnOnce
 logger = logging.getLogger(__name__)
 
 JUDGED_AT_ONCE = 32
-"""Number of samples of an evaluation that the rewards judge in one call. Each finished call shows
-the watch that the evaluation is alive."""
+"""Number of samples in each call of the rewards; each finished call is a sign of life."""
 
 Judge = Callable[[Sequence[RewardInput]], Awaitable[Sequence[Scored | Failed]]]
 
@@ -43,8 +42,7 @@ class EvalResult:
     """`eval/pass@1`, `eval/pass@k`, `eval/stderr/pass@1`, `eval/reward`, `eval/rewards/NAME/mean`,
     `eval/response_length`, `eval/samples`, `eval/no_verdict`."""
     passed: Mapping[int, tuple[int, int]]
-    """For each prompt, by the number of its data row: how many responses passed, and how many have
-    a verdict."""
+    """By number of the data row: how many responses passed, and how many have a verdict."""
     judged: Sequence[tuple[Response, str, Scored | Failed]]
     """Each response with its text and the rewards' verdict, in the order of samples."""
     episodes: Mapping[SampleId, Episode] = field(default_factory=dict)
@@ -79,8 +77,7 @@ class EvalResult:
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
-    """Evaluates the policy of a run on held-out prompts, on the main task, while no other samples
-    are generated."""
+    """Evaluates a run's policy on held-out prompts, while no other samples are generated."""
 
     bus: Bus
     watch: Watch
@@ -246,14 +243,12 @@ def _requests(
 
 
 def _was_lost(verdict: Scored | Failed) -> bool:
-    """Whether the verdict is missing through a fault of the infrastructure, so that it is worth
-    another try."""
+    """Whether there is no verdict through a fault of the infrastructure; worth another try."""
     return isinstance(verdict, Failed) and verdict.cause is Cause.INFRASTRUCTURE
 
 
 def _means_by_reward(verdicts: Sequence[Scored | Failed]) -> dict[str, float]:
-    """Returns the metric `eval/rewards/NAME/mean` for each reward, over the responses that it
-    judged."""
+    """Returns `eval/rewards/NAME/mean` for each reward, over the responses that it judged."""
     values: dict[str, list[float]] = {}
     for verdict in verdicts:
         if isinstance(verdict, Scored):
@@ -270,8 +265,7 @@ def reward_input(
     progress: Progress,
     episode: Episode | None = None,
 ) -> RewardInput:
-    """Returns the input of reward functions for a response, or for a trajectory (`episode` is not
-    None)."""
+    """Returns the input of reward functions for a response, or a trajectory with `episode`."""
     last = response.last_turn
     said = None if episode is None or episode.prompt is None else [*map(dict, episode.prompt)]
     return RewardInput(

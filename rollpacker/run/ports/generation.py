@@ -1,9 +1,9 @@
-"""The engines' port: `Launch`, `Continue`, `Place`, `Move` and `Abort` in; out come the ends of
-samples, and the losses of engines.
+"""The engines' port: carries out the core's commands `Launch`, `Continue`, `Place`, `Move` and
+`Abort`, and tells the core how samples ended and which engines were lost.
 
-An engine in the run's own process reports between two decode steps and waits for the answer: what
-the core says to a sample that has finished is obeyed inside that call, so that an abort takes
-effect at the same decode step in every run.
+An engine in the run's own process reports between two decode steps and waits for the answer. What
+the core commands when a sample has finished is done inside that call, so that an abort takes effect
+at the same decode step in every run.
 """
 
 from __future__ import annotations
@@ -169,8 +169,7 @@ class Generation:
             self.shared.main.post(self.scoring.start)
 
     def _take(self, event: EngineEvent | None, response: Response | None) -> None:
-        """Tell the core of an engine's event, and keep the response's tokens here. Does nothing if
-        `event` is None."""
+        """Tell the core of an engine's event (None: of nothing), and keep the response's tokens."""
         if event is None:
             return
         if self.episodes is not None:

@@ -1,10 +1,10 @@
-"""Brings new weights to the engines: `SyncWeights` in, `WeightsSynced` out; and adds new engines,
-with the current weights: `Replace` or `Resize` in, `EngineReady` out.
+"""Brings new weights to the engines (`SyncWeights`, answered by `WeightsSynced`), and adds engines
+that have the current weights (`Replace` or `Resize`, answered by `EngineReady`).
 
-    SyncWeights -> the trainer writes them -> each engine takes them, in a thread of its own; where
-                   pools are shared, when it wakes up (`pools.py`)
-    Replace     -> a new engine is made, in a thread of its own -> takes those at hand, and whatever
-                   came meanwhile -> fills its place
+    SyncWeights -> the trainer writes weights -> each engine loads them, in a thread of its own; if
+                   other jobs share the devices, when it has its device again (`pools.py`)
+    Replace     -> an engine is made, in a thread of its own -> loads the current weights, and any
+                   that came meanwhile -> joins the others
     Resize      -> all engines are closed -> the same for each of the new ones
 """
 
@@ -159,8 +159,7 @@ async def _close_all(engines: Sequence[Engine]) -> None:
 
 
 async def hand_over_weights(trainer: Trainer, engines: Engines, version: int) -> None:
-    """Bring the trainer's weights, of this version, to all engines before a run begins. Raises an
-    engine's error."""
+    """Bring the trainer's weights to all engines before a run begins. Raises an engine's error."""
     weights = Weights(version, await trainer.hand_over())
     await take_all_back(trainer, engines)
     for error in (await _bring_all(engines.expect(weights), weights)).values():

@@ -1,5 +1,4 @@
-"""An engine as the run knows it, the samples assigned to it, and what a sample takes along when it
-moves to another engine."""
+"""An engine as the run knows it, its samples, and what a sample takes along to another engine."""
 
 from __future__ import annotations
 
@@ -66,28 +65,24 @@ class Handle:
     version: int | None = None
     """Version of the weights that the engine got last. None before it got any."""
     salvage: KnownEnds | None = None
-    """Knows how some of this engine's samples end, from before a resume. None: knows of no
-    sample."""
+    """Knows how some of the engine's samples end, from before a resume. None: of no sample."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Give the engine those requests whose result is not known already; at once, or when it has
-        its device again."""
+        """Give the engine the requests whose result is not known, now or when it has its device."""
         if self.salvage is not None:
             requests = self.salvage.keep_back(self, requests)
         if requests:
             self._tell(partial(self.engine.submit, requests))
 
     def abort(self, samples: Sequence[SampleId]) -> None:
-        """Stop those samples whose result is not known already; at once, or when the engine has its
-        device again."""
+        """Stop the samples whose result is not known, now or when the engine has its device."""
         if self.salvage is not None:
             samples = self.salvage.stop(samples)
         if samples:
             self._tell(partial(self.engine.abort, samples))
 
     def let_go(self, samples: Sequence[SampleId]) -> None:
-        """Have the engine discard its caches of these samples; at once, or when it has its device
-        again."""
+        """Have the engine discard its caches of these samples, now or when it has its device."""
         self._tell(partial(self.engine.let_go, samples))
 
     def come_back(self) -> None:
@@ -162,8 +157,7 @@ def stamped(event: EngineEnd, handle: Handle) -> EngineEnd:
 
 
 def with_earlier(event: EngineEnd, held: AssignedSample) -> EngineEnd:
-    """Returns the event with the preemptions and valid tokens of earlier engines of the sample
-    added."""
+    """Returns the event, with preemptions and valid tokens of the sample's former engines."""
     if isinstance(event, SampleFailed):
         return event
     if held.num_kept is None and not held.preemptions:

@@ -1,7 +1,7 @@
-"""The main task does what takes long, one piece (a *deed*) at a time, in the order of asking.
+"""The main task does slow work, one piece (a *deed*) at a time, in the order of asking.
 
 any thread --later(deed)--> inbox --next()--> the controller's loop runs it to its end
-any thread --fail(error)--> inbox, or what the main task waits for from the engine
+any thread --fail(error)--> inbox, or the future that the main task waits for
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ Deed = Callable[[], Awaitable[None]]
 
 
 class MainTask:
-    """Queues work from other threads, and from ports with slow commands, for the main task on the
-    event loop."""
+    """Queues slow work from ports and other threads for the main task on the event loop."""
 
     def __init__(self) -> None:
         self.awaited: asyncio.Future[Any] | None = None
@@ -113,8 +112,7 @@ class MainTask:
         self.post(self._inbox.put_nowait, item)
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """End the run if a function that was posted has raised; other problems of the loop are only
-        logged."""
+        """End the run if a posted function has raised; other problems are only logged."""
         error = context.get("exception")
         if "handle" in context and error is not None:
             self.fail(error)

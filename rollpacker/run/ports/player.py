@@ -65,8 +65,7 @@ class Play:
     prompt: tuple[Message, ...] | None = None
     """Messages of the prompt that the environment gave. None if the data row's prompt is used."""
     dialogue: Dialogue | None = None
-    """Chat format with the tools of this episode. None if it has the tools that all episodes
-    have."""
+    """Chat format with the tools of this episode. None if it has the same tools as all."""
     is_begun: bool = False
     """Whether the environment has begun this episode."""
     said: list[Message] = field(default_factory=list)
@@ -141,9 +140,8 @@ class Play:
     def request(
         self, sampling: SamplingParams, noise: SampleId | None, *, keep: bool = False
     ) -> GenerationRequest:
-        """Returns the engine's request for the next turn. `noise`: the sample whose random numbers
-        are used; None: its own. `keep`: whether the engine is to keep its cache for the turn after
-        that."""
+        """Returns the request for the next turn. `noise`: the sample whose random numbers are used;
+        None: its own. `keep`: whether the engine is to keep its cache for the turn after that."""
         self.spent.ask()
         return GenerationRequest(
             sample=self.sample,
@@ -197,8 +195,7 @@ class Player:
         self._takes_rewrites = takes_rewrites
         self._seed = seed
         self._prompts: dict[PromptId, tuple[int, ...]] = {}
-        """Prompt tokens that environments gave the first sample of each prompt, to compare with its
-        others."""
+        """Prompt tokens that each prompt's first sample got of its environment in this step."""
         self._warn_once = WarnOnce(logger)
 
     def new(self, sample: SampleId, row: PromptRow) -> Play:
@@ -206,8 +203,7 @@ class Player:
         return Play(sample, row, Trajectory(row.tokens))
 
     def launched(self, play: Play, request: GenerationRequest) -> GenerationRequest:
-        """Returns the core's request for a first turn, changed to the episode's own prompt and
-        limits."""
+        """Returns the core's request for a first turn, with the episode's prompt and limits."""
         play.spent.ask()
         return replace(
             request,
@@ -219,8 +215,8 @@ class Player:
     def request(
         self, play: Play, sampling: SamplingParams, noise: SampleId | None
     ) -> GenerationRequest:
-        """Returns the engine's request for the next turn, within the tokens left to the trajectory.
-        `noise`: the sample whose random numbers are used; None: its own."""
+        """Returns the request for the next turn, within the trajectory's limits. `noise`: the
+        sample whose random numbers are used; None: its own."""
         return play.request(self._bounded(play, sampling), noise, keep=self._is_kept(play))
 
     def _is_kept(self, play: Play) -> bool:
@@ -434,7 +430,6 @@ def ends_of(plays: Sequence[Play]) -> dict[str, float]:
 
 
 def _rows_of(plays: Sequence[Play]) -> dict[str, float]:
-    """Returns the metric of the mean number of training rows per trajectory. Empty if all have one
-    row."""
+    """Returns the mean number of training rows per trajectory. Empty if all have one row."""
     numbers = [len(play.trajectory.rows) for play in plays]
     return {"episodes/rows/mean": sum(numbers) / len(numbers)} if max(numbers) > 1 else {}

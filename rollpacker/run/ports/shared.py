@@ -1,4 +1,4 @@
-"""The four things that most ports of a run need."""
+"""What most ports of a run need."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollpacker.run.ports.watch import Watch
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The core's bus, the main task, what is known of samples, and the run's deadlines."""
+    """The core's bus, the main task, what is known of samples, and the deadlines."""
 
     bus: Bus
     main: MainTask
