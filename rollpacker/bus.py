@@ -48,7 +48,7 @@ class Clock(Protocol):
 
 
 class Port(Protocol):
-    """An object that carries out some kinds of commands."""
+    """An object that carries out some kinds of the core's commands."""
 
     def routes(self) -> Routes: ...
 

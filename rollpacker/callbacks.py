@@ -19,7 +19,7 @@ class CallbackError(RuntimeError):
 
 
 class RunningRun(Protocol):
-    """A run as callbacks see it: facts of the run, and what a callback may do."""
+    """A run as callbacks see it: facts of the run, and what a callback may do with it."""
 
     @property
     def name(self) -> str: ...
@@ -76,7 +76,8 @@ class Callback:
         come; trackers are called later and get the whole row."""
 
     def on_evaluation(self, run: RunningRun, step: int, metrics: Metrics) -> None:
-        """Called when the policy was evaluated after `step` steps, before that step's `on_step`."""
+        """Called when the policy was evaluated after `step` steps, before that step's `on_step`.
+        `metrics`: the evaluation's, by name."""
 
     def on_end(self, run: RunningRun, reason: str | None) -> None:
         """Called once when the run has ended, if `on_start` was called. `reason`: why it ended, and

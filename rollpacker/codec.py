@@ -376,7 +376,8 @@ class Codec:
             raise ValueError(f"no message can hold it: {error}") from None
 
     def decode(self, data: bytes) -> Any:
-        """Returns the value that `encode` was given. Raises `ValueError` for any other bytes."""
+        """Returns the value that `encode` was given. Raises `ValueError` for bytes that are no such
+        message."""
         try:
             return self._decoder.decode(data)
         except (KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:

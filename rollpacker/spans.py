@@ -52,8 +52,9 @@ def within(spans: Spans, first: int, behind: int) -> Spans:
 def rows_in(
     prompt: tuple[int, ...], count: int, given: Spans, rewritten: Rewritten
 ) -> Iterator[tuple[tuple[int, ...], int, int]]:
-    """Yields the training rows of a response of `count` tokens: (context, first token, one after
-    the last). Given tokens at a row's end are left out, and so are rows without a sampled token."""
+    """Yields the training rows of a response of `count` tokens (parts with a context of their own),
+    each as (context, first token, one after the last). Given tokens at a row's end are left out,
+    and so are rows without a sampled token."""
     starts = [(0, prompt), *rewritten]
     ends = [first for first, _ in rewritten]
     gaps = {behind: first for first, behind in given}

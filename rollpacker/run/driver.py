@@ -1,4 +1,5 @@
-"""The controller runs the core in real time: ports obey its commands, a task does the slow part.
+"""Drives a run in real time: the core decides, ports carry out its commands, and one task on the
+event loop, the main task, does the slow work.
 
       engine's thread           event loop: checks            event loop: main task
            |                         |                              |
@@ -19,10 +20,10 @@
     checks               reward functions                      their verdicts or their time limit
     main task            the next command of the slow kind     the bus, or a deadline (`Watch`)
 
-The main task does one thing at a time, in order; while it trains on groups ahead of their step
-(`StartGradients`), verdicts still come in. The core's answer to a finished sample is obeyed inside
-the engine's call, so an abort takes effect at the same decode step in every run. No decision is
-made here: the core decides what to do. The `Desk` keeps what is known of each sample.
+The main task does one thing at a time, in order. While it computes gradients of groups before the
+step is complete (`StartGradients`), verdicts still come in. What the core commands when a sample
+has finished is done inside the engine's call, so that an abort takes effect at the same decode step
+in every run. No decision is made here. The `Desk` keeps what is known of each sample.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ from rollpacker.run.ports.watch import Watch
 from rollpacker.trainer.trainer import Trainer
 
 TICK_S = 0.25
-"""Seconds after which a wait checks its deadline again, and observers see new log entries."""
+"""Seconds between two checks of the deadline while the main task waits. Observers are shown new log
+entries as often."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,15 +34,15 @@ T = TypeVar("T")
 INTERRUPTED = "interrupted"
 
 SWITCH_INTERVAL_S = 0.0005
-"""Seconds that a thread of this process keeps Python's lock while another wants it. The engine's
-thread takes it many times per decode step, and would wait Python's 5 ms each time that verdicts or
-samples are being worked on. `benchmarks/streaming.py` runs with it: there the engine decodes while
-verdicts come in and gradients are asked for."""
+"""Seconds for which a thread may keep Python's lock (the GIL) while another thread wants it. The
+engine's thread takes the GIL many times per decode step, and would wait for Python's default of 5
+ms each time that rewards or samples are worked on. `benchmarks/streaming.py` measures with this
+value."""
 
 COLLECT_AFTER = 20_000
-"""Number of containers, made and not freed, after which Python looks for cycles of garbage. Its own
-number, 700, cost a tenth of the controller's time, spent on tokens, which are in no cycle
-(`benchmarks/turns_overhead.py`)."""
+"""Number of new container objects after which Python's garbage collector runs. With Python's
+default, 700, a tenth of the controller's time went into looking through tokens, which are in no
+reference cycle (`benchmarks/turns_overhead.py`)."""
 
 CLOSE_WITHIN_S = 10.0
 """Seconds that a run which is ended at once may take to close its engines, workers and files."""
@@ -68,8 +68,8 @@ def not_begun(message: str = NOT_BEGUN) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ending_as_interrupt() -> Iterator[None]:
-    """A context in which SIGTERM and SIGHUP are a Ctrl-C for a command, also where no run heeds
-    them (`drive`): while it starts up, and while it writes its reports."""
+    """A context in which SIGTERM and SIGHUP interrupt a command as Ctrl-C does, also outside of
+    `drive`: while the command starts up, and while it writes its reports."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -220,8 +220,8 @@ class _Ending:
 
     @contextlib.contextmanager
     def heeding_signals(self) -> Iterator[None]:
-        """A context in which signals end the run. Python gives signals to the main thread alone: in
-        other threads nothing is changed."""
+        """A context in which signals end the run. It changes nothing outside of the main thread,
+        which alone receives signals in Python."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -36,7 +36,8 @@ _USER_ERRORS = {
     "rollpacker.rewards.reward.RewardError",
     "rollpacker.sandbox.sandbox.SandboxUnavailable",
 }
-"""Names of exception classes that are user mistakes and no `ValueError`."""
+"""Names of exception classes that stand for a user's mistake, besides the package's
+`ValueError`s."""
 
 _BY_NAME = {
     "rollpacker.trainer.trainer.NonFiniteError": 3,
@@ -130,10 +131,8 @@ def naming(folder: Path) -> Iterator[None]:
 
 
 def _is_ours(error: ValueError) -> bool:
-    """Whether this package wrote the message: its own class, or raised in its own code.
-
-    A `ValueError` out of a library is a bug that keeps its traceback.
-    """
+    """Whether this package raised the error: its class or the code that raised it is the package's
+    own. A `ValueError` out of a library is a bug, and keeps its traceback."""
     if type(error).__module__.startswith("rollpacker."):
         return True
     if type(error) is not ValueError:

@@ -52,7 +52,8 @@ class EnginesLost(RuntimeError):
 
 
 class HostsLost(RuntimeError):
-    """The run's ray cluster, or the scheduler of shared devices, has gone; the message says it."""
+    """The ray cluster of the run's processes, or the scheduler of its shared devices, has gone. The
+    message says which."""
 
 
 @contextlib.contextmanager

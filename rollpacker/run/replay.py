@@ -30,11 +30,13 @@ class Replay:
     num_events: int
     num_steps: int
     difference: str | None
-    """The first event that the core answers otherwise than in the log, in words. None if none."""
+    """The first event that the core answers otherwise than in the log, in words. None if there is
+    no difference."""
 
 
 def replay(entries: Iterable[Entry]) -> Replay:
-    """Feed the log to a new core. Raises `LogError` if the log does not begin with a session."""
+    """Feed the log to a new core. Returns how many events and steps it has, and the first
+    difference. Raises `LogError` if the log does not begin with a session."""
     job: Job | None = None
     num_events = 0
     for entry in entries:

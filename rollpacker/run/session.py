@@ -158,7 +158,8 @@ class RunSession:
     def _listeners(
         self, checkpoint: Checkpoint | None, num_rows: int
     ) -> tuple[LogWriter, Sequence[Observer], Audience]:
-        """Returns the event log, the observers of its entries, and the callbacks' audience."""
+        """Returns the event log, the observers of its entries, and the object that calls callbacks
+        and trackers."""
         log = LogWriter(self.folder.events)
         self.stack.callback(log.close)
         live, audience = build_audience(

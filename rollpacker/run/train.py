@@ -42,31 +42,32 @@ def train(
     observers: Sequence[Observer] = (),
     **unknown: Never,
 ) -> Run:
-    """Run a config to its end. Returns the run, with its folder, metrics and model.
+    """Train as a config says, to the end. Returns the run, with its folder, metrics and model.
 
     `config` is a file, a dict with the same keys (`{"train": {"steps": 20}}` or
     `{"train.steps": 20}`), or a `RunConfig`; `overrides` change it, `["train.steps=20"]` or
     `{"train.steps": 20}`.
 
-    `rewards` take the place of the config's: functions, `(function, weight)`, names as in a config
-    (`"math"`), or dicts with the keys of `rewards[]`. Functions, also lambdas and those of a
-    notebook, are copied into worker processes: what they refer to is what it was when the run
-    began, and what they change stays there. `data` and `eval_data` take the place of where
-    `data.train` and `data.eval` come from: dicts in a list, a Dataset, a DataFrame. A resume wants
-    the same objects again, which the run's folder does not hold.
+    `rewards` replace the config's: functions, `(function, weight)`, names as in a config
+    (`"math"`), or dicts with the keys of `rewards[]`. Functions, lambdas and those of a notebook
+    included, are copied into worker processes: they see variables as these were when the run began,
+    and what they change stays in the worker. `data` and `eval_data` replace the sources that
+    `data.train` and `data.eval` name: a list of dicts, a Dataset or a DataFrame. A resume needs the
+    same objects again, which the run's folder does not hold.
 
-    `callbacks` are told of steps and evaluations (`rollpacker.Callback`); `observers` are fed every
-    entry of the event log. `display` shows progress; "auto": in a notebook.
+    `callbacks` are told of steps and evaluations (`rollpacker.Callback`); `observers` are given
+    every entry of the event log. `display`: whether progress is shown; "auto": in a notebook.
 
-    `resume="auto"` goes on with the run if there is one, and begins it otherwise.
+    `resume`: whether to go on with the run in the folder; "auto": if there is one, else a new run
+    begins. `overwrite`: whether a new run may replace one that is there.
 
     An interrupt (Ctrl-C, a notebook's stop button, SIGTERM, SIGHUP) ends the run after the step at
-    hand, saved; a second one at once, with `KeyboardInterrupt`.
+    hand, with a checkpoint; a second one ends it at once, with `KeyboardInterrupt`.
 
-    Raises `ValueError` (one message, for the user) for what is wrong with config, data, model or
-    run folder, `RewardError` for rewards, `CallbackError`, `NonFiniteError`, `DeadlineExceeded`,
-    `OSError`; the run can then be resumed. Raises `TypeError` for an unknown argument,
-    with the one that was probably meant.
+    Raises `ValueError` (one message, for the user) if config, data, model or run folder are not
+    right, `RewardError` for rewards, and `CallbackError`, `NonFiniteError`, `DeadlineExceeded` or
+    `OSError`, after which the run can be resumed. Raises `TypeError` for an unknown argument; the
+    message names the one that was probably meant.
     """
     with _without_traceback_in_notebooks():
         from rollpacker.imports import giving

@@ -24,8 +24,8 @@ MOST_NAMED = 5
 
 class Run:
     """A run's folder, whose files are read when asked for. `rollpacker.train` returns a `Run`;
-    `Run(folder)` is an existing run, also while it trains. Raises `ValueError` for no run's
-    folder."""
+    `Run(folder)` is an existing run, also while it trains. Raises `ValueError` if the folder holds
+    no run."""
 
     def __init__(
         self,

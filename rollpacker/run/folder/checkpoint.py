@@ -126,8 +126,8 @@ def has_checkpoint(root: Path) -> bool:
 
 def newest_checkpoint(root: Path, *, without: str | None = None) -> Checkpoint:
     """Returns the newest checkpoint whose files match its manifest; a damaged one is passed over
-    with a warning. `without`: a subfolder that is not verified, as nobody is going to read it.
-    Raises `CheckpointError` if no checkpoint is valid."""
+    with a warning. `without`: a subfolder that nobody will read and that is not verified; None: all
+    are verified. Raises `CheckpointError` if no checkpoint is valid."""
     problems: list[str] = []
     for folder in _complete(root):
         problem = verify(folder, without=without)
@@ -163,7 +163,7 @@ def newest_state(root: Path) -> Mapping[str, Any] | None:
 def verify(folder: Path, *, without: str | None = None) -> str | None:
     """Returns what is wrong with the checkpoint, in words; None if it is valid. A file that cannot
     be read (bad sector, lost permission, circular link) counts as wrong. `without`: a subfolder
-    that is not verified."""
+    that is not verified; None: all are verified."""
     name = MANIFEST
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
@@ -201,7 +201,7 @@ def _unreadable(name: str, error: Exception) -> str:
 
 
 def _complete(root: Path) -> list[Path]:
-    """Paths of all complete checkpoints, newest first."""
+    """Returns the folders of all complete checkpoints, newest first."""
     if not root.is_dir():
         return []
     found = (f for f in root.glob(f"{_PREFIX}*") if f.name.removeprefix(_PREFIX).isdigit())

@@ -77,10 +77,8 @@ def holds_run(path: Path) -> bool:
 
 
 class RunFolder:
-    """Opens the folder for one run, and holds a lock on the folder until it is closed.
-
-    Nothing of an earlier run is touched before `clear`.
-    """
+    """A run's folder, opened for one process, which holds a lock on it until `close`. The files of
+    an earlier run stay until `clear`."""
 
     def __init__(self, path: Path, *, resume: bool, overwrite: bool) -> None:
         self.path = path

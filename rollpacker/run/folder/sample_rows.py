@@ -1,5 +1,5 @@
-"""Makes the rows of `samples/*.parquet` (samples trained on, and those slowest to check) and of
-`evaluations/*.parquet`."""
+"""Makes the rows of `samples/*.parquet` (samples trained on, and those whose rewards took longest)
+and of `evaluations/*.parquet`."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class SampleRows:
     reward_names: Sequence[str]
 
     def add(self, command: TrainOn, samples: Sequence[TrainSample]) -> None:
-        """Give the writer a row for each sample trained on, and for each of the slowest to
-        check."""
+        """Give the writer a row for each sample trained on, and for each whose rewards took
+        longest. `command`: the core's command that the step was trained by."""
         trained = {sample.sample: sample for sample in samples}
         asked = list(chain(*command.groups))
         weights = (

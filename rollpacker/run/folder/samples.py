@@ -53,7 +53,7 @@ class SampleWriter:
         self._waiting += rows
 
     def write(self) -> None:
-        """Write the rows that were added since the last call, durably."""
+        """Write the rows that were added since the last call into a new file, durably."""
         if self._waiting:
             first, last = self._waiting[0]["step"], self._waiting[-1]["step"]
             _write(
@@ -62,7 +62,8 @@ class SampleWriter:
             self._waiting = []
 
     def write_evaluation(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """Write the rows of the evaluation after `step` steps; an earlier file goes."""
+        """Write the rows of the evaluation after `step` steps. An earlier file of that step is
+        replaced."""
         self.evaluation_rows = rows
         if rows:
             _write(self._folder / "evaluations" / f"step_{step:06d}.parquet", rows)

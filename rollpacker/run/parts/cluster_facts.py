@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def rooms() -> list[Host]:
     """Returns the cluster's hosts, each with its cores, memory and GPUs. Raises `ValueError` if
-    there is no cluster, or if its hosts differ in software."""
+    there is no cluster, or if its hosts differ in something that must be the same."""
     cluster = join_cluster()
     try:
         return rooms_of(cluster, facts_of(cluster))

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 SLOW_FACTOR, SLOW_S = 3.0, 30.0
 """The deadline of an environment's answer: SLOW_FACTOR times the longest answer so far, at least
-SLOW_S seconds. A tight one would favour short trajectories, which wait for fewer answers."""
+SLOW_S seconds. A tight deadline would favour short trajectories, which wait for fewer answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnParts:
-    """Parts that only a run with environments has."""
+    """The parts of a run that are needed only if its samples take turns with environments."""
 
     environments: SupervisedEnvironments
     dialogue: TemplateDialogue
@@ -67,7 +67,8 @@ class TurnParts:
         )
 
     def acting(self, sources: set[str]) -> ActingConfig:
-        """Returns the core's limits and deadlines of turns. `sources`: as `sources_of` returns."""
+        """Returns the core's limits and deadlines of turns. `sources`: names of the groups of
+        prompts, as `sources_of` returns them."""
         deadline = AdaptiveDeadlineConfig(
             min_s=min(SLOW_S, self.timeout_s), factor=SLOW_FACTOR, max_s=self.timeout_s
         )
@@ -81,8 +82,9 @@ class TurnParts:
 
 def load_turns(config: RunConfig, of_tokenizer: Mapping[str, Any]) -> TurnParts | None:
     """Start the environments of the config and inspect them. Returns them with the chat template
-    that shows their tools, or None if the config has no environment. `of_tokenizer`: what the
-    function `of_tokenizer` returns. Raises `EnvironmentSetupError` and `TemplateError`."""
+    that shows their tools, or None if the config has no environment. `of_tokenizer`: the tokenizer
+    and its settings, as `policy.of_tokenizer` returns them. Raises `EnvironmentSetupError` and
+    `TemplateError`."""
     from rollpacker.dialogue.parsing import TemplateDialogue
     from rollpacker.dialogue.rewrites import find_rewrites
     from rollpacker.dialogue.template import DialogueTemplate

@@ -34,7 +34,8 @@ class Hosts:
     """The hosts of one run, and which of its processes is started on which of them."""
 
     plan: Placement | None = None
-    """The devices of engines, trainer and judge. None if the run is here, without a plan."""
+    """The devices of engines, trainer and judge. None if the run is on this machine and has no plan
+    of devices."""
     by_name: Mapping[str, Host] = field(default_factory=dict)
     interfaces: Mapping[str, str] = field(default_factory=dict)
     """Name of the network interface through which a host reaches the others, by host name."""

@@ -43,7 +43,7 @@ class RunSeat:
 
     def load_libraries(self) -> None:
         """Import slow libraries before shared devices are held. Most of `transformers` is loaded
-        only when these names are first used."""
+        only when the names imported here are first used."""
         if self.seat is not None:
             from transformers import (  # noqa: F401
                 GenerationMixin,

@@ -1,1 +1,1 @@
-"""The ports of a run carry out the core's commands in real time; and what these ports share."""
+"""Ports, the objects that carry out the core's commands in real time, and what they share."""

@@ -99,7 +99,7 @@ class Audience:
         row_so_far: Callable[[int], Metrics],
     ) -> None:
         """`call`: calls a function in the thread that called `train`. `row_so_far`: returns the
-        metrics known so far of the step of this number."""
+        metrics known so far of a step, given its number."""
         self._run = run
         self._callbacks = list(callbacks)
         self._trackers = list(trackers)
@@ -139,7 +139,8 @@ class Audience:
 
     async def evaluated(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Call `on_evaluation` of all callbacks. Returns the values that they logged and the
-        seconds that they took, by metric name. Raises `CallbackError` if a callback fails."""
+        seconds that they took, by metric name; empty without callbacks. Raises `CallbackError` if a
+        callback fails."""
         if not self._callbacks:
             return {}
         rows = () if self._samples is None else self._samples.evaluation_rows
@@ -161,7 +162,7 @@ class Audience:
         self._noted().note(NOTE, seconds, step, logged)
 
     def row_written(self, step: int, row: Metrics, is_evaluation: bool) -> None:
-        """Call all trackers with the finished row of metrics of a step or an evaluation."""
+        """Call `on_step` or `on_evaluation` of all trackers with the finished row of metrics."""
         if not self._trackers:
             return
         rows = self._rows_of(step)

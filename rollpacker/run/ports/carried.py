@@ -116,8 +116,8 @@ class CarriedTokens:
     def requests(
         self, command: Launch, rows: Sequence[PromptRow], sampling: SamplingParams
     ) -> list[GenerationRequest]:
-        """Returns the engines' request for each sample of the command, with the kept tokens from
-        which it goes on, if any. `rows`: the data set's rows."""
+        """Returns the engines' request for each sample of the command `Launch`, with the kept
+        tokens from which it goes on, if any. `rows`: the data set's rows."""
         for prompt in {sample.prompt for sample in command.samples} & self._waiting.keys():
             self.begun(prompt)
         for sample, replaced in zip(command.samples, command.replaces, strict=False):
@@ -244,8 +244,9 @@ def _log_probs(response: Response) -> NDArray[np.float64]:
 
 
 def _ceiling(siblings: Iterable[KeptTokens]) -> int | None:
-    """Returns the length beyond which a response that had ended by itself is drawn again: the
-    largest length at which the prompt's samples were stopped or ended. None for no samples."""
+    """Returns the most tokens to which a response that had ended by itself may grow when it is
+    generated again: the largest length at which the prompt's samples were stopped or had ended.
+    None if `siblings` is empty."""
     return max([kept.floor or len(kept.tokens) for kept in siblings], default=None)
 
 

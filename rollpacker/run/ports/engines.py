@@ -358,8 +358,8 @@ class Engines:
         return sum(handle is not None and handle.number in numbers for handle in where)
 
     def blame(self, handle: Handle) -> bool:
-        """Note that this engine's logits held a NaN. Returns whether the weights must be the cause:
-        another engine had one, too, or there is no other engine."""
+        """Note that this engine's logits held a NaN. Returns whether the weights must be the cause,
+        since another engine had a NaN, too, or there is no other engine."""
         self._not_numbers.add(handle)
         return self.make is None or len(self._not_numbers) > 1
 

@@ -39,8 +39,8 @@ Judge = Callable[[Sequence[RewardInput]], Awaitable[Sequence[Scored | Failed]]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
     metrics: Mapping[str, float]
-    """`eval/pass@1`, `eval/pass@k`, `eval/stderr/pass@1`, `eval/reward`, `eval/rewards/NAME/mean`,
-    `eval/response_length`, `eval/samples`, `eval/no_verdict`."""
+    """The metrics: `eval/pass@1`, `eval/pass@k`, `eval/stderr/pass@1`, `eval/reward`,
+    `eval/rewards/NAME/mean`, `eval/response_length`, `eval/samples`, `eval/no_verdict`."""
     passed: Mapping[int, tuple[int, int]]
     """By number of the data row: how many responses passed, and how many have a verdict."""
     judged: Sequence[tuple[Response, str, Scored | Failed]]

@@ -35,7 +35,8 @@ class EngineLayout:
 
 
 class KnownEnds(Protocol):
-    """What knows, after a resume, how some samples will end before any engine generates them."""
+    """Protocol of an object, such as `Salvage`, that knows after a resume how some samples will end
+    before an engine generates them."""
 
     def keep_back(
         self, handle: Handle, requests: Sequence[GenerationRequest]
@@ -173,8 +174,8 @@ def taken_along(
 ) -> GenerationRequest:
     """Returns the request for the sample's next engine, with the tokens generated so far and their
     log-probs. It is the original request, so that the sample starts again, if no engine has checked
-    the tokens of an earlier step yet, or if tokens may have been drawn again because a response
-    ended too early (the old engine alone knows how often)."""
+    the tokens of an earlier step yet, or if tokens may have been drawn again because the response
+    ended too early or grew too long (the old engine alone knows how often)."""
     carried = held.request.carried
     unseen = carried is not None and carried.verify and event.num_kept is None
     unseen = unseen and held.num_kept is None

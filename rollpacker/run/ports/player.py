@@ -396,7 +396,7 @@ class Player:
         self.environments.end(play.sample)
 
     def forget_prompts(self) -> None:
-        """Forget the prompts of this step's environments."""
+        """Forget the prompts that environments gave in this step."""
         self._prompts.clear()
 
 

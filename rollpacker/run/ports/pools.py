@@ -63,7 +63,7 @@ class Pools:
     @contextlib.asynccontextmanager
     async def borrowed(self, pool: PoolName, purpose: str) -> AsyncIterator[None]:
         """A context that holds the pool for work that is no command of the core, such as an
-        evaluation. `purpose`: word for what it is. Used on the main task."""
+        evaluation. `purpose`: what the work is, in a word. Used on the main task."""
         yield
 
     async def parked(self) -> None:
@@ -74,7 +74,7 @@ class Pools:
 
 
 class _Wait:
-    """A wait for a pool that can be given up."""
+    """A wait for a pool of shared devices, which can be given up."""
 
     def __init__(self, command: Enter) -> None:
         self.pool, self.purpose = command.pool, command.purpose
@@ -304,8 +304,8 @@ def open_pools(
     devices: SharedDevices,
     engines: Engines,
 ) -> Pools:
-    """Returns the pools that are shared through this seat; for `seat` None, pools of the run
-    alone."""
+    """Returns the device pools that the run shares through this seat (its connection to the
+    scheduler); for `seat` None, pools that the run has for itself."""
     if seat is None:
         return Pools(bus)
     return SharedPools(

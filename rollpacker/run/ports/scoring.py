@@ -25,7 +25,7 @@ from rollpacker.run.ports.evaluation import reward_input
 from rollpacker.run.ports.shared import Shared
 
 MAX_BATCHES = 8
-"""Most batches of checks that rewards work on at once."""
+"""Number of batches of reward checks that may run at once."""
 
 Verdict = Scored | Failed
 
@@ -47,8 +47,8 @@ class Scoring:
     _tasks: dict[asyncio.Task[None], tuple[list[Score], set[SampleId], bool]] = field(
         default_factory=dict, init=False
     )
-    """Running checks: each task with its commands, the samples whose verdicts are still wanted, and
-    whether it is a batch."""
+    """Running reward checks: each task with its commands, the samples whose verdicts are still
+    wanted, and whether it is a batch."""
     _num_batches: int = field(default=0, init=False)
     _closed: bool = field(default=False, init=False)
 
@@ -60,15 +60,15 @@ class Scoring:
 
     @property
     def waits(self) -> bool:
-        """Whether any checks are queued that the rewards have not been given yet."""
+        """Whether any reward checks are queued that have not been started."""
         return bool(self._single or self._batched)
 
     def waiting(self) -> list[SampleId]:
-        """Returns the samples of the queued checks that the rewards have not been given yet."""
+        """Returns the samples whose reward checks are queued and have not been started."""
         return [command.sample for command in (*self._single, *self._batched)]
 
     def start(self) -> None:
-        """Give the queued checks to the rewards. Used on the event loop only."""
+        """Start the queued reward checks. Used on the event loop only."""
         with self.shared.bus.lock:
             single = [[command] for command in self._single]
             self._single.clear()
@@ -83,7 +83,7 @@ class Scoring:
             self._start(batch, is_batch=True)
 
     def close(self) -> None:
-        """Cancel all running checks, and report no verdict any more."""
+        """Cancel all running reward checks, and report no verdict any more."""
         self._closed = True
         for task in self._tasks:
             task.cancel()
@@ -92,7 +92,7 @@ class Scoring:
         (self._single if self._is_alone(command) else self._batched).append(command)
 
     def _is_alone(self, command: Score) -> bool:
-        """Whether the check runs singly, and not in a batch."""
+        """Whether the reward check of this command's sample runs singly, and not in a batch."""
         known = self.shared.desk.get(command.sample)
         if known is not None and known.finish is not None:
             return True  # nobody else waits for its environment
@@ -100,8 +100,8 @@ class Scoring:
         return kind is not None and (kind.workers is not None or kind.deadline is not None)
 
     def _cancel(self, samples: Sequence[SampleId]) -> None:
-        """Note that these samples' verdicts are not wanted any more. A task that serves no other
-        sample is cancelled."""
+        """Note that these samples' verdicts are not wanted any more. A reward check that serves no
+        other sample is cancelled."""
         unneeded = set(samples)
         with self.shared.bus.lock:
             for queue in (self._single, self._batched):
@@ -142,7 +142,7 @@ class Scoring:
     async def _score_finished(
         self, commands: list[Score], judged: RewardInput, finish: Future[Episode | Lost]
     ) -> None:
-        """Check one sample after its environment has given the final reward. If the environment
+        """Judge one sample after its environment has given the final reward. If the environment
         fails, the sample has no verdict."""
         episode = await asyncio.wrap_future(finish)
         if isinstance(episode, Lost):

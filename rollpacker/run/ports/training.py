@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class Training:
-    """The trainer's port: trains on the main task. Groups whose gradients may begin early are noted
-    when the command comes, under the bus's lock."""
+    """The trainer's port: trains on the main task. Groups of samples whose gradients may begin
+    before the step is complete are noted when the command comes, under the bus's lock."""
 
     shared: Shared
     _: KW_ONLY
@@ -52,11 +52,14 @@ class Training:
     rows: SampleRows | None
     """Makes the rows of samples for parquet files. None if samples are not kept."""
     _to_stream: list[tuple[SampleId, ...]] = field(default_factory=list, init=False)
-    """Groups of samples whose gradients may begin early in the step and have not begun."""
+    """Groups of samples whose gradients may begin before the step is complete, and have not
+    begun."""
     _devices: tuple[int, ...] = field(default=(), init=False)
-    """Devices for early gradients, which engines have released. Empty for all devices."""
+    """Devices for gradients that begin before the step is complete. Engines have released them.
+    Empty for all devices."""
     _rows_of: int = field(default=0, init=False)
-    """The last step whose rows of samples were made, as a step may be trained again."""
+    """The last step whose rows of samples were made. The step may be trained again if the trainer
+    is lost, and makes no rows then."""
     _warn_once: WarnOnce = field(default_factory=lambda: WarnOnce(logger), init=False)
 
     @property
@@ -90,9 +93,9 @@ class Training:
                 await self._begin_gradients(step, groups, self.devices.replicas_of(devices))
 
     def _next_groups(self, devices: Sequence[int]) -> list[tuple[SampleId, ...]]:
-        """Take groups whose gradients may begin early: all, as large batches are faster. If only
-        some devices are free, take about one micro-batch per device, so that they are soon free
-        again."""
+        """Take groups whose gradients may begin before the step is complete: all, as large batches
+        are faster. If only some devices are free, take about one micro-batch per device, so that
+        they are soon free again."""
         chosen, self._to_stream = self._to_stream, []
         if devices:
             budget, size = self.config.train.most_micro_batch_tokens() * len(devices), 0

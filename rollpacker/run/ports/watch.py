@@ -42,7 +42,7 @@ class Watch:
         self.bus.add_sink(self._saw)
 
     def sign(self) -> None:
-        """Note that something has shown a sign of life now."""
+        """Note a sign of life: deadlines of generation and rewards count from now on."""
         self._last_sign = self.bus.clock.now()
 
     def check_rollout(self) -> None:
@@ -111,9 +111,9 @@ class Watch:
         what: str | None = None,
         lives: Callable[[], bool] = lambda: False,
     ) -> T:
-        """Await this, and return its result, unless `deadlines.KEY` seconds pass without a sign of
-        life, for which `lives` is called after each such time. `what`: what is awaited, for the
-        error; None: as the core says. Raises `DeadlineExceeded`."""
+        """Await this, and return its result. Each time that `deadlines.KEY` seconds have passed
+        (`key`), `lives` is called, and `DeadlineExceeded` is raised unless it returns True (a sign
+        of life). `what`: what is awaited, for the error; None: what the core waits for."""
         limit = self._limit(key)
         future = asyncio.ensure_future(awaitable)
         while True:
