@@ -138,7 +138,8 @@ class Bus:
                 sink(entry)
 
     def note(self, name: str, seconds: float, step: int, metrics: Mapping[str, float]) -> None:
-        """Log what is no event of the core, such as an evaluation, and took `seconds` until now."""
+        """Log an entry for what is no event of the core, such as an evaluation, and has taken
+        `seconds` until now."""
         with self.lock:
             now = self.clock.now()
             self.write(Note(time_s=now, name=name, seconds=seconds, step=step, metrics=metrics))

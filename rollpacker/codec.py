@@ -58,12 +58,14 @@ OMIT_DEFAULT: Mapping[str, Any] = {"omit_default": True}
 its default, so that older files without the field stay valid."""
 
 Omitted = Annotated[T, "omit_default"]
-"""Hint for a struct's field that is left out of the plain form while it has its default."""
+"""Hint for a struct's field that is left out of the plain form (JSON values) while it has its
+default."""
 
 
 def absent(value: Any) -> Mapping[str, Any]:
     """Returns `metadata` for a dataclass's field that is left out of the plain form (JSON values)
-    while it has this value, and has this value, not its default, if the plain form lacks it."""
+    while it has this value. If the plain form lacks the field, it is read as this value, whatever
+    its default is."""
     return {"absent": value}
 
 
@@ -85,7 +87,8 @@ class _Form(NamedTuple):
     """Fields that are left out of the plain form, each with the value at which they are."""
     readers: tuple[tuple[str, Convert], ...]
     absent: Mapping[str, Any]
-    """Values of fields that the plain form lacks, by name; all others have their default."""
+    """Values of fields that the plain form lacks, by field name. Fields that are not in here have
+    their default."""
     names: tuple[str, ...]
     make: Callable[[dict[str, Any]], Any]
     """Makes a value of the class, given the values of its fields by name."""
@@ -312,7 +315,8 @@ def _array_to_lists(array: np.ndarray[Any, Any]) -> list[Any]:
 
 _TUPLE, _PAIRS, _BIG_INTEGER, _TEXT, _ARRAY = range(5)
 _FIRST_TYPE = 16
-"""First code of a listed type in MessagePack; lower codes are for tuples and such values."""
+"""First MessagePack extension code of a listed type. Lower codes are for values that MessagePack
+lacks, such as tuples."""
 _DTYPES = ("int32", "int64", "uint8", "float32", "float64", "bool")
 """Names of the numpy dtypes that arrays in a message may have."""
 _SIMPLE = frozenset((type(None), bool, float, str, bytes))

@@ -18,9 +18,10 @@ _BEFORE: dict[signal.Signals, Callable[[int, FrameType | None], object] | signal
 }
 """The handled signals, each with the default handler that `heed` replaces."""
 _process = 0
-"""Id of the process that handles the signals; in a child that it forks they act as usual."""
+"""Id of the process that handles the signals. A child that it forks has another id, and its signals
+act as usual."""
 _has_come = False
-"""Whether SIGINT, SIGTERM or SIGHUP has come since `heed`."""
+"""Whether SIGINT, SIGTERM or SIGHUP has come since `heed` was called."""
 
 
 def heed() -> list[signal.Signals]:

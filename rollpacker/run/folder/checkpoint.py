@@ -103,6 +103,7 @@ def _only_warned(path: Path) -> Iterator[None]:
 
 
 def _fill(folder: Path, step: int, state: Mapping[str, Any], save: Callable[[Path], None]) -> None:
+    """Write all files of a checkpoint durably, the manifest last."""
     folder.mkdir()
     save(folder)
     (folder / "state.json").write_text(json.dumps(state, indent=1, sort_keys=True) + "\n")

@@ -44,7 +44,8 @@ class TurnParts:
     per_host: int | None = None
 
     def be_on(self, hosts: Hosts) -> None:
-        """Choose the hosts for processes of environments, by the config; before their first use."""
+        """Choose the hosts on which processes of environments will start, as the config wants.
+        Called before the first use."""
         if self.per_host is not None:
             self.environments.be_on(hosts.beside_engines(self.per_host))
 
@@ -53,7 +54,8 @@ class TurnParts:
         Caller().run(self.environments.close())
 
     def player(self, seed: int) -> Player:
-        """Returns a new player with these environments. `seed`: seed of the environments."""
+        """Returns a new player of episodes in these environments. `seed`: seed of the
+        environments."""
         from rollpacker.run.ports.player import Player
 
         return Player(
@@ -197,5 +199,6 @@ def check_turns(
 
 
 def sources_of(config: RunConfig, prompts: PromptSet) -> set[str]:
-    """Returns the core's names for groups of prompts: the rows' tasks, or `train` without tasks."""
+    """Returns the names by which the core groups prompts: their tasks, or `train` if rows have no
+    tasks."""
     return {row.task or TRAIN for row in prompts.rows} if config.routed else {TRAIN}

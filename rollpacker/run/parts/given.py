@@ -202,7 +202,8 @@ def _name_of(function: Any) -> str:
 
 
 def _free_name(name: str, taken: set[str]) -> str:
-    """Returns `name`; if that is a taken `reward` (as for lambdas), `reward_2`, `reward_3` ..."""
+    """Returns `name` if it is free. A taken `reward`, the name that lambdas get, becomes
+    `reward_2`, `reward_3` and so on."""
     if name != "reward" or name not in taken:
         return name
     number = 2

@@ -242,8 +242,8 @@ def placed(config: RunConfig, plan: Placement) -> RunConfig:
 
 
 def _check_turns(lines: PlacementConfig, plan: Placement) -> None:
-    """Raise `ValueError` if engines and trainer are to share devices in turn and do not have the
-    same."""
+    """Raise `ValueError` if engines and trainer are to take turns on devices and are planned on
+    different ones."""
     if not lines.turns:
         return
     of = {

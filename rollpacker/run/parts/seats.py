@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 
 
 class RunSeat:
-    """A process's seat (connection to the scheduler of shared devices), or none if it has none."""
+    """The seat of this process (its connection to the scheduler of shared devices), if it has
+    one."""
 
     def __init__(self, seat: Seat | None = None) -> None:
         self.seat = seat

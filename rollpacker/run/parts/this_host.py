@@ -15,7 +15,8 @@ THIS_HOST = "this host"
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _NO_LIMIT = 1 << 60
-"""Bytes from which on a memory limit counts as none; kernels write about 2**63 for no limit."""
+"""Number of bytes from which on a memory limit counts as none, since kernels write about 2**63 for
+no limit."""
 
 
 def this_host(kind: DeviceKind) -> Host:

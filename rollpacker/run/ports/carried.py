@@ -92,11 +92,14 @@ class CarriedTokens:
             for prompt, places in (waiting or {}).items()
         }
         self._launched: dict[PromptId, dict[int, KeptTokens]] = {}
-        """Kept tokens from which samples of this step go on, until there are newer ones."""
+        """Kept tokens from which samples of this step go on. They stay until there are newer
+        ones."""
         self._ended: dict[PromptId, list[Response]] = {}
-        """Responses of this step by prompt, to be kept if their prompt is put off."""
+        """Responses of this step by prompt, whose tokens are kept if their prompt is put off to a
+        later step."""
         self._noise: dict[SampleId, SampleId] = {}
-        """By sample that replaces a failed one: the sample whose random numbers it uses."""
+        """For each sample that replaces a failed one: the sample with whose random numbers it is
+        drawn."""
 
     def routes(self) -> Routes:
         return {Defer: self._defer}

@@ -32,8 +32,9 @@ class Path:
     retracing: Retracing
 
     def drafts(self, so_far: tuple[int, ...], limit: int) -> Carried | None:
-        """Returns drafts for the turn that follows the tokens `so_far`, `limit` tokens at most.
-        None if nothing is known of that turn, or tokens have differed before."""
+        """Returns drafts (old tokens for the engine to draw again) for the turn that follows the
+        tokens `so_far`; `limit`: most tokens of the turn. None if nothing is known of the turn, or
+        the trajectory has differed from the old one before."""
         tokens, start = self.kept.tokens, len(so_far)
         if not self.retracing.goes_on or not np.array_equal(tokens[:start], so_far):
             return None
@@ -55,8 +56,8 @@ class CarriedTurns:
         """Episodes of cancelled samples, of which an engine may still report tokens."""
 
     def launched(self, request: GenerationRequest) -> GenerationRequest:
-        """Returns the request for a sample's first turn, with drafts if tokens of an earlier step
-        are kept."""
+        """Returns the request for a sample's first turn, with drafts (old tokens to draw again) if
+        tokens of an earlier step are kept."""
         if request.carried is None:
             return request
         kept = self._carried.taken_up(request.sample)
@@ -64,7 +65,8 @@ class CarriedTurns:
         return replace(request, carried=path.drafts((), request.sampling.max_response_tokens))
 
     def further(self, request: GenerationRequest, play: Play) -> GenerationRequest:
-        """Returns the request for a sample's next turn, with drafts if there are any."""
+        """Returns the request for a sample's next turn, with drafts (old tokens to draw again) if
+        tokens of an earlier step are kept."""
         path = self._paths.get(request.sample)
         if path is None:
             return request
@@ -112,7 +114,7 @@ class CarriedTurns:
         self._carried.left(response)
 
     def settle(self) -> None:
-        """End the step: forget all drafts."""
+        """End the step: forget all drafts (old tokens to draw again)."""
         self._paths.clear()
         self._cancelled.clear()
 

@@ -29,7 +29,8 @@ class KnownSample:
     """Future of the episode with the final reward of its environment. None if no final reward is
     asked for."""
     check_s: float | None = None
-    """Seconds that the rewards took for this sample. None if they have not ended."""
+    """Seconds that the rewards took for this sample, whether or not they gave a verdict. None if
+    they have not ended."""
     scores: TokenScores | None = None
     """Log-probs and values of the tokens by other models. None if no other model was asked."""
     streamed: TrainSample | None = None
@@ -38,8 +39,9 @@ class KnownSample:
 
 
 class Desk:
-    """Keeps what is known of each sample. Engine threads add responses, the event loop all else.
-    Methods over all samples are called while no engine runs, or under the bus's lock."""
+    """Keeps what is known of each sample, from its response to the end of its step. Engine threads
+    add responses, the event loop all else. Methods over all samples are called while no engine
+    runs, or under the bus's lock."""
 
     def __init__(self) -> None:
         self._known: dict[SampleId, KnownSample] = {}
@@ -53,7 +55,8 @@ class Desk:
         return self._known[sample]
 
     def get(self, sample: SampleId) -> KnownSample | None:
-        """Returns what is known of the sample. None if it is unknown or forgotten."""
+        """Returns what is known of the sample. None if it is not known, or was forgotten when its
+        step ended."""
         return self._known.get(sample)
 
     def scored_groups(
@@ -88,11 +91,12 @@ class Desk:
         return {name: math.fsum(of) / len(of) for name, of in values.items()}
 
     def streamed(self) -> dict[SampleId, TrainSample]:
-        """Returns the training samples whose gradients were accumulated early in this step."""
+        """Returns the training samples whose gradients were accumulated before the step was
+        complete."""
         return {s: k.streamed for s, k in self._known.items() if k.streamed is not None}
 
     def forget_gradients(self) -> None:
-        """Note that the gradients accumulated so far are lost with the trainer."""
+        """Note that the gradients accumulated so far in this step are lost with the trainer."""
         for known in self._known.values():
             known.streamed = None
 

@@ -66,7 +66,8 @@ class Keepers:
         self._handles: dict[SampleId, Handle] = {}
 
     def keeps(self, handle: Handle, request: GenerationRequest) -> None:
-        """Note that this engine keeps its cache of the request's sample, if it is to do so."""
+        """Note that this engine keeps its KV cache of the request's sample, if the request asks for
+        that."""
         if request.keep:
             self._handles[request.sample] = handle
 
@@ -95,7 +96,7 @@ class Keepers:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The version of the weights with which engines sample, or will sample next."""
+    """The weights with which engines sample, or will sample next."""
 
     version: int
     hand_over: HandOver | None
@@ -133,9 +134,9 @@ class Engines:
         on_error: Callable[[Handle, BaseException], None],
         tell: Callable[[FleetEvent], None],
     ) -> None:
-        """Receive the outputs of all engines from now on, also of later ones. `on_outputs` and
-        `on_error` get the engine, too; `tell` gets events of engines lost or added and samples
-        moved."""
+        """Receive the outputs of all engines from now on, also of engines that are added later.
+        `on_outputs` and `on_error` get the engine, too; `tell` gets the events of engines lost or
+        added, and of samples moved to another engine."""
 
         def listen(handle: Handle) -> None:
             handle.engine.start(partial(on_outputs, handle), partial(on_error, handle))
@@ -157,8 +158,9 @@ class Engines:
     # -- what the core wants -----------------------------------------------------------------------
 
     def submit(self, requests: Sequence[GenerationRequest], where: Sequence[int] = ()) -> None:
-        """Give each request to the engine whose number is at its place in `where` (empty: engine
-        0). If an engine is lost meanwhile, the core is told and assigns its samples again."""
+        """Give each request to the engine whose number stands at the same place in `where`; if
+        `where` is empty, to engine 0. If that engine is lost, the core is told and assigns its
+        samples again."""
         parts: dict[int, list[GenerationRequest]] = {}
         for request, number in zip(requests, where or (0,) * len(requests), strict=True):
             parts.setdefault(number, []).append(request)
@@ -224,6 +226,8 @@ class Engines:
                 handle.let_go(part)
 
     def _stop(self, samples: Sequence[SampleId]) -> None:
+        """Abort these samples in the engines that have them. Engines ignore samples that have just
+        ended."""
         parts: dict[Handle, list[SampleId]] = {}
         for sample in samples:
             held = self._held.get(sample)
@@ -300,7 +304,8 @@ class Engines:
         event: EngineEvent,
         response: Response | None,
     ) -> str | None:
-        """Returns why only a broken engine can report this output. None if it is plausible."""
+        """Returns why only a broken engine can have reported this output, in words. None if it is
+        plausible."""
         if held is None or held.at is not handle:
             return f"it spoke of {event.sample}, which it does not have"
         if isinstance(event, SampleGenerated):
@@ -366,7 +371,8 @@ class Engines:
     # -- who lives ---------------------------------------------------------------------------------
 
     def lose(self, handle: Handle, reason: str) -> None:
-        """Mark a living engine as lost, close it in the background, and tell the core."""
+        """Mark the engine as lost, close it in the background, and tell the core. Does nothing if
+        it is lost already."""
         if not handle.lives or self.is_closed:
             return
         handle.lives = False
@@ -422,7 +428,8 @@ class Engines:
     def failed_to_join(
         self, number: int, incarnation: int, layout: EngineLayout, error: BaseException
     ) -> None:
-        """Tell the core that a new engine failed, unless devices were redistributed meanwhile."""
+        """Tell the core that the new engine `number` failed, and why. Does nothing if the run is
+        over, or if devices were redistributed among engines after `layout` was made."""
         reason = f"it could not take its place: {error}"
         if not self.is_closed and layout is self.layout:
             self._tell(

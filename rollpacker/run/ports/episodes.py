@@ -61,7 +61,8 @@ class Episodes:
     # -- for the engines' port, under the bus's lock -----------------------------------------------
 
     def launched(self, requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
-        """Returns the requests for first turns, with the prompts that the environments gave."""
+        """Returns the requests for samples' first turns, with the prompts that their environments
+        gave."""
         found = []
         for request in requests:
             play = self._play_of(request.sample)

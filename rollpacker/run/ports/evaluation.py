@@ -31,7 +31,8 @@ from rollpacker.warn_once import WarnOnce
 logger = logging.getLogger(__name__)
 
 JUDGED_AT_ONCE = 32
-"""Number of samples in each call of the rewards; each finished call is a sign of life."""
+"""Number of samples that the rewards are given in one call during an evaluation. Each finished call
+is a sign of life."""
 
 Judge = Callable[[Sequence[RewardInput]], Awaitable[Sequence[Scored | Failed]]]
 
@@ -42,7 +43,8 @@ class EvalResult:
     """The metrics: `eval/pass@1`, `eval/pass@k`, `eval/stderr/pass@1`, `eval/reward`,
     `eval/rewards/NAME/mean`, `eval/response_length`, `eval/samples`, `eval/no_verdict`."""
     passed: Mapping[int, tuple[int, int]]
-    """By number of the data row: how many responses passed, and how many have a verdict."""
+    """For each prompt, by the number of its data row: how many responses passed, and how many got a
+    verdict."""
     judged: Sequence[tuple[Response, str, Scored | Failed]]
     """Each response with its text and the rewards' verdict, in the order of samples."""
     episodes: Mapping[SampleId, Episode] = field(default_factory=dict)
@@ -243,7 +245,8 @@ def _requests(
 
 
 def _was_lost(verdict: Scored | Failed) -> bool:
-    """Whether there is no verdict through a fault of the infrastructure; worth another try."""
+    """Whether the verdict is missing through a fault of the infrastructure, not of the response, so
+    that another try may succeed."""
     return isinstance(verdict, Failed) and verdict.cause is Cause.INFRASTRUCTURE
 
 

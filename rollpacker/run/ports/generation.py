@@ -169,7 +169,8 @@ class Generation:
             self.shared.main.post(self.scoring.start)
 
     def _take(self, event: EngineEvent | None, response: Response | None) -> None:
-        """Tell the core of an engine's event (None: of nothing), and keep the response's tokens."""
+        """Tell the core of an engine's event, and keep the response's tokens. Does nothing if
+        `event` is None."""
         if event is None:
             return
         if self.episodes is not None:

@@ -47,8 +47,8 @@ class KnownEnds(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Handle:
-    """One engine from its start to its loss, and what the run knows of it. An engine that replaces
-    it has the same number and another `incarnation`."""
+    """One engine from its start to its loss, and what the run knows of it. The engine that replaces
+    it has the same number; `incarnation` counts those before."""
 
     number: int
     incarnation: int
@@ -66,24 +66,28 @@ class Handle:
     version: int | None = None
     """Version of the weights that the engine got last. None before it got any."""
     salvage: KnownEnds | None = None
-    """Knows how some of the engine's samples end, from before a resume. None: of no sample."""
+    """Knows how some of the engine's samples end, from before a resume. None if no such ends are
+    known."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Give the engine the requests whose result is not known, now or when it has its device."""
+        """Give the engine those requests whose result is not known already: at once, or when it has
+        its device again."""
         if self.salvage is not None:
             requests = self.salvage.keep_back(self, requests)
         if requests:
             self._tell(partial(self.engine.submit, requests))
 
     def abort(self, samples: Sequence[SampleId]) -> None:
-        """Stop the samples whose result is not known, now or when the engine has its device."""
+        """Stop those samples whose result is not known already: at once, or when the engine has its
+        device again."""
         if self.salvage is not None:
             samples = self.salvage.stop(samples)
         if samples:
             self._tell(partial(self.engine.abort, samples))
 
     def let_go(self, samples: Sequence[SampleId]) -> None:
-        """Have the engine discard its caches of these samples, now or when it has its device."""
+        """Have the engine discard its caches of these samples: at once, or when it has its device
+        again."""
         self._tell(partial(self.engine.let_go, samples))
 
     def come_back(self) -> None:
@@ -150,8 +154,8 @@ class AssignedSample:
 
 
 def stamped(event: EngineEnd, handle: Handle) -> EngineEnd:
-    """Returns the event with number and incarnation of the engine that reported it. Both are 0, the
-    default, for the first engine of a run."""
+    """Returns the event with the number of the engine that reported it, and its incarnation (how
+    many engines had this number before). Both are 0, the default, for the first engine of a run."""
     if not (handle.number or handle.incarnation):
         return event
     return structs.replace(event, engine=handle.number, incarnation=handle.incarnation)

@@ -26,15 +26,15 @@ class MainTask:
 
     def __init__(self) -> None:
         self.awaited: asyncio.Future[Any] | None = None
-        """Future that the main task waits for outside of commands, such as an evaluation's
-        responses; it gets the error if the run fails. None if there is none."""
+        """A future that the main task awaits and that no command of the core brings, such as an
+        evaluation's responses. It gets the error if the run fails. None if none is awaited."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
         self._why_at_once: BaseException | None = None
         self._lock = threading.Lock()
         self._together: list[tuple[Callable[..., object], tuple[object, ...]]] = []
-        """Functions, each with arguments, that the event loop calls when it next wakes up; adding
-        the first wakes it."""
+        """Functions, each with its arguments, that the event loop is to call when it next wakes up.
+        Adding the first one wakes it."""
         self._inbox: asyncio.Queue[Deed | Finish | BaseException] = asyncio.Queue()
 
     def open(self) -> None:

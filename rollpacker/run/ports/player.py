@@ -57,7 +57,7 @@ class Spent:
 
 @dataclass(slots=True)
 class Play:
-    """The state of one sample's episode (its turns with an environment)."""
+    """The state of one sample's episode (all its turns with an environment)."""
 
     sample: SampleId
     row: PromptRow
@@ -65,7 +65,8 @@ class Play:
     prompt: tuple[Message, ...] | None = None
     """Messages of the prompt that the environment gave. None if the data row's prompt is used."""
     dialogue: Dialogue | None = None
-    """Chat format with the tools of this episode. None if it has the same tools as all."""
+    """Chat format with the tools of this episode. None if the episode has the tools that all
+    episodes have."""
     is_begun: bool = False
     """Whether the environment has begun this episode."""
     said: list[Message] = field(default_factory=list)
@@ -195,7 +196,8 @@ class Player:
         self._takes_rewrites = takes_rewrites
         self._seed = seed
         self._prompts: dict[PromptId, tuple[int, ...]] = {}
-        """Prompt tokens that each prompt's first sample got of its environment in this step."""
+        """Prompt tokens that the environment gave the first sample of each prompt in this step, to
+        be compared with those of its other samples."""
         self._warn_once = WarnOnce(logger)
 
     def new(self, sample: SampleId, row: PromptRow) -> Play:
@@ -430,6 +432,7 @@ def ends_of(plays: Sequence[Play]) -> dict[str, float]:
 
 
 def _rows_of(plays: Sequence[Play]) -> dict[str, float]:
-    """Returns the mean number of training rows per trajectory. Empty if all have one row."""
+    """Returns the metric of the mean number of training rows per trajectory (parts with a context
+    of their own). Empty if all have one row."""
     numbers = [len(play.trajectory.rows) for play in plays]
     return {"episodes/rows/mean": sum(numbers) / len(numbers)} if max(numbers) > 1 else {}

@@ -39,7 +39,8 @@ from rollpacker.trainer.trainer import RanksLost
 
 
 class Pools:
-    """The device pools of a run that does not share them with other jobs: it always has them."""
+    """The device pools (groups of devices) of a run that shares none with other jobs: it always has
+    them."""
 
     publish: Publish | None = None
     """Copies weights to the engines' hosts while engines are off their devices. None if engines
@@ -67,7 +68,8 @@ class Pools:
         yield
 
     async def parked(self) -> None:
-        """Wait until engines or trainer have released the devices of a pool that the run leaves."""
+        """Wait until engines or trainer have released the devices of a pool that the run has
+        left."""
 
     def close(self) -> None:
         """Stop waiting for pools. Used on the event loop. Further calls do nothing."""
@@ -82,7 +84,8 @@ class _Wait:
 
 
 class SharedPools(Pools):
-    """The device pools of a run that shares them with other jobs and waits for them."""
+    """The device pools (groups of devices) of a run that shares them with other jobs, for which it
+    waits."""
 
     def __init__(
         self,
@@ -147,7 +150,8 @@ class SharedPools(Pools):
         self.bus.take(PoolUnneeded(time_s=0.0))
 
     async def parked(self) -> None:
-        """Wait until the pool that the run leaves is released. Raises the error of the release."""
+        """Wait until the devices of the pool that the run has left are released. Raises the error
+        of the release."""
         await asyncio.sleep(0)  # what was just said is begun
         if self._last is not None:
             await asyncio.wait({self._last})
@@ -186,7 +190,8 @@ class SharedPools(Pools):
             self._main.post(self._begin, partial(self._park, command.pool))
 
     def _tell_that_none_comes(self) -> None:
-        """End the main task's wait for a pool with `EnginesLost`, as the core has ended the run."""
+        """End the main task's wait for a pool with `EnginesLost`, since the core has ended the run
+        and no pool will come."""
         if self._arrived is not None and not self._arrived.done():
             fleet = self.bus.job.fleet
             why = None if fleet is None else fleet.given_up

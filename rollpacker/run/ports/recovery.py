@@ -89,7 +89,8 @@ class Recovery:
         return True
 
     def _order_after(self, reason: str) -> RestoreTrainer | None:
-        """Tell the core of the loss. Returns its command to restore, or None if the run is over."""
+        """Tell the core that the trainer is lost. Returns the core's command to restore it, or None
+        if the run is over."""
         logger.warning("%s; the trainer is started anew", reason)
         self.bus.take(TrainerLost(time_s=0.0, incarnation=self._incarnation, reason=reason))
         order, self._order = self._order, None

@@ -93,7 +93,7 @@ class Salvage:
         weights have this `version`; None for a new run, which records nothing before its first
         checkpoint. `in_order`: whether the run must be equal bit for bit."""
         self.wake: Callable[[], None] = lambda: None
-        """Called when `outputs` has something to yield."""
+        """Called when `outputs` has recorded results to yield."""
         self._path = folder / FILE
         self._in_order = in_order
         self._version: int | None = None
@@ -158,8 +158,8 @@ class Salvage:
         return rest
 
     def stop(self, samples: Sequence[SampleId]) -> Sequence[SampleId]:
-        """Returns those of these samples that the engine itself must abort; the others' results are
-        in the file."""
+        """Returns those of these samples that the engine itself must abort. The others' results are
+        in the file, and their abort is noted."""
         self._unwanted.update(self._waiting.keys() & set(samples))
         return [sample for sample in samples if sample not in self._waiting]
 
@@ -320,7 +320,8 @@ class Salvage:
 
 
 def _end_of(body: bytes) -> tuple[RecordedEnd, bool]:
-    """Returns the record in this frame, and whether no sample was being generated after it."""
+    """Returns the record in this frame of the file, and whether no sample was being generated when
+    it was written."""
     line, _, arrays = body.partition(b"\n")
     facts = json.loads(line)
     event: Any = from_plain(EVENTS[facts["event"]], {"time_s": 0.0, **facts["facts"]})

@@ -50,7 +50,8 @@ class SharedDevices:
         trainer: Trainer,
         engines: Engines,
     ) -> None:
-        """`shares_pools`: whether other jobs share the engines' devices, and have them at first."""
+        """`shares_pools`: whether the run shares the engines' devices with other jobs, which have
+        them at first."""
         self._bus = bus
         self._watch = watch
         self.trainer = trainer

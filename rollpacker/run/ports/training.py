@@ -195,7 +195,8 @@ class Training:
         return metrics
 
     async def _accumulate(self, samples: Sequence[TrainSample]) -> None:
-        """Accumulate these samples' gradient; what was accumulated early is only rescaled."""
+        """Accumulate the gradient of these samples. What was accumulated before the step was
+        complete is only rescaled to the final weights."""
         streamed = self.shared.desk.streamed()
         if not streamed:
             await self.trainer.accumulate(samples)
