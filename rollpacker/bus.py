@@ -42,8 +42,8 @@ class Clock(Protocol):
         ...
 
     def stamp(self) -> float:
-        """Returns `now()`, rounded as the event log stores it. The core sees these values only, so
-        that a replay of the log sees the very same."""
+        """Returns `now()` in seconds, rounded as the event log stores it. The core sees these
+        values only, so that a replay of the log sees the same ones."""
         ...
 
 

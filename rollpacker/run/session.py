@@ -57,7 +57,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class RunSession:
-    """A run in one process: builds its parts, drives them, and cleans up at the end."""
+    """A run in one process: `prepare` builds its parts, `drive` runs them, and `end` tells
+    callbacks."""
 
     config: RunConfig
     hosts: Hosts
@@ -79,8 +80,8 @@ class RunSession:
     """Whether the run has begun, so that a checkpoint of it is worth having."""
 
     def prepare(self, began: float) -> None:
-        """Build all parts of the run in the order of their needs, and connect them. `began`:
-        `time.perf_counter` when the work began."""
+        """Build all parts of the run in the order of their needs, and connect them. `began`: the
+        value of `time.perf_counter()` when the process began its work."""
         config, hosts, stack, folder = self.config, self.hosts, self.stack, self.folder
         shares_pools = self.seat.shares_pools
         self._check_training()
@@ -185,8 +186,9 @@ class RunSession:
         time_s: float,
         began: float,
     ) -> None:
-        """Make the controller, and write the first log entries. `time_s`: what the run's clock
-        shows when loading begins. `began`: `time.perf_counter` at that time."""
+        """Make the controller, and write the first log entries. `time_s`: seconds that the run's
+        clock shows when loading begins. `began`: the value of `time.perf_counter()` at that
+        time."""
         seconds = time.perf_counter() - began - self.seat.waited_s  # other jobs' time
         self._controller = Controller(
             self.config,

@@ -35,7 +35,7 @@ class LogWriter:
         self._pending.append(entry)
 
     def raise_error(self) -> None:
-        """Raise the error of an earlier background write, if there was one."""
+        """Raise the error of an earlier write in the background, if one has failed."""
         if self._error is not None:
             raise self._error
 

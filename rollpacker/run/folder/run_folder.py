@@ -72,7 +72,7 @@ RESUME_MAY_DIFFER = (
 
 
 def holds_run(path: Path) -> bool:
-    """Whether the folder holds a run, or the first files of one."""
+    """Whether the folder holds a run, or the files with which a run begins."""
     return any((path / name).exists() for name in ("events.jsonl", "checkpoints", "config.yaml"))
 
 

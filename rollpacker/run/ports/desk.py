@@ -20,7 +20,7 @@ class KnownSample:
 
     response: Response
     completion: str | None = None
-    """The response's text as the rewards got it. None before they were asked."""
+    """The response's text as the rewards got it. None before any reward was asked."""
     verdict: Scored | None = None
     """The rewards' verdict. None if it is still awaited, or the rewards failed."""
     episode: Episode | None = None
@@ -46,7 +46,8 @@ class Desk:
     def __init__(self) -> None:
         self._known: dict[SampleId, KnownSample] = {}
         self.round_kind = ""
-        """Kind of the step's first batch of prompts, such as short or long; empty before it."""
+        """Kind of the step's first batch of prompts, such as short or long. Empty before that
+        batch."""
 
     def lay_down(self, response: Response) -> None:
         self._known[response.sample] = KnownSample(response)

@@ -28,7 +28,7 @@ _CANCELLED = Lost(reason="not needed any more", cause="cancelled")
 
 @dataclass(eq=False, slots=True)
 class Episodes:
-    """The episodes of the current step: samples that take turns with an environment."""
+    """The episodes of the current step, each a sample that takes turns with an environment."""
 
     shared: Shared
     scoring: Scoring

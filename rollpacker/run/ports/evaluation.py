@@ -1,4 +1,4 @@
-"""Evaluation of a run's policy on held-out prompts: pass@1 and pass@k by the unbiased estimator."""
+"""Evaluation of a run's policy on held-out prompts, with pass@1 and the unbiased pass@k."""
 
 from __future__ import annotations
 

@@ -74,7 +74,8 @@ class MainTask:
                 self.fail(error)
 
     def later(self, deed: Deed) -> None:
-        """Queue this piece of work behind all others. Thread-safe."""
+        """Have the main task do this piece of work after all that was asked for before.
+        Thread-safe."""
         self._put(deed)
 
     def fail(self, error: BaseException) -> None:

@@ -54,11 +54,11 @@ class Pools:
 
     @property
     def waited_s(self) -> float:
-        """Seconds that the run has waited for shared devices so far."""
+        """Seconds that the run has waited for devices which it shares with other jobs."""
         return 0.0
 
     def has(self, pool: PoolName) -> bool:
-        """Whether the run has this pool's devices now."""
+        """Whether the run has the devices of this pool now."""
         return True
 
     @contextlib.asynccontextmanager
@@ -72,7 +72,7 @@ class Pools:
         left."""
 
     def close(self) -> None:
-        """Stop waiting for pools. Used on the event loop. Further calls do nothing."""
+        """Stop waiting for device pools. Used on the event loop. Further calls do nothing."""
 
 
 class _Wait:
@@ -123,11 +123,12 @@ class SharedPools(Pools):
 
     @property
     def waited_s(self) -> float:
-        """Seconds that the run has waited for shared devices so far, as the core counts them."""
+        """Seconds that the run has waited for devices which it shares with other jobs, as the core
+        counts them."""
         return getattr(self.bus.job, "waited_s", 0.0)
 
     def has(self, pool: PoolName) -> bool:
-        """Whether the run has this pool's devices now, as the core knows it."""
+        """Whether the run has the devices of this pool now, as the core knows it."""
         return getattr(self.bus.job, "pool", None) == pool
 
     @contextlib.asynccontextmanager
@@ -159,7 +160,8 @@ class SharedPools(Pools):
             raise self._error
 
     def close(self) -> None:
-        """Give up waiting for a pool, and cancel what was begun. Further calls do nothing."""
+        """Give up waiting for a device pool, and cancel what was begun. Further calls do
+        nothing."""
         with self.bus.lock:
             if self._wait is not None:
                 self._wait.given_up.set()

@@ -30,9 +30,10 @@ class Reasons:
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._counts: Counter[str] = Counter()
-        """Number of unusable samples by reason."""
+        """Number of samples that could not be used, by reason."""
         self._first: dict[str, str] = {}
-        """First reason of each kind. Reasons that differ only in a process id are of one kind."""
+        """First reason of each kind, by kind. Reasons that differ only in a process id are of one
+        kind."""
         bus.add_sink(self._saw)
 
     def reason_of(self, finish: Finish) -> str:

@@ -56,7 +56,7 @@ CLOSE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class RecordedEnd:
-    """How one sample ended, as the file records it."""
+    """How one sample's generation ended, as recorded in `salvage.bin`."""
 
     event: SampleGenerated | SampleAborted
     key: str
@@ -108,7 +108,8 @@ class Salvage:
         """Submitted requests whose result the file has, each with the engine that would generate
         it."""
         self._order: list[tuple[int, SampleId]] = []
-        """A heap of the samples in `_waiting`, by the number of their record."""
+        """A heap of the samples in `_waiting`, ordered by the number of their record in the
+        file."""
         self._not_stopped: list[SampleId] = []
         """Samples in `_waiting` that were aborted before the run was killed, and are not aborted so
         far now."""
@@ -125,7 +126,8 @@ class Salvage:
 
     @property
     def num_found(self) -> tuple[int, int]:
-        """Number of finished responses that a resume found, and number of their tokens."""
+        """Number of finished responses that a resume found in the file, and number of their
+        tokens."""
         ends = [end.event for _, end in self._found.values()]
         sizes = [event.num_tokens for event in ends if isinstance(event, SampleGenerated)]
         return len(sizes), sum(sizes)
@@ -333,7 +335,8 @@ def _framed(body: bytes) -> bytes:
 
 
 def _frames(path: Path) -> Iterator[tuple[bytes, int]]:
-    """Yields content and end (in bytes) of each frame in the file, up to the first damaged one."""
+    """Yields the content of each frame in the file, and where the frame ends (in bytes), up to the
+    first damaged frame."""
     if not path.exists():
         return
     with path.open("rb") as file:

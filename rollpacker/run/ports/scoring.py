@@ -41,7 +41,7 @@ class Scoring:
     rows: Sequence[PromptRow]
     decode: Decode
     num_steps: int
-    """Number of steps of the whole run, which rewards are told."""
+    """Number of steps of the whole run; rewards are told of it."""
     _single: deque[Score] = field(default_factory=deque, init=False)
     _batched: deque[Score] = field(default_factory=deque, init=False)
     _tasks: dict[asyncio.Task[None], tuple[list[Score], set[SampleId], bool]] = field(

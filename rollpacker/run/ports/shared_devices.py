@@ -67,7 +67,7 @@ class SharedDevices:
         for handle in engines.living if shares_pools else ():
             handle.is_away = True
         self._loading: set[int] = set()
-        """Numbers of devices on which a new engine is loading."""
+        """Numbers of the devices on which a new engine is loading."""
         self._seconds = {"to_trainer": 0.0, "to_engines": 0.0}
 
     def replicas_of(self, devices: Sequence[int]) -> list[int] | None:

@@ -68,7 +68,7 @@ class Watch:
             self.check_engines()
 
     def check_engines(self) -> None:
-        """Treat engines as lost that make no progress while others do."""
+        """Mark engines as lost that make no progress for some minutes while others do."""
         with self.bus.lock:
             limit_s = STANDSTILL_HEARTBEATS * self.deadlines.heartbeat_s
             self.engines.check_progress(self.bus.clock.now(), limit_s)
@@ -82,21 +82,23 @@ class Watch:
             )
 
     def rewards_wait(self) -> bool:
-        """Whether the rewards wait for an outside service that is down (a sign of life)."""
+        """Whether the rewards wait for an outside service that is down. If so, a sign of life is
+        noted."""
         if self.reward.outage() is None:
             return False
         self.sign()
         return True
 
     def pool_is_awaited(self) -> bool:
-        """Whether the run waits for devices that other jobs have (a sign of life)."""
+        """Whether the run waits for devices that other jobs have. If so, a sign of life is
+        noted."""
         if not waits_for_pool(self.bus.job):
             return False
         self.sign()
         return True
 
     def engine_works(self) -> bool:
-        """Whether engines made progress since the last call (a sign of life)."""
+        """Whether engines made progress since the last call. If so, a sign of life is noted."""
         steps = self.engines.status().decode_steps
         if steps == self._last_decode_steps:
             return False
