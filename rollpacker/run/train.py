@@ -1,4 +1,4 @@
-"""`rollpacker.train(...)`: trains as a config says, to the end, and returns the run."""
+"""`rollpacker.train(...)`: trains as a config says, until the run ends, and returns the run."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Hosts:
     address: str = "127.0.0.1"
     """Network address of this machine, as other hosts reach it."""
     publish: Callable[[WeightSource], dict[str, Exception]] = lambda source: {}
-    """Copies new weights to all hosts with engines. Returns the error of each failed host."""
+    """Copies new weights to all hosts with engines. Returns the errors of failed hosts, by host."""
     close: Callable[[], None] = lambda: None
     is_there: Callable[[], bool] | None = None
     """Tells whether ray's head process answers. None if the run uses no ray cluster."""

@@ -182,7 +182,7 @@ def _closed_on_error(turns: TurnParts | None) -> Iterator[None]:
 
 def of_tokenizer(config: RunConfig, path: str) -> dict[str, Any]:
     """Returns the tokenizer, its chat template's arguments, the context length and the end tokens,
-    by name. `path`: the model's."""
+    by name. `path`: the model's folder, or its name on the hub."""
     from rollpacker.trainer.model import context_tokens, end_tokens, load_tokenizer
 
     return {

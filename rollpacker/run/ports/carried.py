@@ -164,7 +164,8 @@ class CarriedTokens:
         self.left(response)
 
     def left(self, response: Response) -> None:
-        """Keep this response's tokens for its sample, in place of those kept before."""
+        """Keep this response's tokens for its sample, in place of the tokens that were kept
+        before."""
         prompt = response.sample.prompt
         if not self.carries:
             return

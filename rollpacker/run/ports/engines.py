@@ -491,8 +491,8 @@ class Engines:
 
     @contextlib.contextmanager
     def _losing(self, handle: Handle) -> Iterator[None]:
-        """A context in which an `EngineError` marks the engine as lost; it is raised if no engine
-        can replace it."""
+        """A context in which an `EngineError` marks the engine as lost. The error is raised if no
+        engine can replace the lost one."""
         try:
             yield
         except EngineError as error:

@@ -116,7 +116,7 @@ class Salvage:
         self._unwanted: set[SampleId] = set()
         """Samples in `_waiting` that the core has aborted."""
         self._told: set[SampleId] = set()
-        """Samples whose result came from the file, so that it is not written again."""
+        """Samples whose result came from the file and is not written into the file again."""
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._file: BinaryIO | None = None
         self._thread: threading.Thread | None = None

@@ -181,7 +181,8 @@ class SharedDevices:
             await asyncio.sleep(LOOK_S)
 
     async def _each(self, handles: Sequence[Handle], do: MemoryMove) -> list[Handle]:
-        """Do this with all these engines at once. Returns those that failed and are now lost."""
+        """Await `do(engine)` for all these engines at once. Returns the engines that failed, now
+        lost."""
         within_s = self._watch.deadlines.sync_s / 2
         failed = await on_engines(handles, do, within_s)
         with self._bus.lock:

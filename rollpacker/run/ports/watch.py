@@ -68,7 +68,8 @@ class Watch:
             self.check_engines()
 
     def check_engines(self) -> None:
-        """Mark engines as lost that make no progress for some minutes while others do."""
+        """Mark engines as lost that make no progress for `STANDSTILL_HEARTBEATS` heartbeats while
+        others do."""
         with self.bus.lock:
             limit_s = STANDSTILL_HEARTBEATS * self.deadlines.heartbeat_s
             self.engines.check_progress(self.bus.clock.now(), limit_s)
