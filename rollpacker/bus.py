@@ -6,7 +6,7 @@
                                                                 |
                          Launch -> one port, Score -> one port, Commit -> one port, ...
 
-A run, a simulation, a replay and the tests' worlds are this bus with other ports and another clock.
+A run, a simulation and the core's tests use this bus, each with ports and a clock of its own.
 Nothing is decided here, and nothing here knows what a command means. A new command needs its class
 (`core/messages`), the machine in the core that gives it, and the port that carries it out.
 """
@@ -54,7 +54,7 @@ class Port(Protocol):
 
 
 class Bus:
-    """Brings events to the core and the core's commands to the ports. Thread-safe."""
+    """Brings events to the core, and its commands to the ports that carry them out. Thread-safe."""
 
     def __init__(
         self, job: Job, clock: Clock, ports: Sequence[Port] = (), *, sinks: Sequence[Sink] = ()

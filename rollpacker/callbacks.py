@@ -80,5 +80,5 @@ class Callback:
         `metrics`: the evaluation's, by name."""
 
     def on_end(self, run: RunningRun, reason: str | None) -> None:
-        """Called once when the run has ended, if `on_start` was called. `reason`: why it ended, and
-        reports are written; None: by an error or a second interrupt, and there are no reports."""
+        """Called once when the run has ended, if `on_start` was called. `reason`: why it ended;
+        None if an error or a second interrupt ended it, so that no reports were written."""

@@ -2,7 +2,7 @@
 bytes, and back.
 
     to_plain(thing)         -> dict of numbers, texts, lists and dicts, in the order of the fields
-    from_plain(cls, plain)  -> an equal thing, also after a turn through JSON
+    from_plain(cls, plain)  -> an equal thing, also if the dict was written as JSON
     Codec(types)            -> encodes values of these types as bytes, and decodes them
 
     hint                              plain form
@@ -262,7 +262,7 @@ def _elements(
     arguments: Sequence[Any], converter: Callable[[Any], Convert | None], make: Callable[..., Any]
 ) -> Convert:
     """Returns the conversion for a sequence whose elements share one hint, or have one each, as in
-    a tuple of fixed length. `make`: makes the sequence of a list."""
+    a tuple of fixed length. `make`: makes the sequence from a list of its elements."""
     if len(arguments) == 1 or arguments[-1] is Ellipsis:
         convert = converter(arguments[0])
         if convert is None:

@@ -102,8 +102,8 @@ _NOISE = {
     "torch.utils._pytree": ("%s is an Enum subclass", "<enum "),
     "bitsandbytes.backends.cpu.ops": ("Failed to load CPU gemm_4bit_forward",),
 }
-"""Log lines to suppress, by logger: how lines begin that packages log about optional kernels when
-they are imported. Users cannot do anything about them."""
+"""Beginnings of log lines to suppress, by name of the logger. Packages log these lines about
+optional kernels when they are imported, and users cannot do anything about them."""
 
 
 def silence_noise() -> None:

@@ -6,10 +6,10 @@ import logging
 
 
 class WarnOnce:
-    """Logs a warning when called for the first time with this `message`; other arguments do not
-    count, so a text that is to be logged again with other values is passed formatted. Make one
-    object for each thing that warns (a reward, an endpoint), so that a second run in the process
-    warns again."""
+    """Logs a warning when called for the first time with this `message`, whatever the arguments for
+    its placeholders; to log it again for other values, pass a formatted text. Make one object for
+    each thing that warns (a reward, an endpoint), so that a second run in the process warns
+    again."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger

@@ -73,8 +73,8 @@ from rollpacker.run.ports.watch import Watch
 from rollpacker.trainer.trainer import Trainer
 
 TICK_S = 0.25
-"""Seconds between two checks of the deadline while the main task waits. Observers are shown new log
-entries as often."""
+"""Seconds between two checks of the deadline while the main task waits. Observers are shown the log
+entries that have come since the last check."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,7 @@ class Parts:
     log: LogWriter
     samples: SampleWriter | None
     carried: CarriedTokens | None = None
-    """Keeps tokens generated for prompts put off to a later step. None: none are kept yet."""
+    """Keeps tokens generated for prompts put off to a later step. None: an empty store is made."""
     tokenizer: str = ""
     """SHA-256 of the tokenizer's vocabulary, for checkpoints. Empty if it is not known."""
     player: Player | None = None
@@ -180,7 +180,7 @@ class Controller:
 
     def open(self, *, started_at: str, began_s: float, marks: tuple[str, ...] = ()) -> None:
         """Write the first log entries of this process: date, step, settings, and how long loading
-        took. `marks`: words that concern all numbers that follow, such as `unsandboxed`."""
+        took. `marks`: words that qualify all numbers of this process, such as `unsandboxed`."""
         job = self.parts.job
         session = Session(
             started_at=started_at,
@@ -247,7 +247,7 @@ class Controller:
         self.parts.log.flush()
 
     def _ports(self) -> list[Port]:
-        """Returns a port for every kind of command; the bus checks that none is missing."""
+        """Returns the ports, which carry out commands; the bus checks that no command lacks one."""
         parts, shared = self.parts, self._shared
         bus, main = shared.bus, shared.main
         rows = None
@@ -343,8 +343,8 @@ class Controller:
         return EvaluationRows(parts.samples, prompts, parts.reward.names, threshold)
 
     async def _begin(self) -> None:
-        """Give the core its first event: `RunStarted` in a new run, else the `Committed` of the
-        checkpoint. An evaluation that is due comes before."""
+        """Evaluate if that is due, then give the core its first event: `RunStarted` in a new run,
+        else `Committed` for the step of the checkpoint."""
         job = self.parts.job
         if job.evaluation_is_due:
             await self._evaluator.evaluate(job.step)

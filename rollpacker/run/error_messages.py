@@ -116,8 +116,8 @@ def classify(error: BaseException) -> tuple[int, str]:
 
 @contextmanager
 def naming(folder: Path) -> Iterator[None]:
-    """A context in which an `OSError` of a write without a file name gets this folder as its
-    name."""
+    """A context for writes into this folder: an `OSError` for lack of space, or a failing disk,
+    that names no file is given the folder's name."""
     try:
         yield
     except OSError as error:

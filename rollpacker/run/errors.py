@@ -1,4 +1,4 @@
-"""Errors that end a run, and the types of functions that its ports are given."""
+"""Errors that end a run, and types of functions that its parts are given."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class BuildSamples(Protocol):
     samples with advantages, in the same order, and metrics. `weights` multiply the losses of
     samples. `scores`: log-probs and values by other models; None if the algorithm asks none.
     `updates`: number of the optimizer step that trains on each group. `reward_parts`: each reward's
-    own values; `turn_rewards`: the values of a trajectory's turns. `partial`: whether groups of the
-    step are missing, so that token weights lack a factor that is known later."""
+    own values; `turn_rewards`: the values of a trajectory's turns. `partial`: whether these are not
+    all groups of the step, so that token weights still lack the factor that depends on all."""
 
     def __call__(
         self,

@@ -25,8 +25,8 @@ _has_come = False
 
 
 def heed() -> list[signal.Signals]:
-    """Let SIGINT, SIGTERM and SIGHUP interrupt this process, as Ctrl-C does. Returns those that
-    were neither ignored nor handled before. Used in the main thread only."""
+    """Let SIGINT, SIGTERM and SIGHUP interrupt this process, as Ctrl-C does. Signals that
+    are ignored or handled already stay so; the others are returned. Main thread only."""
     global _process, _has_come
     _process = os.getpid()
     further = [number for number, before in _BEFORE.items() if signal.getsignal(number) == before]
@@ -46,7 +46,7 @@ def leave() -> None:
 
 def check() -> None:
     """Raise `KeyboardInterrupt` if a signal has come. An import or a finalizer that ran just then
-    may have swallowed the first one."""
+    may have swallowed the error that the signal raised."""
     if _has_come:
         raise KeyboardInterrupt
 

@@ -21,7 +21,7 @@ LINE_EVERY_S = 3.0
 
 
 class _Output(io.TextIOBase):
-    """Writes text to standard output until that fails (its reader left, the disk is full)."""
+    """Writes text to standard output; to nowhere once that fails (reader gone, or disk full)."""
 
     def __init__(self) -> None:
         # A live display puts something in the place of `sys.stdout` that leads back here.

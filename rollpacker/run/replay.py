@@ -36,7 +36,8 @@ class Replay:
 
 def replay(entries: Iterable[Entry]) -> Replay:
     """Feed the log to a new core. Returns how many events and steps it has, and the first
-    difference. Raises `LogError` if the log does not begin with a session."""
+    difference. Raises `LogError` if the log does not begin with a `Session` (the entry with which
+    a process begins), or has a later one amid a step."""
     job: Job | None = None
     num_events = 0
     for entry in entries:

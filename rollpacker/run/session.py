@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 @dataclass(eq=False, slots=True)
 class RunSession:
     """A run in one process: `prepare` builds its parts, `drive` runs them, and `end` tells
-    callbacks."""
+    callbacks that the run is over."""
 
     config: RunConfig
     hosts: Hosts
@@ -216,8 +216,8 @@ class RunSession:
         return policy
 
     def _check_training(self) -> None:
-        """Check pipeline stages and algorithm. If settings change the named algorithm, tell what it
-        is."""
+        """Check pipeline stages and algorithm. If settings make the algorithm another than the
+        named one, show which it is."""
         from rollpacker.pipeline.stages.check import check_stages
 
         check_stages(self.config)

@@ -234,8 +234,8 @@ def _end_in_error(session: RunSession) -> None:
 
 
 def _finish(folder: Path, *, display: bool, is_done: bool = False) -> dict[str, Any]:
-    """Write the reports on the whole run, print the table, and return the summary. `is_done`:
-    whether reports may exist already."""
+    """Write the reports on the whole run, print the summary as a table, and return it. `is_done`:
+    whether the run had ended before, so that its reports may exist."""
     from rollpacker.report.files import write_reports
     from rollpacker.report.summary import read_summary
 

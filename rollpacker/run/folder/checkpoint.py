@@ -95,7 +95,7 @@ def write_checkpoint(
 @contextmanager
 def _only_warned(path: Path) -> Iterator[None]:
     """A context in which an error of removing this path is a warning only, since every save tries
-    again. It happens where somebody reads a file on a network disk."""
+    again. Removing fails where another process reads a file of it on a network disk."""
     try:
         yield
     except OSError as error:
@@ -232,7 +232,7 @@ def _point_latest(root: Path, name: str) -> None:
 
 def link_model(run: Path, checkpoint: Path) -> None:
     """Make `run/model` a link to the checkpoint's model. No link is made where the file system has
-    none, or where something else has that name."""
+    no links, or where something else has that name."""
     link = run / MODEL_LINK
     if link.exists() and not link.is_symlink():
         return

@@ -15,8 +15,8 @@ from rollpacker.run.errors import RunError
 
 class LogWriter:
     """Writes the event log. `append` is cheap and thread-safe; a background thread encodes and
-    writes a few times a second. A kill loses at most the entries since the last write, of a step
-    that no checkpoint has; `flush` makes all entries so far durable."""
+    writes a few times a second. A kill loses at most the entries since the last write, which
+    belong to a step after the last checkpoint; `flush` makes all entries so far durable."""
 
     def __init__(self, path: Path, *, write_every_s: float = 0.25) -> None:
         self.path = path

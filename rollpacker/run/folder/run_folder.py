@@ -182,7 +182,7 @@ class RunFolder:
 
     def write_identity(self, identity: Mapping[str, Any]) -> None:
         """Write `identity.json`: what the run depends on beyond its config (fingerprints, threads).
-        The new file is on disk before it replaces the old one, as no resume is possible without."""
+        The file is on disk before it replaces an older one, as a resume needs one of them."""
         temporary = self.path / "identity.json.tmp"
         temporary.write_text(json.dumps(identity, indent=1, sort_keys=True) + "\n")
         fsync(temporary)

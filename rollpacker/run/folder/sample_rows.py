@@ -197,8 +197,8 @@ def _said_first(response: Response, render: Decode, episode: Episode | None) -> 
 
 
 def _turn_columns(verdict: Scored | Failed | None) -> dict[str, str | None]:
-    """Returns two columns: the rewards of a trajectory's turns as a JSON list (None without a
-    verdict of turns), and None in the place of the turns' advantages."""
+    """Returns two columns for a trajectory that was not trained on: the rewards of its turns as a
+    JSON list (None if turns got none), and None for the turns' advantages."""
     rewards = verdict.turns if isinstance(verdict, Scored) else None
     return {
         "turn_rewards": None if rewards is None else plain_text(rewards),
@@ -213,6 +213,6 @@ def _extras(verdict: Scored | Failed | None) -> dict[str, Any]:
 
 
 def _parts(verdict: Scored | Failed | None, names: Sequence[str]) -> dict[str, float | None]:
-    """Returns a column for each reward with its value; None if it did not judge the sample."""
+    """Returns a column for each reward: its value, or None if it did not judge the sample."""
     parts: Mapping[str, float | None] = {} if verdict is None else verdict.parts
     return {f"reward/{name}": parts.get(name) for name in names}

@@ -93,7 +93,7 @@ def _type_of(column: str) -> str:
 
 
 def _typed(column: str, value: Any) -> Any:
-    """Returns the value; for a column `extra/...` as text, as types may differ between files."""
+    """Returns the value, as text in a column `extra/...`, whose values may have any types."""
     return str(value) if column.startswith("extra/") and value is not None else value
 
 

@@ -145,7 +145,7 @@ def engine_setup(
     tensor_parallel: int = 1,
     sleeps: bool = False,
 ) -> EngineSetup:
-    """Returns what a process is told in order to make this engine. `model`: the model's config.
+    """Returns the message that has a process call `make_engine`. `model`: the model's config.
     `threads`: number of torch's threads; None: torch's default. `tensor_parallel`: number of the
     engine's devices. `sleeps`: whether the engine has to release its devices at times."""
     from rollpacker.engines.messages import EngineSetup

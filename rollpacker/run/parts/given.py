@@ -32,7 +32,7 @@ OF_TRL = {
     "eval_dataset": "eval_data",
     "args": "config",
 }
-"""Argument of `rollpacker.train` that stands for each of these arguments of TRL's trainers."""
+"""Arguments of TRL's trainers, each with the argument of `rollpacker.train` of that meaning."""
 
 Overrides = Sequence[str] | Mapping[str, Any]
 GivenReward = Callable[..., Any] | str | tuple[Any, float] | Mapping[str, Any]
@@ -105,7 +105,7 @@ def as_given(
 
 
 def _tree_of(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Returns a dict's values as a config file has them, and its keys with dots as overrides."""
+    """Splits a config: keys as in a config file, and keys with dots as texts `a.b=value`."""
     tree = {key: _plain(value) for key, value in config.items() if "." not in str(key)}
     return tree, _override_texts({k: v for k, v in config.items() if "." in str(k)})
 
@@ -202,8 +202,8 @@ def _name_of(function: Any) -> str:
 
 
 def _free_name(name: str, taken: set[str]) -> str:
-    """Returns `name` if it is free. A taken `reward`, the name that lambdas get, becomes
-    `reward_2`, `reward_3` and so on."""
+    """Returns the name for a reward: `name`; but if it is `reward`, which all lambdas get, and is
+    taken, then `reward_2`, `reward_3` and so on."""
     if name != "reward" or name not in taken:
         return name
     number = 2

@@ -40,7 +40,7 @@ class HubError(ValueError):
 
 def look_for_hub(config: RunConfig, *, model_path: str | None = None) -> None:
     """Check that the config's models and data sets on the hub can be had. Raises `HubError` for one
-    that is neither in reach nor on this machine. `model_path` replaces the config's if given."""
+    that is neither in reach nor on this machine. `model_path`: used for `model.path` if given."""
     models = {"model.path": model_path or config.model.path}
     if config.model.teacher is not None:
         models["model.teacher"] = config.model.teacher

@@ -47,8 +47,8 @@ def identity_of(config: RunConfig, policy: LoadedPolicy) -> dict[str, Any]:
 
 
 def _of_environment(config: RunConfig) -> dict[str, str | None]:
-    """Returns the SHA-256 of each file, or of the source that a program passed, of environment and
-    tools, by a name for messages. None for code without a source."""
+    """Returns the SHA-256 of the code of the environment and of each tool (a file, or a function
+    that a program passed), by a name for messages. None for a function without a source."""
     environment = config.environment
     if environment is None:
         return {}

@@ -125,8 +125,8 @@ def _engine_need(
 def _rank_need(
     config: RunConfig, lines: PlacementConfig, devices: int, kind: DeviceKind
 ) -> Need | None:
-    """Returns the memory of one trainer process whose replica has `devices` devices; None if
-    unknown. Several replicas are assumed unless the placement says that there is one."""
+    """Returns the memory that one trainer process needs if each replica of the model has `devices`
+    devices; None if unknown. Several replicas are assumed unless the placement has just one."""
     from rollpacker.config.placement import num_devices
     from rollpacker.trainer.training_memory import rank_memory
 

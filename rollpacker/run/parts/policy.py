@@ -86,8 +86,8 @@ def engine_in_process(
     loaded: LoadedModel, config: EngineConfig, *, sleeps: bool = False, **own: Any
 ) -> Engine:
     """Returns the engine that `config` names, in this process and on the model's own tensors.
-    `sleeps`: whether the engine has to release its device at times. `own`: arguments that only this
-    engine has."""
+    `sleeps`: whether the engine has to release its device at times. `own`: further arguments that
+    this kind of engine takes."""
     from rollpacker.engines.table import ENGINES, TOLD_TO_SLEEP
     from rollpacker.imports import load_function
 

@@ -99,8 +99,8 @@ def start_reward_hosts(
 
 def wait_for_reward_hosts(reward: HostedReward | None, own: WeightedReward) -> None:
     """Wait until the processes of `reward` are ready, and close `own`, this process's rewards,
-    which were only tried out. Does nothing if `reward` is None. Raises `RewardError` if one process
-    is not able."""
+    which were only tried out. Does nothing if `reward` is None. Raises `RewardError` if a process
+    cannot judge."""
     if reward is not None:
         Caller().run(own.close())
         Caller().run(reward.ready())

@@ -101,7 +101,8 @@ class RunSeat:
 
 
 class _Telling:
-    """An observer of the event log that tells the scheduler how long each step's phases took."""
+    """An observer of the event log that tells the scheduler how long the parts of each step (such
+    as generation and training) took."""
 
     def __init__(self, seat: Seat) -> None:
         from rollpacker.cluster.profile.phase_times import PhaseTimes
@@ -131,8 +132,8 @@ def _lease_lost(why: str) -> Exception:
 
 
 def take_seat(config: RunConfig, environ: Mapping[str, str], stack: ExitStack) -> RunSeat:
-    """Returns the seat that environment variables name, or an empty one; `stack` closes it. Raises
-    `ValueError` if the config cannot share devices with other jobs."""
+    """Returns the seat that environment variables name, without a connection if they name none;
+    `stack` closes it. Raises `ValueError` if the config cannot share devices with other jobs."""
     from rollpacker.cluster.seats.mailbox_seat import open_seat
     from rollpacker.cluster.seats.seat import SEAT_VARIABLE
     from rollpacker.run.errors import reaching_the_cluster

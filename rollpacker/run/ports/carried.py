@@ -2,8 +2,8 @@
 
 Each sample of such a prompt keeps its tokens, whole responses included, by *place*: the index of
 the sample whose random numbers it is drawn with. Of a trajectory all tokens after the prompt are
-kept, of which `carried_turns.py` makes drafts. Tokens of a prompt that was trained on or dropped
-are forgotten. Those that still wait when a step ends go into its checkpoint, bit for bit:
+kept, which its turns draw again (`carried_turns.py`). Tokens of a prompt that was trained on or
+dropped are forgotten. Tokens kept at the end of a step go into its checkpoint, bit for bit:
 
 checkpoints/step_000040/carried/      only if something waits
     tokens.npy, log_probs.npy         of all samples, one after the other
@@ -58,7 +58,7 @@ class KeptTokens:
 
     def under(self, cut_off_at: int | None) -> KeptTokens:
         """Returns the tokens for a run whose cap on responses was `cut_off_at` tokens and is larger
-        now; None: it is the same. A response as long as the old cap counts as stopped there."""
+        now; None: the cap is the same. A response of the old cap's length counts as stopped."""
         if cut_off_at is None or len(self.tokens) < cut_off_at:
             return self
         return replace(self, floor=max(self.floor, cut_off_at - 1))
@@ -92,8 +92,8 @@ class CarriedTokens:
             for prompt, places in (waiting or {}).items()
         }
         self._launched: dict[PromptId, dict[int, KeptTokens]] = {}
-        """Kept tokens from which samples of this step go on. They stay until there are newer
-        ones."""
+        """Kept tokens from which samples of this step go on, by prompt and place. They stay until
+        newer tokens are kept for that place."""
         self._ended: dict[PromptId, list[Response]] = {}
         """Responses of this step by prompt, whose tokens are kept if their prompt is put off to a
         later step."""
@@ -248,9 +248,9 @@ def _log_probs(response: Response) -> NDArray[np.float64]:
 
 
 def _ceiling(siblings: Iterable[KeptTokens]) -> int | None:
-    """Returns the most tokens to which a response that had ended by itself may grow when it is
-    generated again: the largest length at which the prompt's samples were stopped or had ended.
-    None if `siblings` is empty."""
+    """Returns the most tokens that a response which had ended by itself may have when it is
+    generated again: as many as the longest of `siblings`, its prompt's samples, had when it was
+    stopped or ended. None if `siblings` is empty."""
     return max([kept.floor or len(kept.tokens) for kept in siblings], default=None)
 
 

@@ -78,7 +78,7 @@ class CarriedTurns:
         return self._cancelled.get(sample)
 
     def drawn(self, event: SampleGenerated, play: Play, response: Response) -> None:
-        """Note that an engine has generated a turn. The episode `play` does not have it yet."""
+        """Note that an engine has generated a turn. The turn is not in `play` yet."""
         path = self._paths.get(event.sample)
         if path is not None:
             start = len(play.trajectory.tokens)

@@ -108,7 +108,7 @@ class Commits:
 
     def _state(self, job_state: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what a resume needs besides tensors: states of core, data cursor and clock, and
-        the log's size and hash. Makes log and samples durable before."""
+        the log's size and hash. Log and samples are made durable first."""
         if self.samples is not None:
             self.samples.write()
         with self.shared.bus.lock:

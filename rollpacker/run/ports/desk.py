@@ -83,8 +83,8 @@ class Desk:
         }
 
     def logged(self, groups: Sequence[Sequence[SampleId]]) -> dict[str, float]:
-        """Returns the mean of each value that reward functions logged, over those of these samples
-        that have it, by name."""
+        """Returns the mean of each value that reward functions logged, by its name, over those of
+        these samples for which it was logged."""
         values: dict[str, list[float]] = {}
         for verdict in (self._known[sample].verdict for group in groups for sample in group):
             for name, value in ({} if verdict is None else verdict.metrics).items():

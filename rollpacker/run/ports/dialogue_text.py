@@ -24,7 +24,7 @@ def dialogue_text(response: Response, episode: Episode, render: Decode) -> str:
     """Returns a trajectory as JSON text with three keys. `begin`: the messages that the environment
     said first; null if the data row's are the prompt. `turns`: for each the model's `message`, the
     `answers`, its `reward` (null: none), `policy_s` and `environment_s`. `tokens`: stretches after
-    the prompt, [was sampled, number, text]. A number replaces what was left out."""
+    the prompt, [was sampled, number of tokens, text]. A number n in a list: n items left out."""
     begin = "null"
     if episode.prompt is not None:
         begin = _list([plain_text(_bounded(one)) for one in episode.prompt])

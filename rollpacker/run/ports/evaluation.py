@@ -141,8 +141,8 @@ class Evaluator:
         self.bus.note("evaluation", seconds, step, metrics)
 
     async def _judge(self, inputs: Sequence[RewardInput]) -> list[Scored | Failed]:
-        """Returns the rewards' verdicts, in the order of `inputs`. The deadlines are those that the
-        run has learnt; what an infrastructure fault has lost is judged again."""
+        """Returns the rewards' verdicts, in the order of `inputs`. Deadlines of checks are those of
+        training. A response is judged again if an infrastructure fault lost its verdict."""
         limit_of = self.bus.job.rewards.timeout_s
         limits = [limit_of(one.task or "") or limit_of(TRAIN) for one in inputs]
         verdicts: dict[int, Scored | Failed] = {}

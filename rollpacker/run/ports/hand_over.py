@@ -58,7 +58,7 @@ class HandingOver:
     devices: SharedDevices
     publish: Publish | None
     """Copies weights to the engines' hosts while other jobs have the engines' devices; engines load
-    them when they are back. None: engines never leave, and load weights at once."""
+    them when they are back. None: no other job uses the devices; engines load at once."""
 
     def routes(self) -> Routes:
         return {

@@ -48,7 +48,7 @@ class KnownEnds(Protocol):
 @dataclass(eq=False, slots=True)
 class Handle:
     """One engine from its start to its loss, and what the run knows of it. The engine that replaces
-    it has the same number; `incarnation` counts those before."""
+    it has the same number; `incarnation` counts the earlier engines with this number."""
 
     number: int
     incarnation: int
@@ -57,8 +57,8 @@ class Handle:
     num_steps: int = -1
     """The engine's count of decode steps when last looked at; -1 before the first look."""
     progress_s: float = 0.0
-    """Time of the last progress in seconds of the run's clock: decode steps had grown, or the
-    engine had nothing to do."""
+    """When the engine last was seen to have done a decode step, or to have nothing to do; in
+    seconds of the run's clock."""
     is_away: bool = False
     """Whether the engine has released its device's memory, or is about to."""
     told: list[Callable[[], None]] = field(default_factory=list)
@@ -70,16 +70,16 @@ class Handle:
     known."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Give the engine those requests whose result is not known already: at once, or when it has
-        its device again."""
+        """Give the engine these requests at once, or when it has its device again; except for those
+        whose result is known from before a resume."""
         if self.salvage is not None:
             requests = self.salvage.keep_back(self, requests)
         if requests:
             self._tell(partial(self.engine.submit, requests))
 
     def abort(self, samples: Sequence[SampleId]) -> None:
-        """Stop those samples whose result is not known already: at once, or when the engine has its
-        device again."""
+        """Stop these samples at once, or when the engine has its device again; except for those
+        whose result is known from before a resume."""
         if self.salvage is not None:
             samples = self.salvage.stop(samples)
         if samples:
@@ -162,7 +162,8 @@ def stamped(event: EngineEnd, handle: Handle) -> EngineEnd:
 
 
 def with_earlier(event: EngineEnd, held: AssignedSample) -> EngineEnd:
-    """Returns the event, with preemptions and valid tokens of the sample's former engines."""
+    """Returns the event, with what the sample's former engines counted: preemptions, and tokens of
+    an earlier step that were valid."""
     if isinstance(event, SampleFailed):
         return event
     if held.num_kept is None and not held.preemptions:
@@ -179,7 +180,7 @@ def taken_along(
     """Returns the request for the sample's next engine, with the tokens generated so far and their
     log-probs. It is the original request, so that the sample starts again, if no engine has checked
     the tokens of an earlier step yet, or if tokens may have been drawn again because the response
-    ended too early or grew too long (the old engine alone knows how often)."""
+    ended too early or grew too long (only the old engine knows how often they were)."""
     carried = held.request.carried
     unseen = carried is not None and carried.verify and event.num_kept is None
     unseen = unseen and held.num_kept is None

@@ -1,5 +1,5 @@
-"""Plays episodes (samples that take turns with an environment): the tokens and messages of each. It
-knows nothing of the core, so that training and evaluation play alike."""
+"""Plays episodes (samples that take turns with an environment), and keeps the tokens and messages
+of each. The core is not used here, so that training and evaluation play alike."""
 
 from __future__ import annotations
 

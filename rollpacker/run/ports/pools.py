@@ -5,8 +5,9 @@
     Leave(train)      the trainer releases its devices    | -> the scheduler may give them away
     Enter(pool)       waits for the scheduler; engines or trainer take their devices, and engines
                       load the weights that were published meanwhile -> Entered
+    Remind(after_s)   waits for so many seconds -> Reminded
 
-Each begins when the one before is done, in a task of its own, since the main task itself may wait
+Enter and Leave run in tasks of their own, one after the other, since the main task itself may wait
 for a pool (`borrowed`). Before the main task needs engines or trainer in a pool that was left, as
 for a checkpoint, it waits until they have released their devices (`parked`).
 """
@@ -43,8 +44,8 @@ class Pools:
     them."""
 
     publish: Publish | None = None
-    """Copies weights to the engines' hosts while engines are off their devices. None if engines
-    never leave, and load weights at once."""
+    """Copies weights to the engines' hosts while engines are off their devices. None if no other
+    job uses the devices, so that engines load weights at once."""
 
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
@@ -99,7 +100,7 @@ class SharedPools(Pools):
         publish: Publish,
         tell: Callable[[], None],
     ) -> None:
-        """`tell`: shows observers new log entries; one of these reports steps to the cluster."""
+        """`tell`: shows observers new log entries. One observer reports steps to the cluster."""
         super().__init__(bus)
         self.publish, self._tell = publish, tell
         self._main, self._watch, self._seat = main, watch, seat

@@ -111,8 +111,8 @@ class Salvage:
         """A heap of the samples in `_waiting`, ordered by the number of their record in the
         file."""
         self._not_stopped: list[SampleId] = []
-        """Samples in `_waiting` that were aborted before the run was killed, and are not aborted so
-        far now."""
+        """Samples in `_waiting` that were aborted before the run was killed, and have not been
+        aborted again."""
         self._unwanted: set[SampleId] = set()
         """Samples in `_waiting` that the core has aborted."""
         self._told: set[SampleId] = set()
@@ -205,8 +205,8 @@ class Salvage:
     # -- what ends -----------------------------------------------------------------------
 
     def ended(self, event: Event, response: Response | None) -> None:
-        """Record how a sample ended, unless the file has that. A failed sample counts as not ended,
-        so that no later record claims that the engine was idle."""
+        """Record how a sample ended, unless the file has its record. A failed sample counts as
+        still being generated, so that no later record claims that the engine was idle."""
         if not isinstance(event, SampleGenerated | SampleAborted):
             return
         request = self._under_way.pop(event.sample, None)

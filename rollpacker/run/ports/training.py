@@ -326,8 +326,8 @@ _SUMS = (
 )
 """Metrics that count something: a step's value is the sum over its updates."""
 _OF_EACH = ("actor/ppo_kl", "actor/ratio/mean", "actor/clip_ratio_low", "actor/clip_ratio_high")
-"""Metrics that grow from update to update. Besides the mean, a step has each update's value as
-NAME/update_1 and so on."""
+"""Metrics of how far the policy is from the one that generated, which is farther after each update.
+Besides the mean, a step has each update's value as NAME/update_1 and so on."""
 _LAST = ("train/lora_merge_loss", "perf/pipeline/host_links")
 _LAST_ENDINGS = ("/layers", "/slow")
 """Ends of names of metrics for the state after the step: the last update's value counts."""

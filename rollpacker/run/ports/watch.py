@@ -32,8 +32,8 @@ class Watch:
     engines: Engines
     reward: Reward
     num_worth: int = field(default=0, init=False)
-    """Number of environments that are computing a final reward. While there are any,
-    `deadlines.generation_s` is the limit, as rewards wait for them."""
+    """Number of environments that are computing a final reward. While there are any, the run may
+    stand still for `deadlines.generation_s` seconds, instead of `reward_s`."""
     _last_sign: float = field(init=False)
     _last_decode_steps: int = field(default=-1, init=False)
 
