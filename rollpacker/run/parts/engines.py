@@ -1,5 +1,5 @@
-"""Builds the engines of a run: one in the run's process, or several, each in a process of its own
-that calls `make_engine`."""
+"""Builds the inference engines of a run: one in the run's process, or several in processes of their
+own, each of which calls `make_engine`."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def build_engines(
     *,
     shares_pools: bool = False,
 ) -> Engines:
-    """Returns the engines that the config asks for, on these hosts (None: on this machine); engines
-    in processes begin to load. `shares_pools`: whether other jobs use their devices by turns.
-    Raises `ValueError` for too few devices, and for a model that so many devices cannot share."""
+    """Returns the engines of the config; those in processes of their own begin to load. `hosts`:
+    where they start; None: on this machine. `shares_pools`: whether other jobs use their devices in
+    turn. Raises `ValueError` if devices are too few, or cannot share the model."""
     from rollpacker.engines.process_engine import ProcessEngine
 
     count, planner = config.rollout.engines, config.parallelism_planner
@@ -89,9 +89,9 @@ def build_engines(
 def open_engines(
     config: RunConfig, policy: LoadedPolicy, hosts: Hosts, stack: ExitStack, *, shares_pools: bool
 ) -> Engines:
-    """Returns the engines, all loaded; `stack` closes them. Engines that share their devices have
-    released them, for the trainer to load there first. Raises `EngineError` if an engine cannot be
-    made, which is a `ValueError`, too, if that is for the user to mend."""
+    """Returns the engines, all loaded; `stack` closes them. Engines that share devices with the
+    trainer have released these, so that it can load first. Raises `EngineError` if an engine cannot
+    be made; for a user's mistake that is a `ValueError`, too."""
     from rollpacker.engines.process_engine import ProcessEngine
 
     engines = build_engines(config, policy, hosts, shares_pools=shares_pools)
@@ -109,8 +109,8 @@ def open_engines(
 
 
 def check_heads(model: Any, planner: ParallelismConfig) -> None:
-    """Raise `ValueError` if the model, by its configuration in transformers, cannot be cut in as
-    many parts as an engine may have devices."""
+    """Raise `ValueError` if the model's attention heads cannot be split evenly over each number of
+    devices that an engine may get. `model`: its configuration in transformers."""
     text = model.get_text_config()
     heads = text.num_attention_heads
     of_keys = getattr(text, "num_key_value_heads", None) or heads
@@ -124,8 +124,8 @@ def check_heads(model: Any, planner: ParallelismConfig) -> None:
 
 
 def devices_of_engines(count: int, degree: int, num_devices: int, visible: str | None) -> list[str]:
-    """Names of the devices of so many engines, each of which needs `degree` of its own. `visible`:
-    CUDA_VISIBLE_DEVICES of this process, if set. Raises `ValueError` if there are too few."""
+    """Returns device names for `count` engines, `degree` devices for each, in order. `visible`:
+    CUDA_VISIBLE_DEVICES; None if not set. Raises `ValueError` if there are too few."""
     if count * degree > num_devices:
         devices = f"{num_devices} CUDA device{'' if num_devices == 1 else 's'}"
         each = "one of its own" if degree == 1 else f"{degree} of its own"
@@ -145,9 +145,9 @@ def engine_setup(
     tensor_parallel: int = 1,
     sleeps: bool = False,
 ) -> EngineSetup:
-    """Returns the setup of a process that makes this engine over the model that `model` names.
-    `threads`: torch's threads; None leaves torch's choice. `tensor_parallel`: number of the
-    engine's devices. `sleeps`: whether it will have to release them."""
+    """Returns the message that has a process call `make_engine`. `model`: the model's config.
+    `threads`: number of torch's threads; None: torch's default. `tensor_parallel`: number of the
+    engine's devices. `sleeps`: whether the engine has to release its devices at times."""
     from rollpacker.engines.messages import EngineSetup
 
     return EngineSetup(
@@ -170,8 +170,8 @@ def make_engine(
     tensor_parallel: int = 1,
     sleeps: bool = False,
 ) -> Engine:
-    """Load model and tokenizer, and make the engine, in the process that is to run it. `model`
-    holds the fields of a `ModelConfig`. Raises `ValueError` for what is wrong with these."""
+    """Load model and tokenizer, and return the engine; called in the engine's own process. `model`
+    holds the fields of a `ModelConfig`. Raises `ValueError` if they are invalid."""
     import torch
 
     from rollpacker.trainer.model import load_model
