@@ -1,7 +1,7 @@
 """Brings the trainer's weights to other hosts.
 
-    publish     a version to several hosts at once, before any asks: each shard (range of bytes) leaves the
-                trainer's host once, straight to one of them, which passes it on (`arriving.py`)
+    publish     a version to several hosts at once, before any asks: each range of its bytes leaves
+                the trainer's host once, to one of them, which passes it on (`arriving.py`)
     bring       to one host whose engine asks, if the version has not been published there
 
 Both send it from host to host (`port.py`), one version at a time.
