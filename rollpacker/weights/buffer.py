@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ALIGNMENT = 64
-"""Tensors begin at multiples of so many bytes, which the numbers at either end occupy too."""
+"""Tensors begin at multiples of 64 bytes; the numbers at either end occupy 64 bytes each."""
 
 
 class StaleWeightsError(RuntimeError):
@@ -195,7 +195,7 @@ class Memory:
         self.descriptor, self.path = _reserved(size_bytes)
         self.inode = os.fstat(self.descriptor).st_ino
         self.close = weakref.finalize(self, _give_up, self.descriptor, self.path)
-        """A function that frees the memory; processes that have mapped it keep it."""
+        """A function that frees the memory; processes that have mapped it keep theirs."""
 
 
 def _reserved(size: int) -> tuple[int, str]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Process(Protocol):
-    """A process on any host, as its owner sees it. `Child` has the docstrings that are missing."""
+    """A process on any host, as its owner sees it. Methods without docstring are as in `Child`."""
 
     pid: int
     """Id of the process on its own host; 0 while it is unknown. The owner may set it to that of a

@@ -145,8 +145,7 @@ _Then = Callable[[PoolCall, PoolWorker], None]
 
 
 class WorkerPool:
-    """The worker processes of one function or environment, among which calls are distributed. It is
-    used in the event loop that runs when it is made.
+    """The worker processes of one function or environment, used in the event loop that makes it.
 
     A subclass may choose the worker of a call (`_place`) and their number (`_num_to_start`).
     """
@@ -403,7 +402,7 @@ class WorkerPool:
             self._keep_watching()
 
     def _num_to_start(self) -> int:
-        """Return the number of workers to start: at most as many again as are ready."""
+        """Return how many workers to start, at most as many again as are ready."""
         num_ready = sum(worker.ready for worker in self._workers)
         num_starting = len(self._workers) - num_ready
         room = min(self._max_workers, num_ready + max(num_ready, 1)) - len(self._workers)

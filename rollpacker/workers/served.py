@@ -73,7 +73,7 @@ class ProcessLost(Exception):
 
 
 class Owner(Protocol):
-    """What is told about a process that it owns (`Served`). All methods are called in the loop."""
+    """The side that owns a process and is told about it. All methods are called in the loop."""
 
     def on_ready(self, said: Any) -> None:
         """Called when the process has made what it was told to. `said`: its message, or None."""

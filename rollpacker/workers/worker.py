@@ -59,7 +59,7 @@ class WorkerProcess:
         program: str,
         host: Host | None = None,
     ) -> None:
-        """`load`: what the worker is to load. `quota`: of output, shared by processes. `host`:
+        """`load`: message with the code to run. `quota`: of output, shared by processes. `host`:
         another one, where output then stays; None: this one. Raises `OSError`."""
         self.child: Child | Process
         self._said: Callable[[str], None] | None = None

@@ -205,5 +205,4 @@ class DirectReceiver:
 
 
 def _first_sentence(error: Exception) -> str:
-    """Return the first sentence of an error; gloo's further lines are no help to a user."""
     return (str(error).splitlines() or [repr(error)])[0].partition(". ")[0]

@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 class _Connection:
     socket: socket.socket
     place: int
-    """Number of this connection among the sender's, from 0. Its replacement has the same number."""
+    """Number of this connection among the sender's, from 0. One that replaces it has the same."""
     greeting: int
     """Number of connections that the sender had made before this one, lost ones included."""
 

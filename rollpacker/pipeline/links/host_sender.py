@@ -46,7 +46,7 @@ from rollpacker.workers.line import LineEnded
 from rollpacker.workers.listener import connect
 
 PAUSE_S = 0.05
-"""Seconds between the first attempts to connect over all routes; later `MAX_PAUSE_S` at most."""
+"""Seconds between the first two attempts to connect; the pause then grows up to `MAX_PAUSE_S`."""
 MAX_PAUSE_S = 0.5
 
 logger = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ class HostSender:
                     connection.close()
 
     def _connected(self, place: int, first_route: int) -> _Connection | None:
-        """Return a connection that the receiver has accepted, or None once the link is over."""
+        """Return a connection that the receiver has accepted. None: the link is closed or lost."""
         since = time.monotonic()
         for attempt in itertools.count():
             if self._loss.over.is_set():
@@ -239,7 +239,7 @@ class HostSender:
         connection.say_goodbye()
 
     def _take(self, connection: _Connection) -> _Message | None:
-        """Wait for a message that no connection carries. Returns None once the link is over."""
+        """Wait for a message that no connection carries. None: the link is closed or lost."""
         with self._changed:
             connection.carries = None
             while not self._loss.over.is_set():
@@ -288,7 +288,7 @@ class _Connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def wait_for_welcome(self, within_s: float) -> int:
-        """Wait to be accepted. Returns the lowest number that the receiver has not delivered."""
+        """Wait until the receiver accepts this connection. Returns the next message it wants."""
         self._socket.setblocking(False)
         until = time.monotonic() + within_s
         while time.monotonic() < until:

@@ -23,7 +23,7 @@ ANSWER = struct.Struct(">BQ")
 TENSOR, BYE = range(1, 3)
 """Kinds of headers. TENSOR: a tensor's bytes follow. BYE: the sender closes the link."""
 ALIVE, DELIVERED, CLOSED = range(1, 4)
-"""Kinds of answers. ALIVE: the receiver is there. DELIVERED: so is a message. CLOSED: it closes."""
+"""Kinds of answers: the receiver is alive, has delivered a message, or closes the link."""
 _CHECKSUM = struct.Struct(">I")
 _DTYPES = (
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64),
@@ -50,7 +50,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def fits(tensor: Tensor) -> bool:
-    """Whether a message can hold a tensor of this dtype and number of dimensions."""
+    """Return whether a message can hold a tensor of this dtype and number of dimensions."""
     return tensor.dtype in _CODES and tensor.ndim <= MAX_DIMS
 
 

@@ -195,18 +195,17 @@ class ReadyFirst:
         quotas: Sequence[int] | None = None,
         caps: Sequence[int | None] | None = None,
     ) -> None:
-        """For each stage, `quotas` are the forward passes before the first backward pass (None: 0),
-        and `caps` the most tokens whose activations are kept (None: any number). `stage` is this
-        one."""
+        """By stage, `quotas` are the forward passes before its first backward pass (None: 0), and
+        `caps` the most tokens whose activations it keeps (None: any number)."""
         before = range(stage + 1)
         self._quota = min(quotas[s] for s in before) if quotas is not None else 0
         given = [caps[s] for s in before] if caps is not None else []
         self._cap = math.inf if not given or given[-1] is None else given[-1]
         self._lowest = min((cap for cap in given if cap is not None), default=math.inf)
-        """The smallest number of tokens that this stage or one before it may keep."""
+        """The fewest tokens of which this stage, or one before it, may keep activations."""
         self._known = 0
         self._reachable = 0
-        """How many of the first `_known` micro-batches count towards the quota."""
+        """How many forward passes of the quota fit, for the first `_known` micro-batches."""
 
     def choose(self, state: StageState) -> Op | None:
         """Return the next op that has its input, I before F before W. None: the stage waits."""

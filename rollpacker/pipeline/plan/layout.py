@@ -342,7 +342,7 @@ class Relayouts:
         return Proposal(layout=replace(self.layout, places=order), why=why, saved_s=saved_s)
 
     def _link_s(self, sweep: MeasuredSweep | None, num_bytes: int) -> dict[Pair, float]:
-        """Return seconds of a message there and back over links, by the two devices it joins."""
+        """Return by pair of devices the seconds of a message there and back over their link."""
         if sweep is None:
             return {}
         places, stages = self.layout.places, len(self.layout.layers)

@@ -17,7 +17,7 @@ from rollpacker.pipeline.plan.choosers import KINDS, Kind, Op, Order, StageState
 
 _CELL = re.compile(r"(\d+)([FIWB])(\d+)")
 _NEEDS: dict[Kind, Kind | None] = {"F": None, "I": "F", "W": "I"}
-"""For each kind of op, the kind that must come before it on its stage. None: there is none."""
+"""By kind of op, the kind that must run before it on the same micro-batch. None: no other kind."""
 _SHOWN = 4
 """The most stages that an error message about a deadlock names."""
 
@@ -30,9 +30,9 @@ def check_orders(
     tokens: Sequence[int] | None = None,
     caps: Sequence[int | None] | None = None,
 ) -> None:
-    """Raise `ValueError`, which names stage and op, unless every stage runs every op once, each
-    kind in the order of the micro-batches, and no stages wait for each other for ever. With
-    `tokens` by micro-batch and `caps` by stage, a stage may keep activations of so many tokens."""
+    """Raise `ValueError`, which names the place, unless every stage runs every op once, each kind
+    in the order of the micro-batches, and no stages wait for each other for ever. With `tokens` by
+    micro-batch and `caps` by stage, no stage may keep activations of more tokens."""
     if len(orders) != num_stages:
         raise ValueError(f"the plan has {len(orders)} stages, but there are {num_stages}")
     for stage, order in enumerate(orders):
@@ -111,7 +111,7 @@ def _check_progress(
 
 
 def peak_live_tokens(order: Sequence[Op], tokens: Sequence[int]) -> int:
-    """Return the most tokens whose activations a stage keeps. `tokens` are by micro-batch."""
+    """Return the most tokens whose activations a stage with this `order` keeps at once."""
     peak = live = 0
     for op in order:
         if op.kind == "F":

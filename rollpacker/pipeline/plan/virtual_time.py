@@ -90,10 +90,9 @@ def run(
     added_s: Sequence[float] | None = None,
     start_s: float = 0.0,
 ) -> Timeline:
-    """Simulate one sweep from second `start_s` on. `added_s`: the rising seconds at which
-    micro-batches are added to the open sweep; None: all are there at the start. `links` and the
-    timeline count seconds alike. Raises `ValueError`, which names the stages and what they have
-    done, if the choosers wait for each other for ever."""
+    """Simulate one sweep from second `start_s` on. `added_s`: rising seconds at which micro-batches
+    are added to the sweep; None: all are there at the start. Raises `ValueError`, which names the
+    stages and what they have done, if the choosers wait for each other for ever."""
     return _Run(choosers, work, links, sends, added_s, start_s).to_the_end()
 
 
@@ -111,7 +110,7 @@ def replay(
 
 
 class _Run:
-    """A simulated sweep while it runs."""
+    """The state of a simulated sweep, in which ops and messages are events."""
 
     def __init__(
         self,

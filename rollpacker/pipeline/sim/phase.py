@@ -139,7 +139,7 @@ class PipelineResult:
 
 
 class Pipeline:
-    """Simulates the stages of a trainer, phase after phase. Delays of a sweep plan the next one."""
+    """Simulates a trainer's stages, phase by phase. A sweep's delays are expected in the next."""
 
     def __init__(
         self,
@@ -219,7 +219,7 @@ class Pipeline:
         return step
 
     def _shares(self, lengths: Sequence[int]) -> list[list[list[int]]]:
-        """Return the lengths of the rows, by replica and micro-batch."""
+        """Return the tokens of each row, by replica and micro-batch."""
         shares = []
         for members in assign(lengths, self._machine.num_replicas):
             own = [lengths[index] for index in members]

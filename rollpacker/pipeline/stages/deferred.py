@@ -62,7 +62,7 @@ class DeferredWeights:
 
 @torch.no_grad()
 def compute(products: Products) -> None:
-    """Add the weight gradients that these products give to the weights, and empty the list."""
+    """Add the weight gradients from these inputs and output gradients, and empty the list."""
     while products:
         weight, entered, gradient = products.pop()
         product = gradient.flatten(0, -2).t() @ entered.flatten(0, -2)
@@ -82,8 +82,8 @@ def _forward(module: nn.Linear, deferred: DeferredWeights, entered: Tensor) -> T
 
 
 class _Call(NamedTuple):
-    """What autograd must not see of a linear layer's call: it would give a weight that it knows a
-    gradient at once, if only an empty one, and run the weight's hooks."""
+    """Parts of a layer's call that are hidden from autograd: it would give the weight a gradient at
+    once, if only an empty one, and run its hooks."""
 
     weight: Tensor
     needs_input: bool

@@ -228,7 +228,7 @@ class Sweep:
 
     @property
     def _nothing_left(self) -> bool:
-        """Whether all micro-batches and scorings that were added are done."""
+        """Whether all added micro-batches and scoring passes are done."""
         return self.scoring is None and self.state.num_w == len(self.state.tokens)
 
     def _count_arrived(self) -> None:

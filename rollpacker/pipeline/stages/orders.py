@@ -120,7 +120,7 @@ class Orders:
 
 
 class Ready:
-    """Chooses any op that has its input, as long as few enough activations are kept."""
+    """Chooses any op that has its input, within the cap on tokens with kept activations."""
 
     def __init__(self, place: Place, config: PipelineConfig) -> None:
         self._place = place

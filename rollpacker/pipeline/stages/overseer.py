@@ -53,8 +53,8 @@ def first_arrangement(config: PipelineConfig) -> Arrangement:
 
 
 class Overseer:
-    """Watches the times of one trainer's ranks, [stages, shards]. Each shard's pipeline has its own
-    links and is watched alone, since one slow link holds up all."""
+    """Watches one trainer, whose ranks are arranged as [stages, shards]. The ranks of a shard are a
+    pipeline with its own links, and watched alone: one slow link holds up all."""
 
     def __init__(self, config: PipelineConfig, num_shards: int) -> None:
         self.arrangement = first_arrangement(config)
@@ -95,7 +95,7 @@ class Overseer:
 
     @property
     def slow_links(self) -> set[int]:
-        """Numbers of links that are slow in any shard."""
+        """Numbers of links that are slow in the pipeline of any shard."""
         return {number for watch in self._watches for number in watch.slow_links}
 
     @property
@@ -106,7 +106,7 @@ class Overseer:
 
     @property
     def slow_stages(self) -> set[int]:
-        """Numbers of stages that are slow in any shard."""
+        """Numbers of stages that are slow in the pipeline of any shard."""
         return {number for watch in self._watches for number in watch.slow_stages}
 
     def _places(self, times: Sequence[StageTimes]) -> range:

@@ -174,8 +174,8 @@ class StagedPasses:
             return _Open(sweep=sweep, ops=ops, sums=sums, around=around.pop_all())
 
     def _watched(self, work: Sequence[_Work], sums: StepSums, look: Look) -> bool:
-        """Run each micro-batch in a sweep of its own, and then `look`; as many sweeps as the rank
-        with most micro-batches. Returns whether all losses were finite."""
+        """Run each micro-batch in a sweep of its own, and then call `look`; all ranks make equally
+        many sweeps. Returns whether all losses were finite."""
         finite = True
         for number in range(same_number(len(work), self._shards)):
             one = list(work[number : number + 1])

@@ -192,7 +192,7 @@ class Stage:
         return any(value for (value,) in self._peers.gather([float(flag)]))
 
     def sums(self, own: Sequence[float]) -> list[float]:
-        """Return the sums of all stages' numbers, place by place; the same on each stage."""
+        """Return the sums of all stages' numbers, element by element; the same on each stage."""
         return [math.fsum(values) for values in zip(*self._peers.gather(own), strict=True)]
 
     def norm(self, own: float) -> float:

@@ -34,10 +34,10 @@ RETRY_S = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shipment:
-    """One version of the weights that is sent to several hosts, as each of them is told."""
+    """One version of the weights on its way from the trainer's hosts to several others."""
 
     number: int
-    """Number of the shipment, counted up through a run."""
+    """Number of this sending of a version, counted up from 1 in a run."""
     layout: BufferLayout
     """The trainer's buffer: file, size and places of tensors. Of several equal ones, the first."""
     head: bytes
@@ -112,7 +112,7 @@ class Arriving:
         return opened(self._there)
 
     def arrived(self, start: int, end: int, within_s: float) -> int:
-        """Return up to where bytes from `start` are here, after a wait of `within_s` at most."""
+        """Return the end of the bytes from `start` that are here, after `within_s` at most."""
         number = next(n for n, shard in enumerate(self._shards) if start < shard.end)
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._ends[number] > start, within_s)

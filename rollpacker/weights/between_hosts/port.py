@@ -52,7 +52,7 @@ class Streamed(Protocol):
         ...
 
     def arrived(self, start: int, end: int, within_s: float) -> int:
-        """Return up to where the bytes from `start` have arrived: `end` at most, and `start` if
+        """Return the end of the bytes from `start` that have arrived: `end` at most, and `start` if
         none came within these seconds. Raises `OSError` or `StaleWeightsError` if they never
         come."""
         ...

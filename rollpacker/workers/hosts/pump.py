@@ -11,8 +11,8 @@ from rollpacker.workers.loop import LoopUse
 
 
 class Pump:
-    """Sends and receives the messages of one line in the event loop of all lines. A line whose
-    other side does not read holds up no other line. The methods may be called from any thread."""
+    """Sends and receives the messages of one line. A line whose other side does not read holds up
+    no other line. The methods may be called from any thread."""
 
     def __init__(
         self, line: Line, heard: Callable[[Message], None], ended: Callable[[], None]

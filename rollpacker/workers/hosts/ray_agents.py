@@ -51,7 +51,7 @@ PROBE_S = 1.0
 ASK_S = 60.0
 """Seconds within which a host must report its cores and so on; ray first starts a process there."""
 GROUPS = {"say": "say", "hear": "hear"}
-"""Methods of an agent that ray runs in threads of their own: others (`bulk`) do not delay them."""
+"""Methods of an agent with threads of their own in ray, so that other calls do not delay them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
