@@ -104,7 +104,7 @@ class Breaker:
         )
 
     def outage(self) -> str | None:
-        """Return a sentence on the present outage, its length and last reason; None if it is up."""
+        """Return a sentence on the outage, its length and last reason; None: the endpoint is up."""
         if not self._is_open:
             return None
         return f"{self.name} has been down for {_duration(self._down_s())} ({self.why})"

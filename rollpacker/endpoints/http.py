@@ -21,7 +21,7 @@ class CompressedAnswer(Exception):
 
 
 def http_library(what: str) -> Any:
-    """Return the module httpx2. Raises `MissingPackageError`, with `what` (its user) first."""
+    """Return the module httpx2. Raises `MissingPackageError`, whose text begins with `what`."""
     require("httpx2", extra="judge", what=what)
     return importlib.import_module("httpx2")
 

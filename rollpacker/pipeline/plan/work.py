@@ -246,8 +246,7 @@ def _inner_products(columns: FloatArray) -> FloatArray:
 
 
 def _solved(matrix: FloatArray, right: Sequence[float]) -> list[float] | None:
-    """Return the solution of a symmetric system of linear equations; None unless the matrix is
-    positive definite."""
+    """Return the solution of a symmetric system of equations; None: it is not positive definite."""
     rows = [[*row, last] for row, last in zip(matrix.tolist(), right, strict=True)]
     for number, row in enumerate(rows):
         if not row[number] > 0:
