@@ -1,7 +1,8 @@
 """A circuit breaker: while an endpoint is down, callers wait in line instead of calling it.
 
-closed --N failures in a row--> open --a success (of a probe, or of a late call)--> closed
-                                  every `probe_every_s` the first in line goes ahead as a probe
+The circuit is closed while the endpoint is up. After N failures in a row it is open, and every
+`probe_every_s` seconds the first caller in line goes ahead as a probe. A success, of a probe or of
+an earlier call, closes it again.
 """
 
 from __future__ import annotations

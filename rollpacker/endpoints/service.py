@@ -1,8 +1,7 @@
 """Keeps for the callers of a service whether it is up, busy or down, and how long they wait for it.
 
-ready -> the breaker is closed, nobody asked for a pause -> one attempt -> succeeded, or failed
-   ^                                                                            |
-   +---------------------- pause, longer each time -----------------------------+
+A caller awaits `ready`, makes one attempt, and calls `succeeded` or `failed`. After a failure it
+awaits `pause`, longer each time, and begins again.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
     count, version | tensors, each at a multiple of 64 bytes | count, version
 
-One process writes, any number of others read. The numbers before the tensors are changed before the
-tensors are, and those behind them afterwards. A reader compares both before it copies, and the
-first ones again after it: weights that were written in part, or changed meanwhile, are refused. The
-newest version stays there until the next one comes, for an engine that joins late.
+One process writes, any number of others read. `count` is how often writing began. The two numbers
+before the tensors are changed before the tensors are, the two behind them afterwards. A reader
+compares both pairs before it copies, and the first pair again after it: weights that were written
+in part, or changed meanwhile, are refused. The newest version stays until the next one comes, for
+an engine that joins late.
 
 The memory has no name in any folder, and no limit but the machine's: others map it through the
 descriptor of the process that made it. It is freed when the last process that maps it ends, so that

@@ -1,9 +1,9 @@
 """Processes that are called together, in a thread that waits for their answers. If one is lost, all
 are, since the others may wait for it in a joint call for ever.
 
-    say(members, payloads, during)    a call to each
-    replies(members, during)          what each answers; `MemberLost` if one ends or stays stopped
-    end(members), close(members)      have them end, and wait for that
+    say(members, calls, during): send each member its call.
+    replies(members, during): wait for the answers; `MemberLost` if one ends or stays stopped.
+    Member.end(), close(members): end the members, and wait until they have ended.
 
 Each member answers one call at a time (`program.answer_calls`). A member that a signal has stopped
 is waited for a while, since a user may let it go on.

@@ -3,9 +3,10 @@
     owner --lifeline--> guardian --> child --> whatever that starts
 
 Run as `python -ISB guardian.py LIFELINE COMMAND...`; standard library only. The guardian kills the
-family when the owner wants that or is gone, however busy or stopped the child is, also descendants
-outside of the child's process group: they are the guardian's as orphans. If the child ends by
-itself, so does it, with the same exit code (128 + N: signal N).
+child and all descendants when the owner wants that or is gone, however busy or stopped the child
+is. Descendants outside of the child's process group are included: as orphans they become the
+guardian's children. If the child ends by itself, the guardian kills the rest and ends with the
+same exit code (128 + N: signal N).
 """
 
 from __future__ import annotations

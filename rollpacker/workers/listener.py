@@ -1,7 +1,7 @@
 """Accepts connections of processes that were not started by this one, if they show a token.
 
 A connection is closed unless it shows the token within `KNOCK_S`, in a message of at most
-`MAX_HELLO_BYTES`. No other connection waits meanwhile, and until then its bytes are only compared.
+`MAX_HELLO_BYTES`. Until then its bytes are only compared with the token; no other waits for it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The worker processes of one function or environment, among which calls are distributed.
 
-    call -> waits -> runs in a worker -> its reply
-                                      -> Overran, WorkerLost: the worker is ended and replaced
-                  -> NoWorker
+A call waits for a worker, runs in it, and returns the worker's reply. It raises `NoWorker` if none
+could be started, and `Overran` or `WorkerLost` if the worker was too slow or ended: then the worker
+is replaced.
 
 A blocking function has one call at a time in each worker, an async one many. There is one worker at
 first; waiting calls start more, and workers idle for a minute end. There are no threads.
@@ -65,7 +65,7 @@ class PoolCall:
     began: float = 0.0
     """The event loop's time in seconds at which a worker got the call."""
     whose: object = None
-    """Mark of where the call comes from: calls with the same mark may break a worker alike."""
+    """What the call is for, such as an episode's prompt, which is suspected if its worker dies."""
 
     def lost(self, what: str, now: float, *, how: str = "", stopped: bool = False) -> None:
         """Have the call raise `WorkerLost`: its worker was gone at loop time `now`."""
@@ -130,7 +130,7 @@ IDLE_S = 60.0
 GROW_AFTER_S = 0.02
 """Seconds for which calls wait for a free worker before another worker is started."""
 WATCH_EVERY_S = 0.25
-"""Seconds between two checks of busy workers. One that is stopped by a signal twice is lost."""
+"""Seconds between two checks of busy workers. One that a signal holds at two in a row is lost."""
 ANSWER_WITHIN_S = 0.25
 """Seconds without an answer to a cancelled call after which a worker's loop counts as blocked."""
 GIVE_IN_WITHIN_S = {False: 0.1, True: 1.0}
@@ -302,7 +302,7 @@ class WorkerPool:
             one.settle(Overran(shared=shared, own=one is call))
 
     def _reacted(self, worker: PoolWorker, number: int, content: dict[str, Any]) -> None:
-        """Have a call raise `Overran` which its async worker has given up. Other calls go on."""
+        """Have a call that its async worker gave up raise `Overran`. The worker's others go on."""
         call = worker.calls.pop(number, None)
         if call is not None:
             call.settle(Overran(shared=False, told=content))
@@ -332,7 +332,7 @@ class WorkerPool:
             self._freed(worker)
 
     def _watch(self) -> None:
-        """Check whether a signal has stopped a busy worker; if so twice, replace the worker."""
+        """Replace each busy worker that a signal holds at this check and at the one before."""
         self._watch_timer = None
         busy = [worker for worker in self._workers if worker.num_calls or not worker.ready]
         for worker in busy:

@@ -1,13 +1,13 @@
 """The common part of all programs that run in a process with an owner (`served.py`).
 
-    program = Program(codec(), own=EngineError)   line, signals, HELLO
-    setup = program.setup()                       what the owner wants made
-    with program.telling(ValueError):             READY, REFUSED or FAILED
+    program = Program(codec(), own=EngineError)   # opens the line to the owner, sends HELLO
+    setup = program.setup()                       # receives what the owner wants made
+    with program.telling(ValueError):             # sends REFUSED or FAILED on an error
         engine = make(setup)
         program.line.send(READY)
 
-The process ends when its line does. It imports what it has to make only when told: until then it
-starts quickly.
+The process ends when its line does. It starts quickly: what it has to make is imported only after
+`setup`.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 START_S = 600.0
 """Seconds within which a started process must report that it is ready."""
 HEARTBEAT_S = 5.0
-"""Seconds without a message after which a process is lost, unless its owner sets others."""
+"""Default for the seconds without a message after which a process counts as lost."""
 ENDED_S = 0.4
 """Seconds that the exit of a process that has closed its line is waited for."""
 _HELD_S = 1.0

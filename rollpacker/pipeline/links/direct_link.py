@@ -63,7 +63,7 @@ class _Sent(NamedTuple):
 
 
 class DirectSender:
-    """Sends tensors to a neighbouring stage over torch.distributed. It keeps those not sent yet."""
+    """Sends tensors to a neighbouring stage over torch.distributed. It keeps them until sent."""
 
     def __init__(
         self,

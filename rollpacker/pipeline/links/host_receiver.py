@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 class _Connection:
     socket: socket.socket
     place: int
-    """Number of this connection among the sender's, from 0. One that replaces it has the same."""
+    """Number of this connection among the sender's, from 0; also of one that replaces it."""
     greeting: int
     """Number of connections that the sender had made before this one, lost ones included."""
 
@@ -72,7 +72,7 @@ class _Connection:
 
 
 class HostReceiver:
-    """Receives tensors from a stage over TCP. It keeps at most one for each of the connections."""
+    """Receives tensors from a stage over TCP. At most one per connection waits to be delivered."""
 
     def __init__(
         self,

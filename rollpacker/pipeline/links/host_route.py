@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 GREETING = struct.Struct(">IQ")
 """First bytes of a new connection, after the token: its number among the sender's connections, and
-how many connections the sender had made before. It replaces an earlier one of its number."""
+how many connections the sender had made before. The new connection replaces an earlier one of
+the same number."""
 MAX_CONNECTIONS = 64
 
 

@@ -65,7 +65,7 @@ class _PeerClosed(Exception):
 
 
 class HostSender:
-    """Sends tensors to a neighbouring stage over TCP. It keeps those not acknowledged yet."""
+    """Sends tensors to a neighbouring stage over TCP. It keeps them until acknowledged."""
 
     def __init__(
         self,
@@ -288,7 +288,7 @@ class _Connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def wait_for_welcome(self, within_s: float) -> int:
-        """Wait until the receiver accepts this connection. Returns the next message it wants."""
+        """Wait until the receiver accepts. Returns the number of the next message that it wants."""
         self._socket.setblocking(False)
         until = time.monotonic() + within_s
         while time.monotonic() < until:

@@ -37,7 +37,7 @@ at this end. It must not close the link, since it runs in one of the link's thre
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Border:
-    """Names one direction between two stages, and the process there, in logs and errors."""
+    """One direction between two stages and the process at its other end, for logs and errors."""
 
     stages: tuple[int, int]
     """Numbers of the sending stage and of the receiving stage."""

@@ -39,8 +39,8 @@ class SwitchedSender:
         self._num_sent[self._kind] += 1
 
     def times(self) -> list[SendTimes]:
-        """Return the times of messages sent since the last call, with the numbers of the link
-        used."""
+        """Return the times of messages sent since the last call over the kind of link in use. They
+        are numbered among the messages of that kind."""
         return self._links[self._kind].times()
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Tensors and acknowledgements as bytes on a connection. The bytes cannot execute anything.
 
-sender -> receiver   HEADER, then the tensor's bytes as they lie in memory, row by row
-receiver -> sender   ANSWER, at any time
+The sender sends a HEADER, then the tensor's bytes as they lie in memory, row by row. The receiver
+sends an ANSWER at any time.
 """
 
 from __future__ import annotations

@@ -15,13 +15,13 @@ of a sum of gradients. What a stage has done is therefore a few counters (`Stage
 *chooser* is a function of them: the next of a fixed order, or the first of what is ready. The
 executor asks the chooser whenever its stage is idle and something was done or arrived.
 
-    work           costs of ops and messages: of stages, fitted or given, and of links
-    virtual_time   the same choosers in virtual time, by which plans are made and replayed
-    plan           orders: 1f1b, zero-bubble, adapted; `search` makes one better
-    order          whether orders can be run at all, and torch's file of them
-    split          layers of each stage, and the budget of a micro-batch
-    watch          finds links and stages that have turned slow
-    link_choice    the kind of links to use then
+    `work`: costs of ops (fitted or given) and of messages.
+    `virtual_time`: simulates a sweep with these choosers, to make plans and to replay them.
+    `plan`: the orders 1f1b, zero-bubble and adapted. `search`: makes an order better.
+    `order`: checks that orders can be run at all; reads and writes torch's CSV file of them.
+    `split`: number of layers of each stage, and most tokens of a micro-batch.
+    `watch`: finds links and stages that have turned slow.
+    `link_choice`: the kind of links to use (direct or host), by whether links are slow.
 
 Ready-first is RRFP (arXiv 2605.18750); warm-up quotas are those of ADAPTRA (arXiv 2504.19232).
 """
@@ -205,7 +205,8 @@ class ReadyFirst:
         """The fewest tokens of which this stage, or one before it, may keep activations."""
         self._known = 0
         self._reachable = 0
-        """How many forward passes of the quota fit, for the first `_known` micro-batches."""
+        """Number of forward passes of the quota whose tokens together are at most `_lowest`, when
+        the sweep had `_known` micro-batches."""
 
     def choose(self, state: StageState) -> Op | None:
         """Return the next op that has its input, I before F before W. None: the stage waits."""

@@ -4,9 +4,8 @@ A stage that became slow is to have fewer layers. Two processes of one stage bet
 network became slow are to be in two stages: a step's weights and gradients go between shards of a
 stage, and over a link between stages hidden states alone, which do not hold the sender up.
 
-    places   0 = 1   stage 0             0 - 2   stage 0         = slow
-             |   |            becomes    "   |                   " slow, but a link
-             2 - 3   stage 1             1 - 3   stage 1
+For example, stage 0 has devices 0 and 1, stage 1 has 2 and 3, and the network between 0 and 1 is
+slow: then stage 0 gets 0 and 2, stage 1 gets 1 and 3, and the slow way is a link between stages.
 
 Either change takes a switch between two steps, which must pay before the run ends.
 """

@@ -22,7 +22,7 @@ class LinkChoice:
         self.kind: LinkKind = "direct"
         self._patience = PATIENCE
         self._steps_well = 0
-        """Number of last steps in a row in which no link of this kind was slow."""
+        """Number of last steps in a row in which no link was slow, since `kind` last changed."""
         self._returned = False
 
     def observe(self, slow_links: Collection[int], *, direct_lost: bool = False) -> LinkKind:

@@ -2,10 +2,10 @@
 
 The names are those of `train.pipeline.order`:
 
-    1f1b         as many forwards as stages follow, then one forward, one backward (I with its W)
-    zero-bubble  twice as many warm-up forwards, W where there is time; as if links took no time
-    adapted      planned with the links as they are now, and improved by a search
-    ready        no plan: the executor asks `ready_choosers` as it goes
+    1f1b: as many forwards as stages follow, then a forward and a backward (I with W) by turns.
+    zero-bubble: twice as many forwards first, W where there is time; as if links took no time.
+    adapted: planned with the links as they are now, and improved by a search.
+    ready: no plan; before each op, a chooser of `ready_choosers` is asked.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def plan_order(name: str, work: Work, links: Sequence[Link], *, caps: Caps = Non
 
 def plan_1f1b(num_stages: int, num_micro_batches: int) -> list[Order]:
     """Return the 1f1b order of each stage: as many forwards as stages follow, then a forward and a
-    backward (I with its W) by turns. A stage keeps activations of that many micro-batches and
-    one."""
+    backward (I with its W) by turns. A stage before n others keeps activations of n + 1
+    micro-batches."""
     orders = []
     for stage in range(num_stages):
         ahead = min(num_stages - stage - 1, num_micro_batches)

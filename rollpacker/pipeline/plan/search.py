@@ -67,7 +67,7 @@ def _exchanges(
     orders: _Ops, chain: Sequence[OpPlace], work: Work, caps: Sequence[int | None] | None
 ) -> list[OpPlace]:
     """Return the places of ops that may be exchanged with the next op of their stage, both in the
-    longest chain of waiting ops. Those at the ends of a stage's run come first: they help most."""
+    longest chain of waiting ops. Places where the chain enters or leaves a stage come first."""
     ends: list[OpPlace] = []
     inner: list[OpPlace] = []
     for index in range(len(chain) - 1):

@@ -3,10 +3,10 @@
 Every op takes the seconds that `Work` says, and every message those of its link when it is sent.
 Three ways to send are known:
 
-    free      the link carries each direction by itself, and no stage waits for a send
-    blocking  one channel for both directions, and a stage computes nothing until its message has
-              arrived: what queued launches behind a slow send amount to (head-of-line blocking)
-    paired    blocking, but each direction by itself: a send and a receive are launched together
+    free: each direction of a link has its own channel, and no stage waits for a send.
+    blocking: both directions share a channel, and a stage computes nothing until its message
+        has arrived, as if its next kernels were queued behind the send (head-of-line blocking).
+    paired: as blocking, but each direction has its own channel (send and receive launched at once).
 
 A plan is such a run with expected times; a replay runs `FixedOrder`s with other times.
 """
@@ -135,8 +135,8 @@ class _Run:
         self._spans: list[list[Span]] = [[] for _ in stages]
         self._messages: list[Message] = []
         self._free_s = {(link, way): start_s for link in stages for way in ("down", "up")}
-        """By link and direction, the second at which all messages are sent; with one channel only
-        "down" is used, for both directions."""
+        """By link and direction, the second from which nothing is being sent. With one channel,
+        "down" stands for both directions."""
         self._events: list[tuple[float, int, str, int]] = []
         """Coming events as (second, number, what happens, stage). Simultaneous ones are in the
         order of their numbers."""

@@ -43,7 +43,7 @@ class WatchConfig:
     """A link is also slow, from the first step on, if a message there and one back take more than
     this share of a micro-batch's three ops, even if they always did."""
     num_sds: float = 4.0
-    """Number of standard deviations of chance that an excess over the usual must exceed, too."""
+    """For slow, times must also exceed the usual by this many standard deviations of chance."""
     clear: float = 0.8
     """Share of the limit for slow below which a slow link or stage counts as well again."""
     healthy_steps: int = 8
@@ -149,7 +149,8 @@ class _Mark:
         self._config = config
 
     def observe(self, level: float, *, beyond_chance: bool) -> bool:
-        """Judge a step's level of slowness (slow above 1). Returns whether slow or well changed."""
+        """Judge a step by its level of slowness (above 1: slow, if `beyond_chance`). Returns
+        whether `slow` changed, which it does after enough steps in a row that contradict it."""
         against = level < self._config.clear if self.slow else level > 1 and beyond_chance
         self.num_against = self.num_against + 1 if against else 0
         if self.num_against < self._config.confirm_steps:

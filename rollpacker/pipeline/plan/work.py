@@ -192,7 +192,8 @@ def constant(links: Sequence[Link]) -> LinkAt:
 
 
 _TOLD_APART = 0.02
-"""Least singular value of unit columns of loads at which noisy times tell the columns apart."""
+"""Least singular value, of a matrix whose columns (tokens, pairs ...) have length 1, above which a
+fit to noisy times can tell the columns apart."""
 
 
 def fit_op_cost(loads: Sequence[Load], seconds: Sequence[float]) -> OpCost:

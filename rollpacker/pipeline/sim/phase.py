@@ -1,13 +1,13 @@
 """A trainer in pipeline stages, in virtual time: the time of a training phase, and its waits.
 
-    responses -> replicas -> micro-batches   (core/packs.py: as the trainer deals and packs)
-      -> seconds of F, I and W on every stage  (OpTimes, or the scenario's training cost by layers)
-      -> an order, or the chooser that works without one, over links that are slow or not
-         (pipeline/plan/plan.py, virtual_time.py: as the trainer's executor chooses)
+    1. Responses are dealt to replicas and packed into micro-batches, as a trainer does.
+    2. Each op (F, I, W) of a stage gets its seconds: `OpTimes`, or training cost by layers.
+    3. A sweep is simulated (`virtual_time.py`): by a planned order, or by ready-first.
 
 A phase is the forward sweeps of the log-probs and one sweep with gradients; it ends with the
-slowest replica. Direct links block (head-of-line): the paper's ZB measurements are met within 5 %
-so. 1f1b launches a send together with a receive, so that its messages share no channel.
+slowest replica. With direct links a stage computes nothing until its message has arrived: so most
+published measurements are met within 5 % (docs/pipeline.md). 1f1b launches a send together with a
+receive, so that both directions of a link work at once.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class PipelineStep:
     idle_device_s: float
     """Seconds, summed over all GPUs, in which they waited for a message or another replica."""
     device_s: float
-    """Seconds of the phase times the number of GPUs, without the sweep's fixed seconds."""
+    """Seconds of the phase times the number of GPUs, without `direct_fixed_s` or `host_fixed_s`."""
     links: Literal["direct", "host"]
     num_micro_batches: int
     """Number of micro-batches of the replica with the fewest; replicas without any do not count."""
@@ -139,7 +139,8 @@ class PipelineResult:
 
 
 class Pipeline:
-    """Simulates a trainer's stages, phase by phase. A sweep's delays are expected in the next."""
+    """Simulates a trainer's stages, phase by phase. A sweep is planned with the delays of messages
+    in the sweep before."""
 
     def __init__(
         self,
@@ -267,7 +268,7 @@ class Pipeline:
         return max(free_s)
 
     def _run(self, work: Work, kind: str, now_s: float) -> tuple[float, Timeline]:
-        """Return the seconds of a replica's forward sweeps, and its sweep with gradients."""
+        """Return a replica's seconds in forward sweeps, and times of its sweep with gradients."""
         forward_s = NUM_FORWARD_SWEEPS * self._forward_s(work, kind, now_s)
         timeline = self._sweep(work, kind, now_s + forward_s)
         self._check_peaks(timeline)

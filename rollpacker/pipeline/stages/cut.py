@@ -2,8 +2,8 @@
 
     embed_tokens | layers 0 1 2 3 | norm | lm_head
 
-    stage 0      embed_tokens, layers 0 1      token ids in, hidden states out
-    stage 1      layers 2 3, norm, lm_head     hidden states in (`inputs_embeds`)
+    stage 0: embed_tokens, layers 0 1      (token ids in, hidden states out)
+    stage 1: layers 2 3, norm, lm_head     (hidden states in, as `inputs_embeds`)
 
 What another stage has becomes `Absent`: it passes its input through, has no parameters, and leaves
 every other tensor the name that it has in the whole model. Nothing refers to the absent parameters

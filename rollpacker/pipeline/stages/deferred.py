@@ -4,8 +4,8 @@ of the weights (W) are computed later, when there is time.
     I   backward through the stage's graph: inputs, norms, biases, embeddings, output layer
     W   weight.grad += output_gradient.T @ input, for each linear layer
 
-The output layer's product is in I: what it needs would be kept as tokens x vocabulary, or computed
-again for a gain of one product a sweep (docs/pipeline.md).
+The output layer's product is part of I. To put it off, a gradient of [tokens, vocabulary] would
+have to be kept or computed again, for the gain of one product a sweep (docs/pipeline.md).
 
 A product is handed to autograd at the weight itself, as its backward pass would have done, so that
 hooks run: bfloat16 gradients are summed in float32, and FSDP2 sees its parameters' gradients.
@@ -82,8 +82,8 @@ def _forward(module: nn.Linear, deferred: DeferredWeights, entered: Tensor) -> T
 
 
 class _Call(NamedTuple):
-    """Parts of a layer's call that are hidden from autograd: it would give the weight a gradient at
-    once, if only an empty one, and run its hooks."""
+    """Arguments of a layer's call, hidden from autograd in a tuple: it would otherwise give the
+    weight a gradient at once, if only an empty one, and run the weight's hooks."""
 
     weight: Tensor
     needs_input: bool

@@ -4,13 +4,13 @@ Ops of one kind run in the order of the micro-batches whatever arrives when, so 
 no bit of a result. A message's number counts those of its direction since the start, over all
 sweeps: what the next sweep sends early is not mistaken for this one's.
 
-    executor.sweep(loads, ops, chooser)         all that there is, in the caller's thread
+    executor.sweep(loads, ops, chooser)   # all micro-batches at once, in the caller's thread
 
-    sweep = executor.open(ops, chooser)         an open one: in a thread of its own
-    sweep.add(loads)                            micro-batches
-    sweep.forward(scoring, 3)                   forwards of something else, behind them
-    sweep.add(more)                             while the first ones are under way
-    sweep.drain()
+    sweep = executor.open(ops, chooser)   # an open sweep, in a thread of its own
+    sweep.add(loads)                      # adds micro-batches
+    sweep.forward(scoring, 3)             # 3 forwards without gradients, after theirs
+    sweep.add(more)                       # adds others, while the first are under way
+    sweep.drain()                         # waits until all ops are done
 
 All stages make these calls in the same order, so that all send in the same order.
 """
@@ -138,8 +138,8 @@ class Executor:
 @dataclass(slots=True)
 class Scoring:
     """Forward passes without gradients in an open sweep with gradients. They run after the forwards
-    of the micro-batches so far and before later ones, whatever the chooser says: nothing is
-    kept."""
+    of the micro-batches so far and before later ones, whatever the chooser says: they keep no
+    activations."""
 
     ops: StageOps
     count: int
@@ -288,7 +288,8 @@ class OpenSweep:
 
     def forward(self, ops: StageOps, count: int) -> None:
         """Run `count` forwards without gradients, as soon as those of the micro-batches so far are
-        done; only backwards that the chooser waits for come before. Returns when they are done."""
+        done; backwards come before only where a forward waits for them. Returns when all `count`
+        are done."""
         if count == 0:
             return
         with self._changed:

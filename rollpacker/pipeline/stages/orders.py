@@ -29,7 +29,7 @@ DIGEST_BYTES = 6
 
 
 class SweepChooser(Chooser, Protocol):
-    """Chooses one stage's ops in one sweep. `add` announces micro-batches before they exist."""
+    """Chooses one stage's ops in one sweep. `add` must announce micro-batches before they run."""
 
     def add(self, loads: Sequence[Load]) -> None:
         """Announce micro-batches of these sizes. All stages make this call together. Raises

@@ -4,7 +4,7 @@ ranks between steps.
     ranks --StageTimes--> Overseer --> the log: which link or stage has turned slow, or well again
                                    --> Arrangement: which links to use, what all of it costs
 
-The overseer outlives the ranks: ranks in their place are told the same. It imports no torch.
+The overseer outlives the ranks: ranks that replace lost ones are told the same. No torch is needed.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Arrangement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A slow (or again well) link or stage in one of the trainer's pipelines. The shards of one
-    number, one on each stage, are a pipeline."""
+    """A slow (or again well) link or stage in one of the trainer's pipelines. Pipeline n
+    consists of shard n (one process) of every stage."""
 
     version: int
     """Version of the weights after the step in which this was found."""
@@ -53,8 +53,8 @@ def first_arrangement(config: PipelineConfig) -> Arrangement:
 
 
 class Overseer:
-    """Watches one trainer, whose ranks are arranged as [stages, shards]. The ranks of a shard are a
-    pipeline with its own links, and watched alone: one slow link holds up all."""
+    """Watches one trainer, whose ranks are arranged as [stages, shards]. Each shard's ranks,
+    one per stage, are a pipeline, and watched by themselves: one slow link holds up all."""
 
     def __init__(self, config: PipelineConfig, num_shards: int) -> None:
         self.arrangement = first_arrangement(config)

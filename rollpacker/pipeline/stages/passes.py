@@ -99,10 +99,10 @@ class StagedPasses:
         sums: StepSums,
         look: Look | None = None,
     ) -> bool | None:
-        """Begin forward and backward passes over the samples (`Passes`). With `look`, each
-        micro-batch is a sweep of its own; returns whether all losses were finite, which only the
-        last stage knows. Else returns None. Stages before the last add only their time to
-        `sums`."""
+        """Begin forward and backward passes over the samples (`Passes`), and return None: `finish`
+        tells whether all losses were finite. But with `look`, which is called after each
+        micro-batch, wait for the passes, and return that (before the last stage: True). Stages
+        before the last add only their time to `sums`."""
         rows = [row_of(sample) for sample in samples]
         work = [
             _Work(
@@ -127,8 +127,8 @@ class StagedPasses:
         return None
 
     def rescale(self, factor: float) -> bool:
-        """Multiply by `factor` what is to be summed at `finish`. Returns whether no sweep is
-        open."""
+        """Multiply by `factor` what the open sweep will add to the sums at `finish`. Returns
+        whether no sweep is open: then gradients may be multiplied now."""
         for one in () if self._open is None else self._open.ops.work:
             one.factor *= factor
         return self._open is None
@@ -174,8 +174,8 @@ class StagedPasses:
             return _Open(sweep=sweep, ops=ops, sums=sums, around=around.pop_all())
 
     def _watched(self, work: Sequence[_Work], sums: StepSums, look: Look) -> bool:
-        """Run each micro-batch in a sweep of its own, and then call `look`; all ranks make equally
-        many sweeps. Returns whether all losses were finite."""
+        """Run each micro-batch in a sweep of its own, and call `look` after it with its losses and
+        samples; all ranks make equally many sweeps. Returns whether all losses were finite."""
         finite = True
         for number in range(same_number(len(work), self._shards)):
             one = list(work[number : number + 1])

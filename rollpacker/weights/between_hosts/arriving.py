@@ -1,13 +1,13 @@
 """Receives a version of the weights that goes to several hosts at once, and passes it on.
 
-    the trainer's hosts          hosts that receive it
-        a  --shard 0--> 0 --+--> 1, 2      a shard is a range of bytes;
-           --shard 1--> 1 --+--> 0, 2      each shard crosses from pool to pool once,
-           --shard 2--> 2 --+--> 0, 1      and is passed on as it comes in
+    trainer's host --shard 0--> host 0 --> hosts 1, 2
+                   --shard 1--> host 1 --> hosts 2, 0
+                   --shard 2--> host 2 --> hosts 0, 1
 
-If a host is lost, the hosts that waited for its shards ask the next one in the order of the shard,
-which gets what it lacks from the trainer. So a host waits only for those before it in that order,
-and never in a circle.
+A shard is a range of bytes. It leaves the trainer's hosts once, to one receiving host, which passes
+it on as it comes in. For each shard the receiving hosts have an order: if the first is lost, the
+others ask the second, which gets the rest from the trainer's host, and so on. As a host waits only
+for hosts before it in that order, none wait in a circle.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Shipment:
     number: int
     """Number of this sending of a version, counted up from 1 in a run."""
     layout: BufferLayout
-    """The trainer's buffer: file, size and places of tensors. Of several equal ones, the first."""
+    """File, size and places of tensors of the trainer's buffer, on the first of `sources`."""
     head: bytes
     """First bytes of the trainer's buffer, which tell one written version from another."""
     sources: tuple[PortAddress, ...]
@@ -112,7 +112,7 @@ class Arriving:
         return opened(self._there)
 
     def arrived(self, start: int, end: int, within_s: float) -> int:
-        """Return the end of the bytes from `start` that are here, after `within_s` at most."""
+        """Wait up to `within_s` for bytes from `start`. Returns their end so far, at most `end`."""
         number = next(n for n, shard in enumerate(self._shards) if start < shard.end)
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._ends[number] > start, within_s)
@@ -153,7 +153,7 @@ class Arriving:
             self._fail(error)
 
     def _takers_before(self, shard: Shard) -> list[PortAddress]:
-        """Return the hosts that receive the shard before this host does, in that order."""
+        """Return the hosts before this one in the order in which hosts receive the shard."""
         takers = self.shipment.takers
         place = (self._own - shard.first) % len(takers)
         return [takers[(shard.first + n) % len(takers)] for n in range(place)]

@@ -1,7 +1,7 @@
 """Keeps the trainer's weights in the memory of one host, and sends them from there to other hosts.
 
-A copy is a buffer of the same bytes (`weights/buffer.py`), so that its readers see by the same
-numbers whether it is complete. Its first bytes are written first and its last bytes last.
+A copy has the same bytes as the trainer's buffer (`weights/buffer.py`). Its first bytes are written
+first and its last bytes last, so that readers see by the numbers there whether it is complete.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class HostWeights:
 
     def __init__(self) -> None:
         self._copies: dict[tuple[str, str, int], Memory] = {}
-        """The one memory with a copy of the trainer's buffer, by the buffer's host, path, inode."""
+        """The memory with the copy (one at most), by the trainer's buffer's host, path, inode."""
         self._port: WeightPort | None = None
         self._arriving: Arriving | None = None
         self._newest = 0

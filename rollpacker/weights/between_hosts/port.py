@@ -1,9 +1,9 @@
 """A network port at which a host sends weights to other hosts of the run, and their side of it.
 
-    hello     token, number of the shipment (version on its way), first byte, end
-    answer    pieces, each after its length: as they come to this host themselves
-              0: nothing yet; said every `BEAT_S`, so that silence means a host that is lost
-              CHANGED or FAILED: the rest never comes
+    request: token, number of the shipment (version on its way), first byte, end.
+    answer: bytes in pieces as they arrive at the sending host, the length before each piece.
+        In place of a length comes 0 every `BEAT_S` seconds if there is nothing new, so that silence
+        means a lost host; CHANGED (a newer shipment is there) or FAILED: the rest never comes.
 
 Bytes go from memory to the socket and from the socket to memory; no copy of the model is made.
 """

@@ -1,10 +1,10 @@
 """Brings the trainer's weights to other hosts.
 
-    publish     a version to several hosts at once, before any asks: each range of its bytes leaves
-                the trainer's host once, to one of them, which passes it on (`arriving.py`)
-    bring       to one host whose engine asks, if the version has not been published there
+    publish: a version is sent to several hosts at once, before any asks: each range of its bytes
+        leaves the trainer's host once, to one of them, which passes it on (`arriving.py`).
+    bring: a version is sent to one host whose engine asks for it, unless it is there already.
 
-Both send it from host to host (`port.py`), one version at a time.
+Both send the version from host to host (`port.py`), one version at a time.
 """
 
 from __future__ import annotations

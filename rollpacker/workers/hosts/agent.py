@@ -1,12 +1,12 @@
 """The agent of a run on another host, which starts processes there and carries their messages.
 
-    say(sequence, items)   begin, tell, hang up on, end processes; an item is taken once
-    hear(acknowledged)     their messages, and how they ended; waits a little for news
+    say(sequence, items): start or end processes, send them messages or close the line to them.
+    hear(acknowledged): get the processes' messages, and how they ended; waits a little for news.
 
-Both calls may be repeated with the same numbers if an answer was lost. A process starts, talks and
-ends exactly as on the run's own host (`workers/host.py`). All processes end with the agent, and the
-agent ends when it was not called for `lease_s`: a run that is dead or cut off leaves nothing
-behind.
+Both calls may be repeated with the same numbers if an answer was lost: nothing is done twice. A
+process starts, talks and ends exactly as on the run's own host (`workers/host.py`). All processes
+end with the agent, and the agent ends when it was not called for `lease_s`: a run that is dead or
+cut off leaves nothing behind.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Asks ray which hosts there are, for their devices, for an agent on each, and to carry calls.
 
-    join(address)                 connect, by token only (`ray_connection.py`)
-    RayCluster.nodes              address -> what ray knows of it
-    RayCluster.reserve(wanted)    so many devices on each of these hosts, or say who has them
-    RayCluster.connect(address)   a new agent there
+    join(address): connect to a cluster, by token only (`ray_connection.py`).
+    RayCluster.nodes: what ray knows of each host, by address.
+    RayCluster.reserve(wanted): reserve devices on hosts; the error tells how many are in use.
+    RayCluster.connect(address): return a function that makes a new agent on that host.
 
 Actors are never restarted by ray and no call is repeated by it. A placement group's bundle is tied
 to its host by the resource `node:ADDRESS` and not by the node's id: a raylet (ray's process on a

@@ -1,10 +1,9 @@
 """The run's side of another host, by which processes there look like those on the run's own host.
 
-    owner --line--> relay --> items --say--> Agent
-                          <-- news <--hear-- Agent
-
-One thread calls `say`, one calls `hear`. The processes of a host that is lost count as ended; a
-process that is begun later waits for a new agent there. How calls travel is left to `Calls`.
+The owner of a process talks over a line (socket), as with one of this host. A `Pump` here turns its
+messages into items, which one thread sends to the agent by `say`; another fetches the processes'
+messages by `hear`. The processes of a host that is lost count as ended; a process that is begun
+later waits for a new agent there. How calls travel is left to `Calls`.
 """
 
 from __future__ import annotations
