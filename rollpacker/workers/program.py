@@ -41,7 +41,7 @@ def begin_quietly() -> None:
 
 def answer_calls(line: Line, answer: Callable[[bytes], tuple[int, bytes]]) -> NoReturn:
     """Answer call after call in this thread: `answer` returns kind and content of the reply.
-    Another thread reads the line: the process ends with it, even during a computation."""
+    Another thread reads the line: when it ends, so does the process, even while computing."""
     calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def listen() -> None:

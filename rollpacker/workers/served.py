@@ -30,7 +30,7 @@ START_S = 600.0
 HEARTBEAT_S = 5.0
 """Default for the seconds without a message after which a process counts as lost."""
 ENDED_S = 0.4
-"""Seconds that the exit of a process that has closed its line is waited for."""
+"""Seconds for which the end of a process is awaited once it has closed its line (socket)."""
 _HELD_S = 1.0
 """Seconds of a late check from which this process counts as held up itself: it cannot have received
 messages meanwhile, so it counts no silence of others."""
@@ -94,7 +94,7 @@ class Owner(Protocol):
 
 class Served:
     """One process that runs a program for its owner, from its start to its end. After `begin`, all
-    methods but `close` have to be called in the loop of `use`."""
+    methods but `close` have to be called in the event loop of `use`."""
 
     def __init__(
         self,

@@ -306,8 +306,9 @@ class _Connection:
         delivered: Callable[[int], None],
         silence_s: float,
     ) -> None:
-        """Send a message, and return once the receiver has delivered it. Raises `OSError` if the
-        connection breaks or the receiver is silent for `silence_s` seconds."""
+        """Send a message, and return once the receiver has delivered it. `delivered` is called with
+        the lowest number of a message not delivered yet. Raises `OSError` if the connection breaks
+        or the receiver is silent for `silence_s` seconds."""
         unsent = [memoryview(header), data]
         self._poll.modify(self._socket, select.POLLIN | select.POLLOUT)
         while True:

@@ -1,8 +1,8 @@
 """Proposals of other layouts for a pipeline's layers and processes, by measured times.
 
 A stage that became slow is to have fewer layers. Two processes of one stage between which the
-network became slow are to be in two stages: a step's weights and gradients go between shards of a
-stage, and over a link between stages hidden states alone, which do not hold the sender up.
+network became slow are to be in two stages: between processes of a stage go a step's weights and
+gradients, between stages hidden states and their gradients alone, which hold no sender up.
 
 For example, stage 0 has devices 0 and 1, stage 1 has 2 and 3, and the network between 0 and 1 is
 slow: then stage 0 gets 0 and 2, stage 1 gets 1 and 3, and the slow way is a link between stages.

@@ -161,7 +161,7 @@ class _Mark:
 
     @property
     def healthy(self) -> bool:
-        """Whether the link or stage is not slow, and the last step did not suggest it."""
+        """Whether the link or stage is not slow, and the last step did not suggest that it is."""
         return not self.slow and self.num_against == 0
 
 

@@ -30,7 +30,7 @@ from rollpacker.workers.hosts.pump import Pump
 HEAR_S = 0.5
 """The most seconds for which `hear` waits for news of the processes."""
 ENDED_S = 2.0
-"""Seconds that the exit of a process that has closed its line is waited for."""
+"""Seconds for which the end of a process is awaited once it has closed its line (socket)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
