@@ -1,8 +1,6 @@
-"""Commands, which are all that the core gives out: what is to be done, as small frozen records.
-
-Each kind has exactly one port on every bus, which the bus checks when it is connected; a subclass
-of `BaseCommand` is one.
-"""
+"""Commands, the core's only output: small frozen records of what is to be done. Each kind is a
+subclass of `BaseCommand` and has exactly one port on every bus (the method that carries commands of
+this kind out), which the bus checks when it is connected."""
 
 from __future__ import annotations
 
@@ -17,9 +15,9 @@ class RoundKind(StrEnum):
     PLAIN = "plain"
     """Tail batching is off: the round waits for every sample that it launches."""
     SHORT = "short"
-    """More samples are launched than needed; the first to finish are kept."""
+    """A race: more samples are launched than needed, and the first to finish are kept."""
     CASCADE = "cascade"
-    """Prompts that an earlier race left unfinished race again, with their tier's own factors."""
+    """A race among prompts that an earlier race left unfinished, with factors of its own."""
     LONG = "long"
     """Prompts that a race left unfinished are launched again, and all of them are awaited."""
     FLUSH = "flush"
@@ -27,11 +25,11 @@ class RoundKind(StrEnum):
 
 
 NOWHERE = -1
-"""Stands in place of an engine's number for a sample that has no engine yet."""
+"""Stands in place of an engine's number for a sample that no engine has yet."""
 
 
 class FetchPrompts(BaseCommand, frozen=True, kw_only=True):
-    """Ask the dataset cursor for `count` fresh prompts; answered by `PromptsFetched`."""
+    """Ask the dataset cursor for `count` prompts of its next rows; answered by `PromptsFetched`."""
 
     count: int
 
@@ -45,14 +43,14 @@ class Launch(BaseCommand, frozen=True, kw_only=True):
     samples: tuple[SampleId, ...]
     version: int
     tensor_parallel: int = 1
-    """Devices per engine in this round. If it changes, and the core controls how devices are
-    grouped into engines, `Resize` is given first."""
+    """Number of devices of each engine in this round. If it changes, and the core controls how
+    devices are grouped into engines, `Resize` is given first."""
     speculate: Omitted[bool] = False
     """True if the engine decodes speculatively in this round."""
     carried: Omitted[tuple[int, ...]] = ()
-    """Response tokens that an earlier launch of the prompt left for each sample, aligned with
-    `samples`; empty if there are none. The sample goes on from them (`tail_batching.carry`). In a
-    run of several turns they include those that the environment gave."""
+    """Number of response tokens that an earlier launch of the prompt left for each sample, aligned
+    with `samples`; empty if there are none. The sample goes on from them (`tail_batching.carry`).
+    In a run of several turns they include the environment's."""
     replaces: Omitted[tuple[SampleId, ...]] = ()
     """Failed samples that these are launched to replace, aligned with `samples`: a replacement
     samples with the random noise of the failed sample. Empty: nothing is replaced."""
@@ -62,9 +60,9 @@ class Launch(BaseCommand, frozen=True, kw_only=True):
 
 
 class Place(BaseCommand, frozen=True, kw_only=True):
-    """Start these samples again under their own ids, from the tokens that their `Launch`, or the
-    `Continue` of this turn, gave them, because their engine was lost or none was there to take
-    them. An unfinished `Move` of such a sample is void."""
+    """Start these samples again under their own ids, because their engine was lost or none was
+    there to take them. They begin with the tokens that their `Launch`, or this turn's `Continue`,
+    gave them. An unfinished `Move` of such a sample is void."""
 
     samples: tuple[SampleId, ...]
     engines: tuple[int, ...]
@@ -72,9 +70,9 @@ class Place(BaseCommand, frozen=True, kw_only=True):
 
 
 class Move(BaseCommand, frozen=True, kw_only=True):
-    """Let these samples go on in another engine, with the tokens that they have. The answer for a
-    sample is `SampleMoved`, or its end if it had just ended. A sample whose earlier move is not
-    done goes to this engine instead, which may be the one that it is still in."""
+    """Move these samples to another engine, with the tokens that they have. The answer for a sample
+    is `SampleMoved`, or its end if it had just ended. A sample whose earlier move is not done goes
+    to this engine instead, which may be the one that it is still in."""
 
     samples: tuple[SampleId, ...]
     engine: int
@@ -82,8 +80,8 @@ class Move(BaseCommand, frozen=True, kw_only=True):
 
 
 class Replace(BaseCommand, frozen=True, kw_only=True):
-    """Let a new engine take the place of a lost one, with the weights of `version`; answered by
-    `EngineReady`. Given again if the engine came up with older weights, which it then updates."""
+    """Start a new engine in place of a lost one, with the weights of `version`; answered by
+    `EngineReady`. Given again if the engine came up with older weights, which are then updated."""
 
     engine: int
     incarnation: int
@@ -98,10 +96,10 @@ class Resize(BaseCommand, frozen=True, kw_only=True):
     has a sample; those of the `Launch` that follows wait for a `Place`."""
 
     tensor_parallel: int
-    """Devices of each engine."""
+    """Number of devices of each engine."""
     incarnations: tuple[int, ...]
-    """Incarnation (number of replacements) of each new engine, from engine 0 on. There are no
-    others."""
+    """Incarnation (how often it was replaced) of each new engine, for engines 0, 1, ... in this
+    order."""
     version: int
 
 
@@ -121,7 +119,7 @@ class Act(BaseCommand, frozen=True, kw_only=True):
 
     sample: SampleId
     turn: int
-    """Number of the model's messages so far."""
+    """Number of messages that the model has written in this episode so far."""
     timeout_s: float | None = None
     """Seconds that the environment may take for an answer. None: its own limit holds."""
     retry: Omitted[int] = 0
@@ -147,9 +145,9 @@ class Continue(BaseCommand, frozen=True, kw_only=True):
 
 
 class LetGo(BaseCommand, frozen=True, kw_only=True):
-    """Engines may drop the keys and values of these samples, which are with their environments, to
-    make room for others; they are computed again when the samples go on. Samples of `Conclude` and
-    `CancelAct` are dropped without this command."""
+    """Allow engines to drop the keys and values of these samples, whose environments have the turn,
+    to make room for others; they are computed again when the samples go on. Samples of `Conclude`
+    and `CancelAct` are dropped without this command."""
 
     samples: tuple[SampleId, ...]
 
@@ -168,17 +166,17 @@ LIMITS = frozenset(("length", "tokens", "turns", "environment_s", "truncated"))
 """Finish reasons for an end by a limit; "truncated" is a limit of the environment's own."""
 
 OF_TURNS = (Act, CancelAct, Continue, LetGo, Conclude)
-"""Commands that are given only where samples take turns with environments (`JobConfig.acting`)."""
+"""Kinds of command given only where samples take turns with environments (`JobConfig.acting`)."""
 
 
 class Score(BaseCommand, frozen=True, kw_only=True):
-    """Judge this generated sample; answered by `SampleScored`."""
+    """Ask the reward for its verdict on this generated sample; answered by `SampleScored`."""
 
     sample: SampleId
     timeout_s: float | None = None
-    """Seconds that the check (a program's: each test) may take. None: the reward's own limit."""
+    """Seconds that the check, or each test of a program, may take. None: the reward's own limit."""
     retry: int = 0
-    """How often this verdict was asked for before, because a worker or an endpoint failed."""
+    """How often this verdict was asked for before, each time failing by a worker or an endpoint."""
 
 
 class CancelScore(BaseCommand, frozen=True, kw_only=True):
@@ -189,14 +187,14 @@ class CancelScore(BaseCommand, frozen=True, kw_only=True):
 
 
 class Defer(BaseCommand, frozen=True, kw_only=True):
-    """These unfinished prompts join the queue for a later round. Responses that were generated for
-    them in this round may be released."""
+    """Put these unfinished prompts into the queue for a later round. Responses that were generated
+    for them in this round may be released."""
 
     prompts: tuple[PromptId, ...]
 
 
 class Drop(BaseCommand, frozen=True, kw_only=True):
-    """This prompt will not be trained on, for this reason, which is recorded."""
+    """Give this prompt up: it will not be trained on. The reason, in words, is recorded."""
 
     prompt: PromptId
     reason: str
@@ -230,8 +228,8 @@ class TrainOn(BaseCommand, frozen=True, kw_only=True):
     step: int
     groups: tuple[tuple[SampleId, ...], ...]
     weights: tuple[tuple[float, ...], ...] | None = None
-    """Weight of each sample's loss, aligned with `groups`. The weights undo the selection by
-    length, and their mean is 1 over many steps, not in one. None: all are 1."""
+    """Weight of each sample's loss, aligned with `groups`. The weights undo the favour that races
+    show to short responses; their mean is 1 over many steps, not in one. None: all are 1."""
     num_missing: int = 0
     """Number of groups that the step lacks since dynamic sampling gave up replacing them."""
     num_streamed: int = 0
@@ -241,7 +239,7 @@ class TrainOn(BaseCommand, frozen=True, kw_only=True):
 
 
 class SyncWeights(BaseCommand, frozen=True, kw_only=True):
-    """Bring the engines to `version`; answered by `WeightsSynced`."""
+    """Give all engines the weights of `version`; answered by `WeightsSynced`."""
 
     version: int
 
@@ -253,22 +251,20 @@ class RestoreTrainer(BaseCommand, frozen=True, kw_only=True):
     without being given again, but `StartGradients` is not: `TrainOn` has all groups."""
 
     incarnation: int
-    """Incarnation of the new processes: how often the trainer was brought back."""
+    """Incarnation of the new trainer processes: how often they have been started anew."""
     version: int
 
 
 class Commit(BaseCommand, frozen=True, kw_only=True):
-    """Make the step durable; answered by `Committed`.
-
-    The job's `state()` at this moment is what a checkpoint holds: a run restored from it continues
-    when it is given `Committed` again.
-    """
+    """Make the step part of the run for good; answered by `Committed`. The job's `state()` at this
+    moment is what a checkpoint holds: a run restored from it goes on when it is given `Committed`
+    again."""
 
     step: int
     last: bool
     """True if no step follows, as far as is known now."""
     stopping: bool = False
-    """True if the run was asked to end here, and quickly."""
+    """True if the run was asked to end after this step, and quickly."""
     checkpoint: Omitted[bool] = False
     """True if a checkpoint is to be written, after the evaluation if that is due too."""
     evaluate: Omitted[bool] = False
@@ -277,12 +273,12 @@ class Commit(BaseCommand, frozen=True, kw_only=True):
 
 
 class Enter(BaseCommand, frozen=True, kw_only=True):
-    """Wait until the devices of this pool are the run's, and wake up the engines or the trainer
-    parked there; answered by `Entered`. Engines then have the weights that were published last."""
+    """Wait until the run may use this pool's devices, and wake up its engines or trainer parked
+    there; answered by `Entered`. Engines then have the weights that were published last."""
 
     pool: PoolName
     purpose: str
-    """Use that the run has for the pool: "round", "step", "turns", or that of a `PoolNeeded`."""
+    """What the pool is needed for: "round", "step", "turns", or the purpose of a `PoolNeeded`."""
 
 
 class Leave(BaseCommand, frozen=True, kw_only=True):
@@ -294,18 +290,18 @@ class Leave(BaseCommand, frozen=True, kw_only=True):
 
 
 class Remind(BaseCommand, frozen=True, kw_only=True):
-    """Send the event `Reminded` after so many seconds. A new command takes the place of an earlier
-    one, whose `Reminded` may still come, or not. Given only where pools are shared."""
+    """Send the event `Reminded` after `seconds`. A newer command replaces an earlier one, whose
+    event may still come, or not. Given only where pools are shared."""
 
     after_s: float
 
 
 class Finish(BaseCommand, frozen=True, kw_only=True):
-    """The run is over; no command follows."""
+    """End the run: no command follows."""
 
     reason: str
     failed: bool = False
-    """True if the run ends because it cannot do its work, and going on would only waste time."""
+    """True if the run ends since it cannot do its work, so that going on would only waste time."""
 
 
 Command = (

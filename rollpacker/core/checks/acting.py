@@ -1,4 +1,4 @@
-"""Turns of samples with environments: the limits of a trajectory, and when each answer starts."""
+"""How samples take turns with environments: limits of a trajectory, when environments answer."""
 
 from __future__ import annotations
 
@@ -51,27 +51,28 @@ class TurnLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActingConfig:
-    """How samples take turns with environments."""
+    """Settings of a run whose samples take turns with environments (`JobConfig.acting`)."""
 
     limits: TurnLimits = field(default_factory=TurnLimits)
     begins: bool = False
-    """Whether environments give the prompt, so that an episode begins before its sample does."""
+    """True if environments write the prompts: an episode then begins before its sample's launch."""
     is_deterministic: bool = False
     """True if the same messages bring the same answers, so that a lost episode is played again.
     False: the sample of a lost episode has failed."""
     order: Order = "longest"
-    """Order in which waiting samples get an answer, where the number at a time is bounded; its
-    values are those of `RewardScheduleConfig.order`."""
+    """Which waiting sample gets its environment's answer next, where the number at a time is
+    bounded. "fifo", "closest" and "longest" mean what they mean in `RewardScheduleConfig.order`."""
     max_retries: int = 1
     """How often a lost episode is played again before its sample has failed."""
     kinds: Mapping[str, KindConfig] = field(default_factory=dict)
-    """How many samples act at a time, and the deadline of an answer, by source of prompts."""
+    """Samples that may act at a time and deadline of an answer, by source; one that is missing:
+    none."""
     work_by_turn: bool = field(default=True, metadata=absent(False))
-    """True: tokens that a trajectory carries are counted as work of the engine turn by turn. False:
-    all of them at its launch, as in older logs."""
+    """Whether at most as many carried-over tokens (left by an earlier launch) count as work of the
+    engine as one response has. False: all, as in older logs."""
     leaves_pool: bool = field(default=True, metadata=absent(False))
-    """Whether a round whose samples are all with environments for long leaves a rollout pool that
-    other jobs share (`stay.py`). False: it stays, as in older logs."""
+    """Whether a job gives a shared rollout pool back while all samples of its round wait for
+    environments for long (`stay.py`). False: it keeps the pool, as in older logs."""
 
     def __post_init__(self) -> None:
         if self.max_retries < 0:
@@ -80,9 +81,9 @@ class ActingConfig:
 
 @dataclass(slots=True)
 class Retracing:
-    """How far a trajectory has come out as an earlier launch of its prompt left it. Kept both by
-    the core and by the side that has the tokens, with the same result. Positions count tokens after
-    the prompt, with or without those that the environment gave, as long as all do so alike."""
+    """Compares a trajectory with the tokens that an earlier launch of its prompt left. The core and
+    the side that holds the tokens compute the same. Positions count tokens after the prompt, with
+    or without the environment's, as long as all calls do so alike."""
 
     carried: int = 0
     """Number of tokens that an earlier launch of the prompt left, up to the last sampled one."""
@@ -95,17 +96,16 @@ class Retracing:
         self.goes_on = self.carried > 0
 
     def drawn(self, start: int, num_tokens: int, num_kept: int | None) -> None:
-        """Records a turn that has ended: its number of tokens, the position where it began, and
-        how many of its tokens came out the same. None: tokens before it differ already."""
+        """Records a finished message that began at position `start`, and how many of its tokens
+        came out as before. None: an earlier token was different."""
         if not self.goes_on:
             return
         self.kept = (self.kept or 0) if num_kept is None else start + num_kept
         self.goes_on = num_kept == num_tokens and self.kept < self.carried
 
     def stopped(self, start: int, num_tokens: int, num_kept: int | None) -> bool:
-        """Records a turn that was stopped before its end; `num_kept` is None if its tokens were not
-        compared. Returns whether the tokens of this turn count. If not, those that an earlier
-        launch left still stand for the turn."""
+        """Records a stopped message; `num_kept` is None if its tokens were not compared. Returns
+        whether these tokens count; if not, those of the earlier launch stay."""
         if num_kept is not None:
             self.drawn(start, num_tokens, num_kept)
         return num_tokens > 0 and not (self.goes_on and num_kept is None)
@@ -113,7 +113,7 @@ class Retracing:
 
 @dataclass(slots=True)
 class Episode:
-    """A sample's life with its environment, in the round at hand."""
+    """State of one sample's exchange with its environment, in the current round."""
 
     turns: int = 0
     """Number of messages of the model so far."""
@@ -123,16 +123,18 @@ class Episode:
     """Number of tokens that the environment gave after the model's last message."""
     environment_s: float = 0.0
     acts: bool = False
-    """True while the environment has the turn."""
+    """True while the environment is to answer, rather than the model to write."""
     is_open: bool = False
-    """True while the environment, or the queue before it, has the episode and it was not ended."""
+    """True from the first `Act` command until the environment is told that the episode has
+    ended."""
     replaces: tuple[SampleId, ...] = ()
-    """Failed sample whose noise this one uses, as in `Launch.replaces`; empty if there is none."""
+    """Failed sample that this one replaces, and whose random noise it uses; empty: it replaces
+    none."""
     retracing: Retracing = field(default_factory=Retracing)
 
 
 class Acting(Schedule[Acted]):
-    """The turns of environments in a run: started by `Act`, answered by `Acted`."""
+    """Decides when environments answer: `Act` commands ask them, `Acted` events are the answers."""
 
     def __init__(self, config: ActingConfig) -> None:
         super().__init__(
@@ -144,7 +146,7 @@ class Acting(Schedule[Acted]):
         )
         self.config = config
         self.episodes: dict[SampleId, Episode] = {}
-        """Episodes of the round at hand, by sample."""
+        """Episode of each sample of the current round."""
         self.kept = KeptRows()
 
     def begin_round(self) -> None:

@@ -38,8 +38,8 @@ class AdaptiveDeadlineConfig:
 
 
 class AdaptiveDeadline:
-    """The deadline of one kind of check: report every finished check to `observe`, and read
-    `timeout_s` for the next one."""
+    """Time limit of one kind of check. Report every finished check to `observe`, and read
+    `timeout_s` before the next one."""
 
     def __init__(self, config: AdaptiveDeadlineConfig) -> None:
         self.config = config
@@ -49,7 +49,7 @@ class AdaptiveDeadline:
         """Seconds that a check started now may take."""
 
     def observe(self, seconds: float, *, correct: bool) -> None:
-        """Records a check of so many seconds. `correct`: it found the answer correct, in time."""
+        """Records a check of so many seconds. `correct`: it found the response correct, in time."""
         assert math.isfinite(seconds) and seconds >= 0
         if correct and (self.anchor_s is None or seconds > self.anchor_s):
             self.set_anchor(seconds)

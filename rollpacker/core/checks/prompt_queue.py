@@ -27,15 +27,15 @@ class _Waiting:
         self.tokens: dict[SampleId, int] = {}
         """Tokens of each sample that waits, in the order of arrival."""
         self.entry: _Entry | None = None
-        """The only entry of the heaps that counts for this prompt; None: none does."""
+        """The prompt's valid heap entry; older ones are skipped. None: it has none yet."""
 
 
 _Entry = tuple[float, int, int, _Waiting]
-"""Rank, minus the tokens of the longest sample, and arrival of a prompt: the least is next."""
+"""A prompt's heap entry: rank, minus the tokens of its longest sample, arrival, and its samples."""
 
 
 class PromptQueue:
-    """The waiting samples by prompt. Call `look_again` for prompts of changed rank before `pop`."""
+    """Queue of samples by prompt. Call `look_again` for prompts of changed rank before `pop`."""
 
     __slots__ = ("_arrivals", "_changed", "_known", "_unknown", "_waiting")
 
@@ -47,10 +47,10 @@ class PromptQueue:
         set would not."""
         self._known: list[_Entry] = []
         self._unknown: list[_Entry] = []
-        """The heap of prompts without a rank; their entries have rank 0."""
+        """Heap of prompts without a known rank; their entries have 0 in place of the rank."""
 
     def __len__(self) -> int:
-        """Number of prompts with a sample that waits."""
+        """Number of prompts of which at least one sample waits."""
         return len(self._waiting)
 
     def add(self, sample: SampleId, num_tokens: int) -> None:
@@ -62,7 +62,7 @@ class PromptQueue:
         self._changed[waiting] = None
 
     def remove(self, sample: SampleId) -> None:
-        """Take out a sample that need not wait any more."""
+        """Removes a sample from the queue, since it need not wait any more."""
         self._remove(self._waiting[sample.prompt], sample)
 
     def _remove(self, waiting: _Waiting, sample: SampleId) -> None:
@@ -78,18 +78,18 @@ class PromptQueue:
             self._unknown.clear()
 
     def look_again(self, prompt: PromptId) -> None:
-        """Have the prompt's rank computed again, since it may have changed."""
+        """Marks the prompt's rank as possibly changed: `pop` computes it again."""
         waiting = self._waiting.get(prompt)
         if waiting is not None:
             self._changed[waiting] = None
 
     def look_at_all(self) -> None:
-        """Have all ranks computed again, since any may have changed."""
+        """Marks the ranks of all prompts as possibly changed: `pop` computes them again."""
         self._changed.update(dict.fromkeys(self._waiting.values()))
 
     def pop(self, rank: Callable[[PromptId], float | None], mean: float) -> SampleId:
-        """Take out and return the next sample. `rank` returns a prompt's rank; None means
-        `mean`."""
+        """Removes and returns the next sample. `rank` returns a prompt's rank, the lowest being
+        next, or None if it is unknown: `mean` then stands for it."""
         # Each check of a simulated run comes by here: benchmarks/sim_speed.py.
         known, unknown, changed = self._known, self._unknown, self._changed
         for waiting in changed:

@@ -14,18 +14,19 @@ MAX_LOSSES = 3
 
 
 class RewardHosts:
-    """The processes that judge responses ("hosts" below), numbered from 0 to `count` - 1."""
+    """The processes that judge responses ("hosts" below), by number from 0: which are ready or
+    given up."""
 
     def __init__(self, count: int, max_losses: int = MAX_LOSSES) -> None:
         assert count > 0 and max_losses > 0
         self.given_up: dict[int, str] = {}
         """Reason, in words, for each host that was given up, by its number."""
         self.num_lost = 0
-        """Number of losses so far, of all hosts."""
+        """Number of times that a host was lost, over all hosts."""
         self._count, self._max_losses = count, max_losses
         self._under_way = [0] * count
         self._reasons: list[list[str]] = [[] for _ in range(count)]
-        """Reasons of each host's losses since its last finished check, by its number."""
+        """Reasons, by host number, of the losses of that host since its last finished check."""
         self._ready: set[int] = set()
 
     @property
@@ -37,7 +38,7 @@ class RewardHosts:
         return len(self.given_up) == self._count
 
     def num_under_way(self, number: int) -> int:
-        """Number of samples that the host has to judge."""
+        """Number of samples that were dealt to this host and have not left it."""
         return self._under_way[number]
 
     def is_settled(self) -> bool:
@@ -45,7 +46,7 @@ class RewardHosts:
         return self.num_ready + len(self.given_up) == self._count
 
     def ready(self, number: int) -> None:
-        """Records that the host can judge."""
+        """Records that this host's process can judge responses."""
         self._ready.add(number)
 
     def hold(self, number: int) -> None:
@@ -53,7 +54,8 @@ class RewardHosts:
         self._ready.discard(number)
 
     def deal(self, num_samples: int) -> int | None:
-        """The host that is to judge these samples. None: no host is ready."""
+        """Number of the ready host with the fewest samples, which now has these too. None: none is
+        ready."""
         if not self._ready:
             return None
         number = min(self._ready, key=lambda one: (self._under_way[one], one))
@@ -61,7 +63,7 @@ class RewardHosts:
         return number
 
     def ended(self, number: int, num_samples: int, *, judged: bool) -> None:
-        """Records that so many samples have left the host. `judged`: they have their verdicts."""
+        """Records that so many samples left the host. `judged`: with verdicts, rather than lost."""
         self._under_way[number] -= num_samples
         if judged:
             self._reasons[number].clear()
@@ -82,6 +84,6 @@ class RewardHosts:
         return False
 
     def give_up(self, number: int, reason: str) -> None:
-        """Gives the host up: it judges no more."""
+        """Marks the host as given up for this reason: it is dealt no more samples."""
         self._ready.discard(number)
         self.given_up[number] = reason

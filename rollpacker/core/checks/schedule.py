@@ -1,8 +1,8 @@
-"""When checks of responses and answers of environments start, and how long they may take.
+"""Schedule of reward checks and environments' answers: when each starts, how long it may take.
 
-A check of a response and an environment's answer are both called a *deed* here. A kind of deed is
-the `source` of its prompts. A kind with a number of workers runs so many at a time and keeps the
-rest waiting; one that nobody needs any more leaves the queue without having run, or is cancelled. A
+A reward check and an environment's answer are both called a *deed* here. Deeds of prompts of one
+`source` are of one kind. A kind with a number of workers runs so many at a time and keeps the rest
+waiting; a deed that nobody needs any more leaves the queue without having run, or is cancelled. A
 kind that is not configured has no bound: its deeds start when they are asked for.
 
     ask -> started at once, or waits -> (free, start_waiting) -> started
@@ -29,13 +29,13 @@ Order = Literal["fifo", "closest", "longest"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindConfig:
-    """Limits of one kind of check, or of environments' answers."""
+    """Limits of one kind of reward check, or of one kind of environments' answers."""
 
     workers: int | None = None
     """Number of checks or answers that run at a time. None: no bound."""
     deadline: AdaptiveDeadlineConfig | None = None
-    """Bounds of the time limit of a check or answer. None: the reward or environment has its
-    own."""
+    """Bounds of a time limit that adapts. None: the reward function or environment has its own
+    limit."""
 
     def __post_init__(self) -> None:
         if self.workers is not None and self.workers < 1:
@@ -43,7 +43,7 @@ class KindConfig:
 
 
 class Ended(Protocol):
-    """Interface of an event that ends a check, or an environment's answer."""
+    """Interface of an event that ends a reward check or an environment's answer."""
 
     @property
     def sample(self) -> SampleId: ...
@@ -68,30 +68,28 @@ class _Kind:
         """Number of free workers. None: there is no bound."""
         self.deadline = None if config.deadline is None else AdaptiveDeadline(config.deadline)
         self.queue: deque[SampleId] = deque()
-        """Samples that wait to be judged, the oldest first. It is used with the order "fifo" alone;
+        """Samples that wait for a worker, the oldest first. It is used with the order "fifo" alone;
         with the others they wait in `by_prompt`."""
         self.by_prompt = PromptQueue()
         """Samples that wait to be judged, by prompt. It is used with every order but "fifo"."""
         self.dropped: set[SampleId] = set()
-        """Samples that are still in the queue, but not needed any more."""
+        """Samples that wait for a worker, by prompt. It is used with every order but "fifo"."""
         self.ranks: dict[PromptId, float] = {}
-        """Minus the seconds of the longest check or answer so far of each prompt of this round: the
-        prompt with the longest is expected to take longest again, and comes first. Empty unless the
-        order is "longest"."""
+        """Samples in `queue` whose check or answer is not needed any more; they are skipped."""
         self.num_seen = 0
         """Number of checks or answers that ended by themselves, where the order is "longest"."""
         self.total_s = 0.0
-        """Seconds that the checks or answers in `num_seen` took together."""
+        """Seconds that the `num_seen` checks or answers took together."""
 
     def saw(self, prompt: PromptId, seconds: float) -> None:
-        """Records that a check or answer for the prompt ended by itself after so many seconds."""
+        """Records that a check or answer for this prompt took so many seconds and did not fail."""
         self.num_seen += 1
         self.total_s += seconds
         self.ranks[prompt] = min(-seconds, self.ranks.get(prompt, 0.0))
 
     @property
     def mean_s(self) -> float:
-        """Mean seconds of the checks or answers that ended by themselves. 0: none did."""
+        """Mean seconds of the checks or answers that ended by themselves. 0: none has yet."""
         return self.total_s / self.num_seen if self.num_seen else 0.0
 
 
@@ -99,8 +97,8 @@ _UNBOUND = KindConfig()
 
 
 class Schedule(Generic[E]):
-    """The checks, or environments' answers, that run and that wait. A slow one may outlive its
-    round. A sample has one of them at a time."""
+    """Reward checks, or environments' answers, that run or wait for a worker. A slow one may
+    outlive its round. A sample has one of them at a time."""
 
     def __init__(
         self,
@@ -115,8 +113,8 @@ class Schedule(Generic[E]):
         `is_right` returns whether the seconds of one that ended by itself count for the time limit
         of others."""
         self.running: dict[SampleId, int] = {}
-        """How often each running check or answer was started before, by sample, in order of
-        starting."""
+        """Running checks or answers, in order of starting: how often that of each sample was
+        started before."""
         self.num_waiting = 0
         """Number of checks or answers in all queues, including unneeded ones that are not removed
         yet."""
@@ -130,16 +128,16 @@ class Schedule(Generic[E]):
         self._by_prompt = order != "fifo"
         self._longest = order == "longest"
         self._cancelled: set[SampleId] = set()
-        """Samples whose checks or answers run, and are not needed any more."""
+        """Samples whose check or answer still runs although it is not needed any more."""
 
     def begin_round(self) -> None:
-        """Forget what was learnt of the last round's prompts."""
+        """Forgets the seconds that checks or answers of the last round's prompts took."""
         for kind in self._kinds.values():
             kind.ranks.clear()
             kind.by_prompt.look_at_all()
 
     def ask(self, sample: SampleId, num_tokens: int = 0) -> list[Command]:
-        """Start the check or answer of a sample of so many tokens, or let it wait for a worker."""
+        """Command that starts the sample's check or answer; none if it must wait for a worker."""
         source = sample.prompt.source
         kind = self._kinds.get(source) or self._add_kind(source)
         if kind.num_free is None or kind.num_free > 0:
@@ -152,8 +150,8 @@ class Schedule(Generic[E]):
         return []
 
     def free(self, event: E) -> int | None:
-        """Records the end of a check or answer: its worker is free, and the deadline learns.
-        Returns how often it had been started before, or None if it was not started at all."""
+        """Records the end of a check or answer: its worker is free, and the time limit adapts.
+        Returns how often it had been started before. None: it was not running."""
         sample = event.sample
         retry = self.running.pop(sample, None)
         if retry is None:
@@ -177,20 +175,19 @@ class Schedule(Generic[E]):
         return retry
 
     def look_again(self, prompt: PromptId) -> None:
-        """Records that the prompt lacks fewer samples now, so that its rank may change."""
+        """Records that the prompt needs fewer further samples now, so that its rank may change."""
         kind = self._kinds.get(prompt.source)
         if kind is not None:
             kind.by_prompt.look_again(prompt)
 
     def ask_again(self, sample: SampleId, retry: int) -> Command:
-        """The command that starts a check or answer again at once; its worker has just become
-        free."""
+        """Command that starts a failed check or answer again at once, on the worker that it had."""
         return self._start(self._kinds[sample.prompt.source], sample, retry + 1)
 
     def start_waiting(self, source: str, missing: Callable[[PromptId], int]) -> list[Command]:
-        """Commands that start as many waiting checks or answers of this kind as there are free
-        workers. `missing` returns how many samples a prompt still lacks; it is called again for
-        prompts with new or ended checks, and after `look_again`."""
+        """Commands that start waiting checks or answers of this source, as many as workers are
+        free. `missing` returns how many samples a prompt still needs; it is asked anew when that
+        may have changed."""
         kind = self._kinds[source]
         commands: list[Command] = []
         waiting = kind.by_prompt if self._by_prompt else kind.queue
@@ -210,7 +207,7 @@ class Schedule(Generic[E]):
 
     def forget(self, samples: Iterable[SampleId]) -> list[SampleId]:
         """Drops the checks or answers of samples that nobody needs any more. Returns those samples
-        whose check or answer runs and was needed so far."""
+        whose check or answer is running and was needed until now."""
         running = []
         for sample in samples:
             if sample in self.running:
@@ -225,12 +222,13 @@ class Schedule(Generic[E]):
         return running
 
     def timeout_s(self, source: str) -> float | None:
-        """Seconds that a check or answer of this kind may take now. None: there is no deadline."""
+        """Seconds that a check or answer for this source may take. None: there is no limit here."""
         kind = self._kinds.get(source)
         return None if kind is None or kind.deadline is None else kind.deadline.timeout_s
 
     def state(self) -> dict[str, Any]:
-        """What deadlines have learnt, by kind. Checks or answers under way are not saved."""
+        """What time limits have learnt, by source, for a checkpoint; running checks are not
+        saved."""
         return {
             source: {"anchor_s": kind.deadline.anchor_s}
             for source, kind in sorted(self._kinds.items())

@@ -31,27 +31,27 @@ from rollpacker.codec import from_plain, to_plain
 from rollpacker.core.commands import RoundKind
 
 FLOOR = 0.01
-"""Preemptions per launched sample that count as noise: a smaller difference is no rise."""
+"""Least difference in preemptions per launched sample that is a rise; less counts as chance."""
 RETRY_FACTOR = 4
 MAX_FAILURES = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelismConfig:
-    """Devices that share one engine (`parallelism_planner.*`). Engines at another degree are new
-    ones, on the same devices."""
+    """Settings of the planner that chooses the number of devices per engine
+    (`parallelism_planner.*`). Engines of another degree are new ones, on the same devices."""
 
     enabled: bool = False
-    """Whether degrees are chosen. False: every round has the degree `initial`."""
+    """Whether the tensor-parallel degree is chosen. False: every round has the degree `initial`."""
     degrees: tuple[int, ...] = (1,)
     """Tensor-parallel degrees to choose from, ascending. Each must divide the number of devices,
     `rollout.engines` times `initial`, and the model's attention heads."""
     initial: int = 1
-    """Degree to begin with: the one that is best without tail batching. Without the planner it is
-    the degree of the whole run."""
+    """Degree to begin with: the best one without tail batching. Without the planner all rounds have
+    it."""
     rise: float = 1.05
-    """Preemptions of more than this times those of the last such round call for the next higher
-    degree."""
+    """A round with more than this times the preemptions of the round of its kind before calls for
+    the next higher degree."""
     calm_rounds: int = 4
     """Number of rounds of a kind, all without preemption, that call for the next lower degree."""
 
@@ -69,12 +69,12 @@ class ParallelismConfig:
 
     @property
     def of_several(self) -> bool:
-        """Whether engines have, or may be given, more than one device."""
+        """Whether an engine has, or may be given, more than one device."""
         return self.enabled or self.initial > 1
 
     @property
     def reachable(self) -> tuple[int, ...]:
-        """Degrees that engines may have."""
+        """Tensor-parallel degrees that engines may have under these settings."""
         return self.degrees if self.enabled else (self.initial,)
 
 
@@ -85,13 +85,13 @@ class KnownKind(msgspec.Struct, forbid_unknown_fields=True):
     last_rate: float | None = None
     """Preemptions per launched sample of the last round; None before the first."""
     num_calm: int = 0
-    """Number of rounds at this degree, up to the last one, in a row without preemption."""
+    """Number of rounds of this kind in a row, up to the last, without preemption at this degree."""
     num_failures: dict[int, int] = msgspec.field(default_factory=dict)
-    """How often each degree had to be left for a higher one."""
+    """How often this kind of round had to leave each degree for a higher one."""
 
 
 class KnownDegrees(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Facts that a planner has learnt. A checkpoint holds them as they are."""
+    """What a planner has learnt, as a checkpoint holds it."""
 
     num_changes: int = 0
     rates: dict[int, float] = msgspec.field(default_factory=dict)
@@ -109,7 +109,7 @@ class ParallelismPlanner:
 
     @property
     def num_changes(self) -> int:
-        """Number of changes of degree so far, over all kinds of round."""
+        """Number of changes of the tensor-parallel degree so far, over all kinds of round."""
         return self._known.num_changes
 
     def degree(self, kind: RoundKind) -> int:
@@ -118,8 +118,8 @@ class ParallelismPlanner:
         return self.config.initial if known is None else known.degree
 
     def observe(self, kind: RoundKind, *, preemptions: int, num_samples: int) -> None:
-        """Records that a round of this kind, at its degree, is over, with so many preemptions of
-        so many launched samples."""
+        """Records that a round of this kind is over, in which `num_samples` samples were launched
+        and put back into the queue `preemptions` times."""
         assert preemptions >= 0 and num_samples >= 1
         if not self.config.enabled:
             return
@@ -163,8 +163,8 @@ class ParallelismPlanner:
         return to_plain(self._known)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over the `state` of an earlier planner. A kind whose degree is no longer among those
-        of the configuration starts anew."""
+        """Restores what an earlier planner had learnt. A kind of round whose degree is no longer
+        configured starts anew."""
         known = from_plain(KnownDegrees, state)
         kinds, degrees = known.kinds, self.config.degrees
         known.kinds = {kind: one for kind, one in kinds.items() if one.degree in degrees}

@@ -3,19 +3,19 @@
     FetchPrompts -> Launch -> (Score, Abort, Defer) -> TrainOn -> SyncWeights -> Commit -> next
                     ^ one Round at a time decides these
 
-Controller and simulator drive the same code, and talk to nothing else of it. What the job waits for
-is its phase; `core/job/phases.py` has the table. Its parts:
+Controller and simulator drive the same code, by `handle` alone. What the job waits for is its
+phase; `core/job/phases.py` has the table. Its parts:
 
     queues       which prompts wait, and which round is next
-    Round        the round under way: race, abort, defer
-    rewards      which check starts when
-    acting       which turn's environment is asked when
+    Round        the current round: which samples are kept, aborted or deferred
+    rewards      when each check of a response starts
+    acting       when each environment is asked for its answer
     parallelism  devices per engine, by kind of round
     stream       gradients before the round is over
-    lengths      what rounds have shown of lengths: factors of races, loss weights
-    ledger       every prompt once, or a reason
-    fleet        which engine a sample runs on, and what becomes of a lost one's
-    trainer      whether a lost one is brought back
+    lengths      lengths of responses, and from them factors of races and loss weights
+    ledger       what became of each prompt: trained on once, or dropped for a reason
+    fleet        which engine a sample runs on, and what follows when an engine is lost
+    trainer      whether a lost trainer is started again
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Job:
         Committed: "_on_committed",
         StopRequested: "_on_stop",
     }
-    """Name of the method that answers each kind of event."""
+    """Name of the method that handles each kind of event."""
 
     def __init__(self, config: JobConfig) -> None:
         self.config = config
@@ -126,8 +126,9 @@ class Job:
         self._stop_reason: str | None = None
 
     def handle(self, event: Event) -> list[Command]:
-        """Commands that answer the event. Raises `ProtocolError`, `StrayEventError` or another
-        `AssertionError` for an event that cannot happen, which is a bug in the driver."""
+        """Handles an event, and returns the commands that answer it. Raises `ProtocolError`,
+        `StrayEventError` or another `AssertionError` for an event that cannot happen, which is a
+        bug in the driver."""
         if self.lengths.planner is not None:
             self.lengths.take_time(event.time_s)
         # Every response comes by here at least twice: benchmarks/sim_speed.py.
@@ -151,7 +152,7 @@ class Job:
 
     @property
     def step(self) -> int:
-        """Number of steps committed."""
+        """Number of steps committed so far."""
         return self.progress.step
 
     @property
@@ -165,7 +166,7 @@ class Job:
         return len(self.queues)
 
     def waiting_for(self) -> str:
-        """What the job waits for, in words, for the message of a deadline."""
+        """What the job waits for, in words, for the message when a deadline has passed."""
         if self._round is not None:
             nobody = self.fleet is not None and self._round.num_under_way and self.fleet.nobody()
             return nobody or self._round.waiting_for()
@@ -180,7 +181,7 @@ class Job:
     @property
     def evaluation_is_due(self) -> bool:
         """Whether an evaluation is due before the run goes on. A driver asks when it starts or
-        resumes a run; after later steps `Commit.evaluate` has the answer."""
+        resumes a run; for later steps `Commit.evaluate` says so."""
         return self.progress.evaluation_is_due(self.config.cadence, last=self.nothing_left())
 
     def nothing_left(self) -> bool:
@@ -206,13 +207,13 @@ class Job:
 
     @property
     def _num_wanted(self) -> int:
-        """Number of groups that the next round should bring: those of a whole step, or those that a
-        refill replaces."""
+        """Number of groups that the next round should bring: a whole step's, or those still missing
+        in a step whose groups dynamic sampling left out."""
         return self._gathered.missing if self._gathered else self.config.prompts_per_step
 
     @property
     def _num_to_race(self) -> int:
-        """Number of prompts that the next race launches."""
+        """Number of prompts that the next race launches, more than it needs."""
         return self.lengths.factors.num_prompts(self._num_wanted)
 
     def _num_to_fetch(self) -> int:
@@ -295,8 +296,7 @@ class Job:
 
     @property
     def _counts_ends(self) -> bool:
-        """Whether this class must report ended samples to `stream`; a `TurnRound` does so
-        itself."""
+        """Whether this class, rather than a `TurnRound`, must report ended samples to `stream`."""
         return self.stream.may_release and self.acting is None
 
     def _on_generated(self, event: SampleGenerated) -> list[Command]:
@@ -377,8 +377,8 @@ class Job:
         return []
 
     def _after(self, round_: Round, commands: list[Command]) -> list[Command]:
-        """The answer to an event of the round: `commands`, the gradients that can be started early,
-        and, if the round is over, what follows it."""
+        """Adds to `commands` of the round the gradients that can be started early, and, if the
+        round is over, what follows it."""
         if round_.num_under_way:
             return commands + self._stream(round_) if self.stream.may_stream_early else commands
         self.lengths.engine_is_empty()
@@ -431,7 +431,8 @@ class Job:
         return [*drops, *self._train(gathered)]
 
     def _train(self, gathered: StepGroups) -> list[Command]:
-        """Train on the groups of the step's rounds, or commit the step if there are none."""
+        """Trains on the groups that the step's rounds brought; commits the step if there are
+        none."""
         self._gathered = None
         for group in gathered.groups:
             self.ledger.train(group[0].prompt)
@@ -509,12 +510,9 @@ class Job:
     def restore(
         cls, config: JobConfig, state: Mapping[str, Any], *, data_ended: bool | None = None
     ) -> Job:
-        """The job as it was when it gave `Commit`, under the configuration as it is now; it goes on
-        when it is given `Committed` for that step.
-
-        `data_ended` is whether the data has ended now, if the run was given more epochs since;
-        None: as the checkpoint says.
-        """
+        """The job as it was when it gave `Commit`, under today's configuration; it goes on when it
+        is given `Committed` for that step. `data_ended`: whether the data has ended now, if the run
+        was given more epochs since. None: as the checkpoint says."""
         job = cls(config)
         job.phase = Phase.COMMITTING
         job.progress = Progress.restore(state)

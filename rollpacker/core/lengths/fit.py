@@ -45,31 +45,31 @@ from rollpacker.core.portable import (
 )
 
 PRIOR_SHARE = 0.005
-"""Weight of the prior of the classes' distributions, in samples per sample seen: enough to keep the
-tail of a class that is seldom launched again from running wild, too little to matter elsewhere."""
+"""Weight of the prior on the classes' lengths, in samples per sample seen: enough to keep the tail
+of a class that is seldom launched again from running wild, too little to matter elsewhere."""
 PRIOR_EVEN = 0.01
-"""Share of that prior that lies evenly on all bins, so that none is ruled out for good."""
+"""Share of the prior that is spread evenly over all bins, so that none is ruled out for good."""
 PRIOR_PROMPTS = 1.0
-"""Number of prompts that every class is given beforehand, and of samples that stray ones are: what
-died out under one policy can come back under the next."""
+"""Number of prompts added to every class, and of samples added to the stray responses, beforehand:
+what died out under one policy can come back under the next."""
 
 START_CORRELATIONS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)
 START_HARD_SHARE = 0.05
 START_STRAY_RATE = 0.15
 START_STRAY_TAIL = 0.02
-"""Upper share of all lengths within which responses go astray at the start of a fit."""
+"""Share of all responses, the longest ones, that count as stray at the start of a fit."""
 MIN_STRAY_RATE, MAX_STRAY_RATE = 0.01, 0.5
 SETTLING_ITERATIONS = 30
-"""Iterations after a cold start, after which the prior, so far from the biased pooled distribution,
-is made anew."""
+"""Iterations after a cold start, after which the prior is made anew, since it was first made from
+the pooled distribution, which is biased."""
 
 COPULA_NODES = 8
-"""Number of points of a class at which a copula is averaged."""
+"""Number of points inside each class at which a Gaussian copula is averaged."""
 
 STRUCTURES = ((5, True), (12, False))
-"""Pairs of a number of classes and whether they have hard twins, from which a fit chooses: few
-kinds of prompts, some of which go astray now and then; or many kinds, as where length depends on
-the task and hardly on luck."""
+"""Structures from which a fit chooses, each as a number of classes and whether these have hard
+twins: few kinds of prompts, some of which go astray now and then; or many kinds, as where length
+depends on the task and hardly on luck."""
 
 
 def choose_length_model(
@@ -79,9 +79,9 @@ def choose_length_model(
     start: LengthModel | None = None,
     max_iterations: int = 150,
 ) -> LengthModel:
-    """`fit_length_model` with the structure that explains the prompts best, a parameter weighing
-    against it by one unit of log likelihood (Akaike's criterion); with a `start`, its
-    structure."""
+    """Fits each of `STRUCTURES` by `fit_length_model`, and returns the model that explains the
+    prompts best; every parameter weighs against it by one unit of log likelihood (Akaike's
+    criterion). With a `start`, an earlier fit, only its structure is fitted."""
     if start is not None:
         twins = start.stray_rate > 0
         return fit_length_model(
@@ -114,13 +114,11 @@ def fit_length_model(
     """Maximum a posteriori fit of `num_classes` classes to all launches of `prompts`.
 
     With `hard_prompts` every class has a twin of prompts whose responses go astray now and then.
-
-    `start` is an earlier fit with the same cap and classes to go on from; without one the EM starts
-    from a Gaussian copula, whose correlation is the one of a few that explains the prompts best. It
-    ends after `max_iterations`, or when one adds less than `tolerance` per sample to the objective.
-
+    `start` is an earlier fit, with the same cap and classes, to go on from; without it the EM
+    starts from the one of a few Gaussian copulas that explains the prompts best. It ends after
+    `max_iterations`, or when an iteration adds less than `tolerance` per sample to the objective.
     Raises `ValueError` if no response is complete, if a length lies below 0 or above the cap, or if
-    `start` has another cap or other classes.
+    `start` does not match.
     """
     if num_classes < 1:
         raise ValueError(f"a length model needs at least one class, not {num_classes}")
@@ -149,11 +147,11 @@ def fit_length_model(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture:
-    """Mixture that the EM improves. With K = 2 every class m has the twin (1, m) with density (1 -
-    stray_rate) * bodies[m] + stray_rate * stray; with K = 1 there are no twins."""
+    """Parameters that the EM improves. With K = 2 every class m has the twin (1, m) with density (1
+    - stray_rate) * bodies[m] + stray_rate * stray; with K = 1 there are no twins."""
 
     weights: FloatArray
-    """(K, M) shares of the prompts."""
+    """(K, M) share of the prompts that are in each class."""
     bodies: FloatArray
     """(M, B) share of the responses of each class, without stray ones, in each bin."""
     stray: FloatArray
@@ -171,7 +169,7 @@ class Mixture:
         )
 
     def densities(self) -> FloatArray:
-        """(K * M, B) share of the responses of each class, twins after the others, in each bin."""
+        """(K * M, B) share, in each bin, of the responses of each class, twins after the others."""
         if len(self.weights) == 1:
             return self.bodies
         twins = (1 - self.stray_rate) * self.bodies + self.stray_rate * self.stray
@@ -187,7 +185,7 @@ def _check_start(start: LengthModel, cap: int, num_classes: int) -> None:
 
 
 def _survival(densities: FloatArray, beyond: FloatArray) -> FloatArray:
-    """(M, B) probability that a sample outlives a stop in bin b."""
+    """(M, B) probability, by class and bin, that a response outlives an average stop in the bin."""
     later = np.cumsum(densities[:, ::-1], axis=1)[:, ::-1] - densities
     return np.maximum(later, 0.0) + densities * beyond
 
@@ -207,7 +205,8 @@ def _em(
 
 
 def _explain(data: LengthCounts, parts: Mixture, prior: FloatArray) -> tuple[FloatArray, float]:
-    """E step: (N, C, BLOCK) probability of each class given a prompt's lengths; the objective."""
+    """E step: (N, C, BLOCK) probability of each class given a prompt's lengths, and the
+    objective."""
     densities = parts.densities()
     log_density = _log(densities)
     log_survival = _log(_survival(densities, data.beyond))
@@ -226,7 +225,8 @@ def _explain(data: LengthCounts, parts: Mixture, prior: FloatArray) -> tuple[Flo
 
 
 def _log_prior(parts: Mixture, prior: FloatArray) -> float:
-    """The log prior; `prior` (M + 1, B) has pseudo-samples of the bodies and stray responses."""
+    """Log prior of the mixture; `prior` (M + 1, B): pseudo-samples of bodies and stray
+    responses."""
     log_prior = total_of(_log(parts.bodies) * prior[:-1])
     log_prior += PRIOR_PROMPTS * total_of(_log(parts.weights))
     if len(parts.weights) > 1:
@@ -235,8 +235,8 @@ def _log_prior(parts: Mixture, prior: FloatArray) -> float:
 
 
 def _improve(data: LengthCounts, shares: FloatArray, parts: Mixture, prior: FloatArray) -> Mixture:
-    """M step: the improved mixture. A stopped sample is spread over the bins beyond its stop as the
-    class's density has it."""
+    """M step of the EM: returns the improved mixture. A stopped sample is spread over the bins
+    beyond its stop in proportion to the class's density."""
     densities = parts.densities()
     ended, stopped = data.totals(shares)
     survival = np.maximum(_survival(densities, data.beyond), TINY)
@@ -269,11 +269,11 @@ def _log(values: FloatArray) -> FloatArray:
 
 
 def _fit_pooled(data: LengthCounts) -> FloatArray:
-    """(B,) the distribution if all samples were alike: the one-class fit, in closed form.
+    """(B,) length distribution if all prompts were alike: the fit of one class, in closed form.
 
     Product-limit: the share of the still running samples that end in a bin, bin by bin. Samples
-    stopped in a bin count as running in it with the share of the bin that lies before their stop.
-    A little is added everywhere, so that no bin is ruled out.
+    stopped in a bin count as running in it with the share of the bin that lies before their stop. A
+    little is added everywhere, so that no bin is ruled out.
     """
     everyone = np.ones((len(data.ended), 1, BLOCK))
     (ended,), (stopped,) = data.totals(everyone)
@@ -291,7 +291,8 @@ def _fit_pooled(data: LengthCounts) -> FloatArray:
 
 
 def _cold_start(data: LengthCounts, num_classes: int, hard_prompts: bool) -> Mixture:
-    """Equally frequent classes that cut up a Gaussian copula with the pooled distribution."""
+    """Mixture to start from: equally frequent classes, cut from a Gaussian copula of all
+    lengths."""
     pooled = _fit_pooled(data)
     weights = np.full((1, num_classes), 1.0 / num_classes)
     best, best_objective = None, -math.inf
@@ -315,8 +316,8 @@ def _cold_start(data: LengthCounts, num_classes: int, hard_prompts: bool) -> Mix
 
 
 def _prior(data: LengthCounts, parts: Mixture) -> FloatArray:
-    """(M + 1, B) pseudo-samples of every class: what a Gaussian copula with the same correlation
-    and marginal has in it; in the last row those of the stray responses."""
+    """(M + 1, B) pseudo-samples of every class, as a Gaussian copula with the mixture's correlation
+    and pooled lengths has them; in the last row those of the stray responses."""
     weights = total(parts.weights, 0)
     weights = weights / total_of(weights)
     marginal = mixed(weights, parts.bodies)
@@ -333,7 +334,8 @@ def _prior(data: LengthCounts, parts: Mixture) -> FloatArray:
 
 
 def _copula_classes(marginal: FloatArray, correlation: float, weights: FloatArray) -> FloatArray:
-    """(M, B) lengths with normal scores sqrt(rho) u + sqrt(1 - rho) e, cut into classes by u."""
+    """(M, B) length distribution of each class: lengths with normal scores sqrt(rho) u + sqrt(1 -
+    rho) e, where u is the prompt's and e the response's, cut into classes by u."""
     lower = np.cumsum(weights) - weights
     inside = (np.arange(COPULA_NODES) + 0.5) / COPULA_NODES
     places = lower[:, np.newaxis] + weights[:, np.newaxis] * inside
