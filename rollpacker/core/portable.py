@@ -35,13 +35,11 @@ LEAST_EXPONENT, GREATEST_EXPONENT = -708.0, 709.0
 """Least and greatest argument of `exp` that is computed: below the first the result is 0, and above
 the second it is that of the second."""
 _CHUNK = 8192
-"""Number of values that `exps` computes at a time, so that these and its intermediate results fit
-into the processor's cache."""
+"""Number of values that `exps` computes at once: these and what they need fit into a cache."""
 
 
 def _split(value: Decimal, bits: int) -> tuple[float, float]:
-    """Splits `value` into a float that is a multiple of 2**-`bits` and a small rest, also a
-    float."""
+    """Splits `value` into the sum of a multiple of 2**-`bits` and a small rest, both floats."""
     high = int(value * 2**bits) / 2**bits
     return high, float(value - Decimal(high))
 
@@ -50,11 +48,11 @@ with localcontext() as _context:
     _context.prec = 60
     _LN2 = Decimal(2).ln()
     _LN2_HIGH, _LN2_LOW = _split(_LN2, 40)
-    """The logarithm of 2 as a sum of two floats; whole multiples of the first are exact, up to 11
-    bits."""
+    """The logarithm of 2 as a sum of two floats; multiples of the first by up to 11 bits are
+    exact."""
     _STEP_HIGH, _STEP_LOW = _split(_LN2 / 64, 42)
-    """The logarithm of 2 ** (1/64) as a sum of two floats; whole multiples of the first are exact,
-    up to 17 bits."""
+    """The logarithm of 2 ** (1/64) as a sum of two floats; multiples of the first by up to 17 bits
+    are exact."""
     _STEPS_PER_UNIT = float(64 / _LN2)
 _SQRT_HALF = math.sqrt(0.5)
 _PER_SQRT_TURN = 1.0 / math.sqrt(2.0 * math.pi)
@@ -168,9 +166,8 @@ def log1ps(values: FloatArray) -> FloatArray:
 
 
 def power(base: float, exponent: float) -> float:
-    """base ** exponent. A whole exponent (0 or more) is done by multiplying and allows every base.
-    Any other exponent asks for a positive base, and has a relative error up to 3e-16 * (1 +
-    |exponent * log(base)|)."""
+    """base ** exponent for a positive base, with a relative error up to 3e-16 * (1 + |exponent *
+    log(base)|). A whole exponent (0 or more) multiplies instead, and allows every base."""
     if exponent != int(exponent) or exponent < 0:
         return exp(exponent * log(base))
     found, factor, left = 1.0, base, int(exponent)
@@ -183,8 +180,7 @@ def power(base: float, exponent: float) -> float:
 
 
 def on_circle(turns: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Cosines and sines of angles given in whole turns (1.0 is 360 degrees) from 0 to 1, to
-    2e-16."""
+    """Cosines and sines, to 2e-16, of angles given in whole turns of the circle, from 0 to 1."""
     eighths = np.rint(turns * 4.0)
     quarter = eighths.astype(np.int64) & 3
     angle = (turns - eighths / 4.0) * (2.0 * math.pi)
@@ -203,8 +199,7 @@ def on_circle(turns: FloatArray) -> tuple[FloatArray, FloatArray]:
 
 _SERIES_TERMS, _FRACTION_TERMS = 32, 72
 _SERIES_END = 2.5
-"""Distance from the mean, in standard deviations, up to which a series gives the tail of a normal
-distribution; beyond it a continued fraction does."""
+"""Distance from the mean up to which a series gives the normal tail; beyond it a fraction does."""
 _FURTHEST = 40.0
 """Distance from the mean, in standard deviations, beyond which a normal tail is 0 in float64."""
 
@@ -291,8 +286,7 @@ _OUTMOST = (
 
 
 def normal_quantile(share: float) -> float:
-    """Standard normal score with this share (0 to 1) of the distribution below it; relative error
-    below 1e-15."""
+    """Standard normal score below which this share (0 to 1) lies; relative error below 1e-15."""
     from_middle = share - 0.5
     if abs(from_middle) <= 0.425:
         rest = 0.180625 - from_middle * from_middle
@@ -333,8 +327,7 @@ def mixed(weights: FloatArray, rows: FloatArray) -> FloatArray:
 
 
 def dot(rows: FloatArray, values: FloatArray) -> FloatArray:
-    """Inner products of `rows` (..., B) with `values` (B,) along the last axis, as `rows @
-    values`."""
+    """Inner products along the last axis, `rows @ values`, of (..., B) with (B,)."""
     return total(rows * values)
 
 

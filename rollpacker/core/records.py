@@ -44,7 +44,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     job: Mapping[str, Any]
     """`JobConfig` as a plain mapping, so that a log replays without its config file."""
     slots: int | None = None
-    """Most samples that the engines together decode at once. None: no limit was set, or the log is
+    """Most samples decoded at once, over all engines. None: no limit was set, or the log is
     older than this field."""
     marks: tuple[str, ...] = ()
     """Warnings with which every number of this session must be read: "unsandboxed" if model-written

@@ -1,11 +1,12 @@
 """The settings of tail batching: how much more a race launches than it needs.
 
-    factor     a race launches                           its config
-    eta_p      ceil(eta_p * prompts needed) prompts      `prompt_factor`
-    eta_r      ceil(eta_r * R0) samples of each          `sample_factor`
+    factor    a race launches                             its config
+    eta_p     ceil(eta_p * prompts needed) prompts        `prompt_factor`
+    eta_r     ceil(eta_r * R0) samples of each prompt     `sample_factor`
 
-Short rounds race at the factors of `TailBatchingConfig`, or at those that the run chooses ("auto");
-every tier of deferred prompts has its own. docs/tail-batching.md has the whole picture.
+R0 is the number of samples needed of each prompt. Short rounds race at these factors, or at those
+that the run chooses ("auto"); each tier (further race for prompts left unfinished) has its own.
+docs/tail-batching.md has the whole picture.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ class Factors(NamedTuple):
     launched samples per needed sample."""
 
     prompts: float
-    """eta_p: factor of prompts."""
+    """eta_p: number of prompts launched per prompt needed."""
     samples: float
-    """eta_r: factor of samples per prompt."""
+    """eta_r: number of samples launched per sample needed, of each prompt."""
 
     def num_prompts(self, needed: int) -> int:
-        """Number of prompts that a race launches to bring so many groups."""
+        """Number of prompts that a race launches to finish `needed` of them."""
         return times(self.prompts, needed)
 
     def num_samples(self, samples_per_prompt: int) -> int:
-        """Number of samples that a race launches of each prompt."""
+        """Number of samples that a race launches per prompt to finish `samples_per_prompt`."""
         return times(self.samples, samples_per_prompt)
 
 
 AUTO_START = Factors(1.25, 1.125)
-"""Factors of the first rounds with "auto", until the run's own lengths are known."""
+"""Factors of the first short rounds with "auto", until the run's own lengths are known."""
 NO_RACE = Factors(1.0, 1.0)
 """Factors of a round that launches nothing beyond what is needed."""
 
@@ -54,7 +55,7 @@ class Tier:
     """Factors of a further race for prompts that a race left unfinished (`tail_batching.tiers`)."""
 
     prompt_factor: float = 1.25
-    """Number of prompts launched, as a multiple of the step's prompts."""
+    """Number of prompts that this race launches, as a multiple of the step's prompts."""
     sample_factor: float | None = None
     """Samples launched per prompt, as a multiple of `samples_per_prompt`. None: 1 with
     selection=none, 1.25 with selection=published, as in the short rounds."""
@@ -83,10 +84,10 @@ class TailBatchingConfig:
     response is thrown away. published: as in the RollPacker paper, they are: surplus samples race,
     and deferred prompts are sampled afresh."""
     prompt_factor: Factor | None = None
-    """eta_p: for a step of P0 prompts a short round launches ceil(prompt_factor * P0). "auto":
-    chosen for the run's own lengths, and anew as they change; only with selection=published, where
-    sample_factor is "auto" too. The choice goes by measured seconds, so such a run does not repeat
-    bit by bit. None: 1.5, or 1.25 with selection=published."""
+    """eta_p: for a step of P0 prompts a short round launches ceil(prompt_factor * P0). "auto": the
+    run chooses it for its own lengths, and anew as they change; only with selection=published,
+    where sample_factor is "auto" too. The choice goes by measured seconds, so such a run does not
+    repeat bit by bit. None: 1.5, or 1.25 with selection=published."""
     sample_factor: Factor | None = None
     """eta_r: where R0 samples of each prompt are needed, a short round launches ceil(sample_factor
     * R0). None: 1 with selection=none, which allows no other value, and 1.25 with
@@ -102,7 +103,7 @@ class TailBatchingConfig:
     them all. pool: they race on in the next round, beside so many fewer fresh prompts; faster where
     the policy moves so little between rounds that carried responses come out the same."""
     max_deferrals: int = field(default=16, metadata=absent(16))
-    """With stragglers=pool: a prompt's deferrals after which its next round waits for it."""
+    """With stragglers=pool: after so many deferrals of a prompt its next round waits for it."""
     complement: bool = field(default=True, metadata=absent(True))
     """Whether carry=exact keeps lengths unbiased. A response that had been cut off at some length
     then does not end before that under newer weights, and one that had ended before its siblings
@@ -113,16 +114,16 @@ class TailBatchingConfig:
     and only those left by the last race wait for a long round. There are then fewer long rounds,
     which pays where lengths vary by chance."""
     race: Race = "generated"
-    """Event by which a sample finishes in a race. generated: its response is complete. scored: its
+    """What makes a sample finish in a race. generated: its response is complete. scored: its
     verdict is there, as in the published code; a slow reward can then push a prompt into a long
     round, and runs are no longer repeatable bit by bit."""
     balance_sources: bool = False
     """Whether each source of prompts (`PromptId.source`) keeps its share of what a race trains on,
     so that a source with slow rewards or long answers is not raced out of the batch."""
     debias: DebiasMethod = "none"
-    """Weights of the samples' losses, so that training sees the policy's own lengths, not only
-    those that won a race. none: all 1. "moments": weights of least variance that match the
-    distribution's shape."""
+    """Loss weights of samples, so that training sees the policy's own lengths, not only those that
+    won a race. none: all are 1. moments: weights by length that restore the policy's mean
+    length."""
     max_length_shift: float | None = None
     """With "auto" factors: most by which trained responses may be shorter, on average, than the
     policy's own (0.35 is 35 %). With debias it bounds nothing: the weights undo the shift. None:
@@ -153,7 +154,7 @@ class TailBatchingConfig:
         self._check_order_only()
 
     def _set(self, name: str, value: object) -> None:
-        """Set a key that was left open to what it stands for, so that a saved config shows it."""
+        """Sets a key that was left at None to what that means, so that a saved config shows it."""
         object.__setattr__(self, name, value)
 
     def _check_factors(self) -> None:
@@ -184,7 +185,7 @@ class TailBatchingConfig:
             raise ValueError(f"max_deferrals must be at least 1, not {self.max_deferrals}")
 
     def _check_order_only(self) -> None:
-        """Raises `ValueError` if selection, sample factors, carrying and stragglers contradict each
+        """Raises `ValueError` if selection, sample factors, carry and stragglers contradict each
         other."""
         if self.selection == "none":
             for factor in (self.sample_factor, *(tier.sample_factor for tier in self.tiers)):
@@ -203,7 +204,7 @@ class TailBatchingConfig:
 
     @property
     def chooses(self) -> bool:
-        """Whether the factors are chosen while the run goes on."""
+        """Whether the run chooses its factors by itself ("auto")."""
         return self.enabled and self.prompt_factor == "auto"
 
     @property
@@ -218,12 +219,12 @@ class TailBatchingConfig:
 
     @property
     def complements(self) -> bool:
-        """Whether a response never ends before the place where it had been cut off earlier."""
+        """Whether a response never ends before the place where an earlier launch had cut it off."""
         return self.carries and self.carry == "exact" and self.complement
 
     @property
     def awaited_after(self) -> int | None:
-        """Number of unfinished rounds of a prompt after which a round waits for it. None: never."""
+        """Number of deferrals of a prompt after which a round waits for it. None: none does."""
         return self.max_deferrals if self.pooled else None
 
     def noise_of(self, sample: SampleId) -> SampleId:
@@ -252,5 +253,5 @@ def _check_factor(name: str, value: float) -> None:
 
 
 def times(factor: float, count: int) -> int:
-    """factor * count rounded up, but 1.1 * 10 is 11 and not 12."""
+    """factor * count rounded up to a whole number; 1.1 * 10 is 11, not 12 by a rounding error."""
     return math.ceil(factor * count - 1e-9)
