@@ -71,8 +71,8 @@ class Place(BaseCommand, frozen=True, kw_only=True):
 
 class Move(BaseCommand, frozen=True, kw_only=True):
     """Move these samples to another engine, with the tokens that they have. The answer for a sample
-    is `SampleMoved`, or its end if it had just ended. A sample whose earlier move is not done goes
-    to this engine instead, which may be the one that it is still in."""
+    is `SampleMoved`, or the event of its end if it had just ended. A sample whose earlier move is
+    not done goes to this engine instead, which may be the one that it is still in."""
 
     samples: tuple[SampleId, ...]
     engine: int
@@ -163,7 +163,7 @@ class Conclude(BaseCommand, frozen=True, kw_only=True):
 
 
 LIMITS = frozenset(("length", "tokens", "turns", "environment_s", "truncated"))
-"""Finish reasons for an end by a limit; "truncated" is a limit of the environment's own."""
+"""Finish reasons of trajectories that a limit ended; "truncated" is an environment's own limit."""
 
 OF_TURNS = (Act, CancelAct, Continue, LetGo, Conclude)
 """Kinds of command given only where samples take turns with environments (`JobConfig.acting`)."""
@@ -176,7 +176,7 @@ class Score(BaseCommand, frozen=True, kw_only=True):
     timeout_s: float | None = None
     """Seconds that the check, or each test of a program, may take. None: the reward's own limit."""
     retry: int = 0
-    """How often this verdict was asked for before, each time failing by a worker or an endpoint."""
+    """How often this verdict was asked for before, because a worker or an endpoint failed."""
 
 
 class CancelScore(BaseCommand, frozen=True, kw_only=True):

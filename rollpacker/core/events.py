@@ -39,7 +39,8 @@ class SampleGenerated(BaseEvent, frozen=True, kw_only=True):
     """Number of tokens of the response, or of this turn's message alone, with the end-of-sequence
     token."""
     finish_reason: str
-    """"stop" (end token or stop string) or "length" (the limit was reached)."""
+    """Why generation ended: "stop" (end token or stop string) or "length" (the limit was
+    reached)."""
     version: int
     """Version of the weights that sampled every token of the response."""
     preemptions: int = 0
@@ -159,7 +160,7 @@ class Acted(BaseEvent, frozen=True, kw_only=True):
     sample: SampleId
     turn: int
     num_tokens: int = 0
-    """Tokens that the environment's answer adds after the sample's own."""
+    """Number of tokens that the environment's answer adds to the sample."""
     is_over: bool = False
     """True if the episode is over: the model is not asked again."""
     seconds: float | None = None

@@ -31,7 +31,7 @@ class WorkModel:
 
 
 work = WorkModel()
-"""The work model of a model with a hidden size of 4,096."""
+"""The default cost model, that of a model with a hidden size of 4,096."""
 
 
 def assign(

@@ -63,7 +63,6 @@ _COS = tuple((-1) ** n / math.factorial(2 * n) for n in range(8, 0, -1))
 
 
 def _polynomial(coefficients: Sequence[float], x: FloatOrArray) -> FloatOrArray:
-    """Value of a polynomial at `x`, coefficients from highest power to constant (Horner's rule)."""
     value = coefficients[0] * x + coefficients[1]
     for coefficient in coefficients[2:]:
         value = value * x + coefficient
@@ -317,7 +316,7 @@ def total_of(values: FloatArray) -> float:
 
 
 def mean(values: FloatArray, axis: int = -1) -> FloatArray:
-    """Means along one axis, with the sums of `total`."""
+    """Means along one axis, of elements added from the first to the last."""
     return np.asarray(total(values, axis) / values.shape[axis])
 
 

@@ -21,12 +21,13 @@ class TurnLimits:
     answer is there. None: no limit."""
 
     max_turns: int | None = None
-    """Most messages of the model. None: no limit."""
+    """Most messages of the model in a trajectory. None: no limit."""
     max_trajectory_tokens: int | None = None
-    """Most tokens, of the model and the environment, without the prompt. None: no limit."""
+    """Most tokens of a trajectory, the environment's included, without the prompt. None: no
+    limit."""
     max_environment_s: float | None = None
-    """Most seconds of the environment in all. None: no limit. A single answer has a deadline of its
-    own, and one that does not come is a failure, not an end."""
+    """Most seconds that an environment takes for all answers of a trajectory. None: no limit. Each
+    answer has a deadline besides; one that does not come in time is a failure, not an end."""
 
     def __post_init__(self) -> None:
         for name in ("max_turns", "max_trajectory_tokens"):
@@ -65,11 +66,11 @@ class ActingConfig:
     max_retries: int = 1
     """How often a lost episode is played again before its sample has failed."""
     kinds: Mapping[str, KindConfig] = field(default_factory=dict)
-    """Samples that may act at a time and deadline of an answer, by source; one that is missing:
-    none."""
+    """Limits of environments by source of prompts: how many samples act at a time, and the deadline
+    of an answer. A missing source has none."""
     work_by_turn: bool = field(default=True, metadata=absent(False))
-    """Whether at most as many carried-over tokens (left by an earlier launch) count as work of the
-    engine as one response has. False: all, as in older logs."""
+    """How much of the tokens carried over from an earlier launch counts as work of the engine.
+    True: at most one mean response of each trajectory. False: all of them, as in older logs."""
     leaves_pool: bool = field(default=True, metadata=absent(False))
     """Whether a job gives a shared rollout pool back while all samples of its round wait for
     environments for long (`stay.py`). False: it keeps the pool, as in older logs."""
@@ -96,8 +97,8 @@ class Retracing:
         self.goes_on = self.carried > 0
 
     def drawn(self, start: int, num_tokens: int, num_kept: int | None) -> None:
-        """Records a finished message that began at position `start`, and how many of its tokens
-        came out as before. None: an earlier token was different."""
+        """Records a finished message that began at position `start`. `num_kept`: how many of its
+        tokens came out as before. None: an earlier token was different."""
         if not self.goes_on:
             return
         self.kept = (self.kept or 0) if num_kept is None else start + num_kept
@@ -116,7 +117,7 @@ class Episode:
     """State of one sample's exchange with its environment, in the current round."""
 
     turns: int = 0
-    """Number of messages of the model so far."""
+    """Number of messages that the model has written in this episode so far."""
     tokens: int = 0
     """Number of tokens up to the end of the model's last message, the environment's included."""
     given: int = 0

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptiveDeadlineConfig:
-    """Bounds of the deadline of one check."""
+    """Settings of the time limit ("deadline") of one kind of check."""
 
     min_s: float = 2.0
-    """Fewest seconds of the deadline."""
+    """Least deadline, in seconds."""
     factor: float = 1.5
     """The deadline is this factor times the longest execution of a correct answer."""
     max_s: float = 30.0
-    """Most seconds of the deadline, and its value before any answer was correct."""
+    """Greatest deadline, in seconds; it holds until an answer was correct."""
     adaptive: bool = True
     """Whether the deadline adapts to what was seen. False: it is always `max_s`."""
 
@@ -55,8 +55,7 @@ class AdaptiveDeadline:
             self.set_anchor(seconds)
 
     def set_anchor(self, seconds: float | None) -> None:
-        """Sets the longest execution of a correct answer, from a checkpoint; None: there is
-        none."""
+        """Sets `anchor_s`, for example from a checkpoint. None: no answer was correct yet."""
         config = self.config
         self.anchor_s = seconds
         self.timeout_s = config.max_s

@@ -1,9 +1,10 @@
 """A queue of samples that wait for a worker, ordered by the rank of their prompts.
 
-The prompt with the lowest rank comes first, of its samples the longest, and among equals whoever
-came first. A prompt's rank changes with events of its own samples, and is asked for again after
-these alone: a heap has what was found. Prompts of which nothing is known have the mean rank of all,
-which changes all the time, so that they have a heap of their own.
+The rank is a number that the caller computes for a prompt. The prompt with the lowest rank comes
+first, of its samples the longest, and among equals whichever came first. A rank changes only with
+events of the prompt's own samples; after these it is computed again and put into a heap. Prompts of
+which nothing is known have the mean rank of all, which changes all the time, so that they have a
+heap of their own.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ from rollpacker.core.ids import PromptId, SampleId
 
 
 class _Waiting:
-    """The samples of one prompt that wait."""
-
     __slots__ = ("arrival", "entry", "prompt", "tokens")
 
     def __init__(self, prompt: PromptId, arrival: int) -> None:

@@ -54,8 +54,8 @@ class RewardHosts:
         self._ready.discard(number)
 
     def deal(self, num_samples: int) -> int | None:
-        """Number of the ready host with the fewest samples, which now has these too. None: none is
-        ready."""
+        """Assigns samples to the ready host with the fewest, and returns its number. None: no host
+        is ready."""
         if not self._ready:
             return None
         number = min(self._ready, key=lambda one: (self._under_way[one], one))

@@ -71,11 +71,13 @@ class _Kind:
         """Samples that wait for a worker, the oldest first. It is used with the order "fifo" alone;
         with the others they wait in `by_prompt`."""
         self.by_prompt = PromptQueue()
-        """Samples that wait to be judged, by prompt. It is used with every order but "fifo"."""
-        self.dropped: set[SampleId] = set()
         """Samples that wait for a worker, by prompt. It is used with every order but "fifo"."""
-        self.ranks: dict[PromptId, float] = {}
+        self.dropped: set[SampleId] = set()
         """Samples in `queue` whose check or answer is not needed any more; they are skipped."""
+        self.ranks: dict[PromptId, float] = {}
+        """Minus the seconds of the longest check or answer so far of each prompt of this round: the
+        prompt with the longest is expected to take longest again, and comes first. Empty unless the
+        order is "longest"."""
         self.num_seen = 0
         """Number of checks or answers that ended by themselves, where the order is "longest"."""
         self.total_s = 0.0

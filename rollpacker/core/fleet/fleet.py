@@ -113,7 +113,8 @@ class Fleet:
         by_turn: bool = False,
     ) -> None:
         """`late` counts ignored events (`ZOMBIE`), by name. `train_group`: devices of a training
-        replica. `by_turn`: see `ActingConfig.work_by_turn`."""
+        replica. `by_turn`: carried-over tokens count as work turn by turn
+        (`ActingConfig.work_by_turn`)."""
         self.config = config
         self.engines = [Engine(number) for number in range(config.num_engines)]
         """Engines of this round, each with as many devices as the round asks for."""

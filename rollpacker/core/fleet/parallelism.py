@@ -50,8 +50,8 @@ class ParallelismConfig:
     """Degree to begin with: the best one without tail batching. Without the planner all rounds have
     it."""
     rise: float = 1.05
-    """A round with more than this times the preemptions of the round of its kind before calls for
-    the next higher degree."""
+    """A round whose preemptions per sample are more than this many times those of the last round of
+    its kind calls for the next higher degree."""
     calm_rounds: int = 4
     """Number of rounds of a kind, all without preemption, that call for the next lower degree."""
 
@@ -83,7 +83,7 @@ class KnownKind(msgspec.Struct, forbid_unknown_fields=True):
 
     degree: int
     last_rate: float | None = None
-    """Preemptions per launched sample of the last round; None before the first."""
+    """Preemptions per launched sample in the last round of this kind. None before the first."""
     num_calm: int = 0
     """Number of rounds of this kind in a row, up to the last, without preemption at this degree."""
     num_failures: dict[int, int] = msgspec.field(default_factory=dict)
@@ -118,8 +118,8 @@ class ParallelismPlanner:
         return self.config.initial if known is None else known.degree
 
     def observe(self, kind: RoundKind, *, preemptions: int, num_samples: int) -> None:
-        """Records that a round of this kind is over, in which `num_samples` samples were launched
-        and put back into the queue `preemptions` times."""
+        """Records that a round of this kind is over: `num_samples` were launched, and engines put
+        samples back into their queues `preemptions` times."""
         assert preemptions >= 0 and num_samples >= 1
         if not self.config.enabled:
             return

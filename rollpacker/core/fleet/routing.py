@@ -60,7 +60,7 @@ class Known(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Router:
-    """Chooses the engines of samples, and adds the samples' work to them."""
+    """Chooses the engine of each sample, and counts the work that each engine is given."""
 
     def __init__(self, routing: Routing) -> None:
         self._routing = routing

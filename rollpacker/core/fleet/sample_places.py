@@ -18,7 +18,7 @@ class Seats:
     __slots__ = ("_by_turn", "carried", "engine", "source", "stopping", "work")
 
     def __init__(self, *, by_turn: bool) -> None:
-        """`by_turn`: see `ActingConfig.work_by_turn`."""
+        """`by_turn`: at most one mean response of a sample's carried-over tokens counts as work."""
         self._by_turn = by_turn
         self.engine: dict[SampleId, int] = {}
         """Number of the engine that has, or had, each sample; `NOWHERE`: the sample waits for
@@ -26,7 +26,7 @@ class Seats:
         self.work: dict[SampleId, int] = {}
         """Expected cost, in tokens, of each sample that has not ended, in launch order."""
         self.source: dict[SampleId, int] = {}
-        """Number of the engine that each moving sample comes from, which may still end it."""
+        """Number of the engine that each moving sample comes from, where it may still end first."""
         self.carried: dict[SampleId, int] = {}
         """Tokens with which each sample was launched, until its next turn begins; missing if
         none."""

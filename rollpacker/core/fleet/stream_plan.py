@@ -119,8 +119,6 @@ class DeviceLayout:
 
 @dataclass(slots=True)
 class _RoundUnderWay:
-    """State of the current round, as the stream plan follows it."""
-
     kind: RoundKind
     layout: DeviceLayout
     num_samples: int
@@ -378,7 +376,6 @@ class StreamPlan:
         return self._round
 
     def _close_history(self) -> None:
-        """Adds the current round's lengths to the remembered ones, and ends the round."""
         if self._round is not None and self._left:
             name = _history_of(self._round.kind)
             self._histories.setdefault(name, deque(maxlen=MAX_HISTORY)).extend(self._left)

@@ -207,13 +207,12 @@ class Job:
 
     @property
     def _num_wanted(self) -> int:
-        """Number of groups that the next round should bring: a whole step's, or those still missing
-        in a step whose groups dynamic sampling left out."""
+        """Number of groups that the next round should bring: a whole step's, or those that a step
+        still lacks."""
         return self._gathered.missing if self._gathered else self.config.prompts_per_step
 
     @property
     def _num_to_race(self) -> int:
-        """Number of prompts that the next race launches, more than it needs."""
         return self.lengths.factors.num_prompts(self._num_wanted)
 
     def _num_to_fetch(self) -> int:
@@ -377,8 +376,8 @@ class Job:
         return []
 
     def _after(self, round_: Round, commands: list[Command]) -> list[Command]:
-        """Adds to `commands` of the round the gradients that can be started early, and, if the
-        round is over, what follows it."""
+        """Returns `commands` of the round, with commands for gradients that can be started early
+        and, if the round is over, for what follows."""
         if round_.num_under_way:
             return commands + self._stream(round_) if self.stream.may_stream_early else commands
         self.lengths.engine_is_empty()
@@ -431,8 +430,6 @@ class Job:
         return [*drops, *self._train(gathered)]
 
     def _train(self, gathered: StepGroups) -> list[Command]:
-        """Trains on the groups that the step's rounds brought; commits the step if there are
-        none."""
         self._gathered = None
         for group in gathered.groups:
             self.ledger.train(group[0].prompt)

@@ -65,8 +65,8 @@ NEEDS: Mapping[type[Command], PoolName] = {
     **dict.fromkeys((Launch, Continue, Place, Move, Replace, Resize), "rollout"),
     **dict.fromkeys((StartGradients, TrainOn, SyncWeights), "train"),
 }
-"""The pool that each of these kinds of command needs; it is given out only while the job holds that
-pool. Other kinds need none."""
+"""The pool that each of these kinds of command needs; such a command is given out only while the
+job has that pool. Other kinds need no pool."""
 
 
 class PooledJob(Job):

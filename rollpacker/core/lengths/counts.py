@@ -22,7 +22,7 @@ class PromptLengths:
     """Lengths in tokens that all launches of one prompt have shown."""
 
     finished: tuple[int, ...] = ()
-    """Lengths of complete responses."""
+    """Lengths of complete responses, in tokens."""
     stopped: tuple[int, ...] = ()
     """Tokens that stopped responses had reached; all of them would have become longer."""
 

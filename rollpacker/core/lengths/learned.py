@@ -58,7 +58,6 @@ class Learned:
         self._now = round(time_s, 6)
 
     def _seconds(self) -> float:
-        """Seconds since the timed round or training began, rounded to microseconds."""
         return round(self._now - self._since, 6)
 
     def begin_round(self) -> None:

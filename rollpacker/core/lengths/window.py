@@ -39,8 +39,6 @@ COLD_GROWTH = 3
 
 @dataclass(slots=True)
 class _StepLengths:
-    """Lengths that the launches and the training of one step have shown."""
-
     prompts: dict[PromptId, PromptLengths]
     """Prompts first launched in this step, with the lengths that all their launches have shown."""
     ignored: list[PromptId]
@@ -61,7 +59,7 @@ class SavedPrompt(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SavedStep:
-    """`_StepLengths` as a checkpoint holds them."""
+    """Lengths that one step has shown, as a checkpoint holds them."""
 
     prompts: list[SavedPrompt]
     ignored: list[PromptId]

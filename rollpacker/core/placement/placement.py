@@ -174,7 +174,6 @@ class _Fill:
 
 
 def _placement(fill: _Fill) -> Placement:
-    """The finished plan, made from the units that were placed."""
     request = fill.request
     units = [
         Unit(role=role.name, name=f"{role.unit} {number}", devices=devices)
@@ -272,7 +271,6 @@ def _check_apart(request: PlacementRequest, one: Role, other: Role) -> None:
 
 
 def _shortage(fill: _Fill, role: Role, units: int) -> str:
-    """Says in a sentence why this role got only so many units."""
     lack = fill.lack(role)
     if lack is not None and _fits_without_memory(fill, role):
         where, has, load, roles = lack
@@ -301,7 +299,6 @@ def _shortage(fill: _Fill, role: Role, units: int) -> str:
 
 
 def _fits_without_memory(fill: _Fill, role: Role) -> bool:
-    """Whether the role would have got all of its units if memory were not limited."""
     endless = _Fill(fill.hosts, fill.request, endless=True)
     for one, wanted in _in_order(fill.request):
         units = endless.place(one, wanted)
@@ -315,7 +312,6 @@ def _all_of(fill: _Fill, role: Role) -> list[int]:
 
 
 def _needs(request: PlacementRequest, role: Role) -> str:
-    """Text that says how much memory a unit of the role takes on its devices."""
     need, word = role.need, "core" if request.kind == "cpu" else "device"
     turn = f", {text_of_bytes(need.turn)} of it while it works" if need.turn else ""
     of = f" ({need.of}, the most of all)" if need.of else ""

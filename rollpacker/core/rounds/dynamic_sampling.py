@@ -15,7 +15,7 @@ from rollpacker.core.commands import Drop, TrainOn
 from rollpacker.core.ids import SampleId
 
 Group = tuple[SampleId, ...]
-"""The samples of one prompt that are trained on together."""
+"""A group: the samples of one prompt that are trained on together."""
 
 NO_SIGNAL = "no signal: all its rewards are equal"
 

@@ -89,8 +89,8 @@ class Quota:
         self.groups: list[Group] = []
 
     def join(self, group: Group) -> None:
-        """Adds the group to this quota. The round waits for the group only while places are left to
-        keep."""
+        """Adds the group to this quota. The round waits for it, if at all, only while there is a
+        place for it."""
         group.quota = self
         self.groups.append(group)
         group.awaited = group.awaited and self.num_awaited < self.num_missing
@@ -194,7 +194,8 @@ class Group:
         return self.lengths[index] - (self.carried_at(index).tokens if kept is None else kept)
 
     def to_carry(self) -> tuple[CarriedLength, ...]:
-        """What the unfinished group leaves of each response to its next launch, by `places`."""
+        """Tokens that each response of the unfinished group leaves to the next launch, ordered by
+        `places`."""
         left = [NOTHING_CARRIED] * (max(self.places) + 1)
         for index, place in enumerate(self.places):
             if self.states[index] is not SampleState.FAILED:
@@ -208,11 +209,11 @@ class Group:
         return CarriedLength(tokens, whole)
 
     def observed(self, *, complement: bool) -> tuple[list[int], list[int]]:
-        """Lengths in tokens of complete responses, and of stopped ones.
+        """Lengths in tokens of complete responses, and those that stopped responses had reached.
 
-        A carried-over response that came out differently was sampled a second time because it was
-        long: only its first length says how long responses are, unless `complement` made the second
-        one longer than where the first was stopped.
+        A response that was carried over from an earlier launch, but came out differently, was
+        sampled again because it was long. So only its first length says how long responses are,
+        unless `complement` made the new one longer than the first was when it was stopped.
         """
         ends: tuple[list[int], list[int]] = ([], [])
         for index, state in enumerate(self.states):

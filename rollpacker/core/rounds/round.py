@@ -129,7 +129,8 @@ class Round:
 
     @property
     def has_complete(self) -> bool:
-        """Whether `take_complete` has groups to look at, not all of which it need return."""
+        """Whether there are groups for `take_complete` to look at; it may still return none of
+        them."""
         return bool(self._complete)
 
     def take_complete(self) -> list[tuple[SampleId, ...]]:
@@ -275,7 +276,7 @@ class Round:
         return self._after_progress(group) + self._after_engine()
 
     def awaits(self, sample: SampleId) -> bool:
-        """Whether a verdict on the sample still matters: it was generated, and not let go."""
+        """Whether the sample is generated, and its verdict is still to come and needed."""
         index = sample.index
         group = self._groups.get(sample.prompt)
         if group is None or sample.attempt != group.attempt or index >= len(group.states):

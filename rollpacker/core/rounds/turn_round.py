@@ -155,7 +155,6 @@ class TurnRound(Round):
     # -- turns -------------------------------------------------------------------------
 
     def _go_on(self, event: Acted, episode: Episode) -> list[Command]:
-        """Commands that follow an environment's answer: the next turn, or the trajectory's end."""
         sample = event.sample
         episode.given = event.num_tokens
         episode.environment_s += event.seconds or 0.0
@@ -175,7 +174,6 @@ class TurnRound(Round):
         return [Continue(samples=(sample,))]
 
     def _conclude(self, sample: SampleId, reason: str) -> list[Command]:
-        """Ends a complete trajectory and its episode, and asks for the sample's verdict."""
         episode = self._acting.episodes[sample]
         episode.is_open = False
         group, index = self._leave_engine(sample, episode.tokens, episode.retracing.kept)
@@ -218,8 +216,6 @@ class TurnRound(Round):
         return [command for sample in samples for command in self._acting.ask(sample)]
 
     def _stop(self, running: list[SampleId], unneeded: list[SampleId]) -> list[Command]:
-        """Commands that stop these samples, as in `Round._stop`; those in environments end at
-        once."""
         episodes = self._acting.episodes
         acting = [sample for sample in running if episodes[sample].acts]
         in_engine = [sample for sample in running if not episodes[sample].acts]
@@ -236,7 +232,6 @@ class TurnRound(Round):
         return [*super()._stop(in_engine, unneeded), *self._end_episodes(running)]
 
     def _end_episodes(self, samples: Iterable[SampleId]) -> list[Command]:
-        """The command that ends the episodes of these samples, as far as they have begun."""
         episodes = self._acting.episodes
         samples = [sample for sample in samples if sample in episodes and episodes[sample].is_open]
         for sample in samples:
