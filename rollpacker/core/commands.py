@@ -17,9 +17,9 @@ class RoundKind(StrEnum):
     SHORT = "short"
     """A race: more samples are launched than needed, and the first to finish are kept."""
     CASCADE = "cascade"
-    """A race among prompts that an earlier race left unfinished, with factors of its own."""
+    """A race (the first to finish are kept) among prompts that an earlier race left unfinished."""
     LONG = "long"
-    """Prompts that a race left unfinished are launched again, and all of them are awaited."""
+    """Prompts that earlier rounds left unfinished are generated again, and all are awaited."""
     FLUSH = "flush"
     """A LONG round of any size that empties the queue at the end of an epoch or of the run."""
 
@@ -35,8 +35,7 @@ class FetchPrompts(BaseCommand, frozen=True, kw_only=True):
 
 
 class Launch(BaseCommand, frozen=True, kw_only=True):
-    """Start generating these samples. Those of one prompt are adjacent and share their prompt's
-    prefill."""
+    """Start generating these samples. Those of one prompt are adjacent and share its prefill."""
 
     round: int
     kind: RoundKind
@@ -52,8 +51,8 @@ class Launch(BaseCommand, frozen=True, kw_only=True):
     with `samples`; empty if there are none. The sample goes on from them (`tail_batching.carry`).
     In a run of several turns they include the environment's."""
     replaces: Omitted[tuple[SampleId, ...]] = ()
-    """Failed samples that these are launched to replace, aligned with `samples`: a replacement
-    samples with the random noise of the failed sample. Empty: nothing is replaced."""
+    """Failed samples that these replace, aligned with `samples`: a replacement draws its tokens
+    with the random numbers of the failed sample. Empty: nothing is replaced."""
     engines: Omitted[tuple[int, ...]] = ()
     """Number of the engine that each sample runs in, aligned with `samples`. Empty: all run in
     engine 0. `NOWHERE`: no engine is there yet, and `Place` follows once one is."""
@@ -76,7 +75,7 @@ class Move(BaseCommand, frozen=True, kw_only=True):
 
     samples: tuple[SampleId, ...]
     engine: int
-    """Number of the engine that the samples go to."""
+    """Number, from 0, of the engine that the samples go to."""
 
 
 class Replace(BaseCommand, frozen=True, kw_only=True):
@@ -98,16 +97,14 @@ class Resize(BaseCommand, frozen=True, kw_only=True):
     tensor_parallel: int
     """Number of devices of each engine."""
     incarnations: tuple[int, ...]
-    """Incarnation (how often it was replaced) of each new engine, for engines 0, 1, ... in this
-    order."""
+    """Incarnation (how often it was replaced) of each new engine: of engine 0, 1, and so on."""
     version: int
 
 
 class Abort(BaseCommand, frozen=True, kw_only=True):
     """Stop these samples now. The answer for a sample is `SampleAborted`, or a late
     `SampleGenerated`. A sample that waits for an engine (`NOWHERE`, or its engine was lost) has
-    stopped already, without an answer; one whose `Move` is not done stays in its engine, which
-    answers."""
+    stopped already, without an answer; one whose `Move` is not done stays in its engine."""
 
     samples: tuple[SampleId, ...]
 
@@ -140,8 +137,8 @@ class Continue(BaseCommand, frozen=True, kw_only=True):
 
     samples: tuple[SampleId, ...]
     engines: Omitted[tuple[int, ...]] = ()
-    """Number of the engine of each sample, as in `Launch`: where possible the engine that generated
-    the turn before."""
+    """Number of the engine of each sample: where possible the one that generated the turn
+    before."""
 
 
 class LetGo(BaseCommand, frozen=True, kw_only=True):
@@ -209,8 +206,7 @@ class Release(BaseCommand, frozen=True, kw_only=True):
 
 class StartGradients(BaseCommand, frozen=True, kw_only=True):
     """Accumulate the gradients of these groups now, while the round goes on, without an optimizer
-    step. The groups are listed again in the step's `TrainOn`, which asks for the rest and applies
-    the step."""
+    step. The step's `TrainOn` lists the groups again, asks for the rest and applies the step."""
 
     step: int
     groups: tuple[tuple[SampleId, ...], ...]
@@ -228,8 +224,8 @@ class TrainOn(BaseCommand, frozen=True, kw_only=True):
     step: int
     groups: tuple[tuple[SampleId, ...], ...]
     weights: tuple[tuple[float, ...], ...] | None = None
-    """Weight of each sample's loss, aligned with `groups`. The weights undo the favour that races
-    show to short responses; their mean is 1 over many steps, not in one. None: all are 1."""
+    """Weight of each sample's loss, aligned with `groups`. The weights undo the favour of races for
+    short responses; their mean is 1 over many steps, not in one. None: all are 1."""
     num_missing: int = 0
     """Number of groups that the step lacks since dynamic sampling gave up replacing them."""
     num_streamed: int = 0
@@ -257,8 +253,7 @@ class RestoreTrainer(BaseCommand, frozen=True, kw_only=True):
 
 class Commit(BaseCommand, frozen=True, kw_only=True):
     """Make the step part of the run for good; answered by `Committed`. The job's `state()` at this
-    moment is what a checkpoint holds: a run restored from it goes on when it is given `Committed`
-    again."""
+    moment is what a checkpoint holds: a restored run goes on when it is given `Committed` again."""
 
     step: int
     last: bool

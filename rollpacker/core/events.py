@@ -1,7 +1,7 @@
 """Events, the core's only input: small frozen records of what has happened, in the past tense.
 Events hold ids, counts and seconds; tokens and tensors stay with whoever made them. `time_s` is
-seconds since the run began (virtual seconds in a simulation), stamped by the driver when it takes
-the event in."""
+seconds since the run began (virtual in a simulation), set by the driver when it takes the event
+in."""
 
 from __future__ import annotations
 
@@ -36,11 +36,9 @@ class SampleGenerated(BaseEvent, frozen=True, kw_only=True):
 
     sample: SampleId
     num_tokens: int
-    """Number of tokens of the response, or of this turn's message alone, with the end-of-sequence
-    token."""
+    """Number of tokens of the response, or this turn's message, with the end-of-sequence token."""
     finish_reason: str
-    """Why generation ended: "stop" (end token or stop string) or "length" (the limit was
-    reached)."""
+    """Why generation ended: "stop" (end token or stop string) or "length" (at the limit)."""
     version: int
     """Version of the weights that sampled every token of the response."""
     preemptions: int = 0
@@ -55,7 +53,7 @@ class SampleGenerated(BaseEvent, frozen=True, kw_only=True):
     """Tokens before the response that the engine did not have to compute, since it had kept them
     from an earlier turn."""
     num_held: Omitted[int] = 0
-    """Tokens of the sample, with its prompt, whose keys and values the engine keeps for the next
+    """Tokens, the prompt's too, whose keys and values the engine keeps for the sample's next
     turn."""
     room: Omitted[int | None] = None
     """Tokens that the engine can still keep for samples that wait for environments. Negative: so
@@ -74,7 +72,7 @@ class SampleAborted(BaseEvent, frozen=True, kw_only=True):
     """Number of tokens generated so far; the whole response would be at least this long."""
     preemptions: int = 0
     num_kept: Omitted[int | None] = None
-    """Carried-over tokens (left by an earlier launch) that came out the same. None: not
+    """Carried-over tokens (left by an earlier launch) that came out the same, or None: not
     compared."""
     num_redraws: Omitted[int] = 0
     engine: Omitted[int] = 0
@@ -116,8 +114,8 @@ class EngineReady(BaseEvent, frozen=True, kw_only=True):
 
 
 class EngineLost(BaseEvent, frozen=True, kw_only=True):
-    """The engine has ended, hangs, or computes what cannot be used. Events that still come from
-    this incarnation of the engine are ignored."""
+    """The engine has ended, hangs, or computes what cannot be used. Events that this incarnation of
+    the engine (counted by its replacements) still sends are ignored."""
 
     engine: int
     incarnation: int
@@ -165,12 +163,12 @@ class Acted(BaseEvent, frozen=True, kw_only=True):
     """True if the episode is over: the model is not asked again."""
     seconds: float | None = None
     """Seconds that the environment took for the answer, without waiting in a queue; limits and
-    adaptive deadlines go by them."""
+    adaptive deadlines go by them. None: not measured."""
     reason: str = ""
     """Why the episode is over, as a finish reason ("" means "done"), or why it was lost."""
     cause: str = ""
     """Cause of a lost episode: "environment" (it raised), "deadline" (it was too slow),
-    "infrastructure" (its process died: worth another try), "prompt" (its prompt cannot be used) or
+    "infrastructure" (its process died: worth a retry), "prompt" (the prompt is unusable) or
     "cancelled"."""
     calls: Omitted[tuple[ToolCall, ...]] = ()
     """Calls of tools, in order, without those that an environment makes of a message by itself. If
@@ -186,15 +184,14 @@ class SampleScored(BaseEvent, frozen=True, kw_only=True):
     """Value of each reward function, by name. None: that function gave no verdict."""
     reason: str = ""
     seconds: float | None = None
-    """Seconds that the check itself took, without waiting; adaptive deadlines learn from it."""
+    """Seconds of the check, without waiting; deadlines adapt to them. None: not measured."""
     correct: bool | None = None
     """True if the reward found the response correct. None: it is correct if `value` is above 0."""
     timed_out: bool = False
     """True if the checked response ran into its time limit, and so counts as wrong."""
     cause: str = ""
     """Cause of a missing verdict: "sample" (this response cannot be judged), "deadline" (the reward
-    was too slow), "infrastructure" (a worker or an endpoint failed: worth asking again) or
-    "cancelled"."""
+    was too slow), "infrastructure" (a worker or endpoint failed: worth a retry) or "cancelled"."""
 
 
 class Trained(BaseEvent, frozen=True, kw_only=True):
@@ -206,7 +203,7 @@ class Trained(BaseEvent, frozen=True, kw_only=True):
 
 
 class WeightsSynced(BaseEvent, frozen=True, kw_only=True):
-    """Every engine now samples from `version`."""
+    """Answer to `SyncWeights`: every engine now samples from the weights of `version`."""
 
     version: int
 
@@ -229,13 +226,13 @@ class Entered(BaseEvent, frozen=True, kw_only=True):
 
     pool: PoolName
     switch_s: float = 0.0
-    """Seconds that the engines or trainer parked there took to wake up, once the run had it."""
+    """Seconds in which engines or trainer, parked in the pool's memory, woke up after the wait."""
 
 
 class PoolNeeded(BaseEvent, frozen=True, kw_only=True):
     """The driver needs a pool of devices for work that no command asks for. The answer is `Enter`,
-    once no other pool is held, or nothing if the run holds this pool already. Sent only where pools
-    are shared."""
+    once no other pool is held, or nothing if the run holds this pool. Sent only if pools are
+    shared."""
 
     pool: PoolName
     purpose: str

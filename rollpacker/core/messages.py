@@ -23,9 +23,8 @@ class BaseCommand(
     msgspec.Struct, frozen=True, kw_only=True, gc=False, tag=True, forbid_unknown_fields=True
 ):
     """Base of the commands that the core may give. Each kind is a subclass with `frozen=True,
-    kw_only=True`. The garbage collector does not look at messages: they hold ids, numbers and
-    texts, so that no cycle of references goes through one. `msgspec.structs.replace` makes a
-    changed copy."""
+    kw_only=True`. The garbage collector skips messages: they hold ids, numbers and texts, and no
+    cycle of references goes through them. `msgspec.structs.replace` makes a changed copy."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

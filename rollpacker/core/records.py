@@ -55,8 +55,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One event, the commands that the core gave in answer, and the seconds that the controller
-    needed for both."""
+    """An event, the commands that the core answered, and the seconds that the controller needed."""
 
     time_s: float
     event: Event

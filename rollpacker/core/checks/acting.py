@@ -23,8 +23,7 @@ class TurnLimits:
     max_turns: int | None = None
     """Most messages of the model in a trajectory. None: no limit."""
     max_trajectory_tokens: int | None = None
-    """Most tokens of a trajectory, the environment's included, without the prompt. None: no
-    limit."""
+    """Most tokens of a trajectory, the environment's too, without the prompt. None: no limit."""
     max_environment_s: float | None = None
     """Most seconds that an environment takes for all answers of a trajectory. None: no limit. Each
     answer has a deadline besides; one that does not come in time is a failure, not an end."""
@@ -39,8 +38,7 @@ class TurnLimits:
             raise ValueError(f"max_environment_s must be more than 0, not {seconds}")
 
     def reached(self, turns: int, tokens: int, environment_s: float) -> str:
-        """Finish reason if a trajectory with these counts has reached a limit; empty if it has
-        not."""
+        """Finish reason if a trajectory with these counts is at a limit; empty if it is not."""
         if self.max_turns is not None and turns >= self.max_turns:
             return "turns"
         if self.max_trajectory_tokens is not None and tokens >= self.max_trajectory_tokens:
@@ -87,11 +85,11 @@ class Retracing:
     or without the environment's, as long as all calls do so alike."""
 
     carried: int = 0
-    """Number of tokens that an earlier launch of the prompt left, up to the last sampled one."""
+    """Tokens that an earlier launch (submission to an engine) left, up to the last sampled one."""
     kept: int | None = None
-    """Number of the carried tokens that came out the same. None: none were left or compared yet."""
+    """Number of `carried` tokens that were sampled alike again. None: nothing was compared yet."""
     goes_on: bool = field(init=False)
-    """True if all tokens sampled so far came out the same, and more are left to compare."""
+    """True if all tokens so far were sampled as before, and more are left to compare."""
 
     def __post_init__(self) -> None:
         self.goes_on = self.carried > 0
@@ -126,10 +124,9 @@ class Episode:
     acts: bool = False
     """True while the environment is to answer, rather than the model to write."""
     is_open: bool = False
-    """True from the first `Act` command until the environment is told that the episode has
-    ended."""
+    """True from the first `Act` command until the environment is told of the episode's end."""
     replaces: tuple[SampleId, ...] = ()
-    """Failed sample that this one replaces, and whose random noise it uses; empty: it replaces
+    """Failed sample that this one replaces, and whose random noise it uses; empty if there is
     none."""
     retracing: Retracing = field(default_factory=Retracing)
 

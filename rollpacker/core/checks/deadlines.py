@@ -20,11 +20,11 @@ class AdaptiveDeadlineConfig:
     """Settings of the time limit ("deadline") of one kind of check."""
 
     min_s: float = 2.0
-    """Least deadline, in seconds."""
+    """Least time limit that a check of this kind is given, in seconds."""
     factor: float = 1.5
     """The deadline is this factor times the longest execution of a correct answer."""
     max_s: float = 30.0
-    """Greatest deadline, in seconds; it holds until an answer was correct."""
+    """Greatest time limit of a check, in seconds; it holds until an answer was correct."""
     adaptive: bool = True
     """Whether the deadline adapts to what was seen. False: it is always `max_s`."""
 
@@ -46,10 +46,10 @@ class AdaptiveDeadline:
         self.anchor_s: float | None = None
         """Seconds of the longest execution of a correct answer. None before the first."""
         self.timeout_s = config.max_s
-        """Seconds that a check started now may take."""
+        """Time limit, in seconds, of a check that is started now."""
 
     def observe(self, seconds: float, *, correct: bool) -> None:
-        """Records a check of so many seconds. `correct`: it found the response correct, in time."""
+        """Records how long a check took. `correct`: it found the response correct, in time."""
         assert math.isfinite(seconds) and seconds >= 0
         if correct and (self.anchor_s is None or seconds > self.anchor_s):
             self.set_anchor(seconds)

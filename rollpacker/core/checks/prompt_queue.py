@@ -26,7 +26,7 @@ class _Waiting:
         self.tokens: dict[SampleId, int] = {}
         """Tokens of each sample that waits, in the order of arrival."""
         self.entry: _Entry | None = None
-        """The prompt's valid heap entry; older ones are skipped. None: it has none yet."""
+        """The entry by which heaps order this prompt; older ones are skipped. None: none yet."""
 
 
 _Entry = tuple[float, int, int, _Waiting]
@@ -42,8 +42,7 @@ class PromptQueue:
         self._waiting: dict[PromptId, _Waiting] = {}
         self._arrivals = count()
         self._changed: dict[_Waiting, None] = {}
-        """Prompts whose rank must be computed again: a dict, which keeps the order of arrival as a
-        set would not."""
+        """Prompts whose rank must be computed again, in the order in which they changed."""
         self._known: list[_Entry] = []
         self._unknown: list[_Entry] = []
         """Heap of prompts without a known rank; their entries have 0 in place of the rank."""

@@ -14,8 +14,7 @@ MAX_LOSSES = 3
 
 
 class RewardHosts:
-    """The processes that judge responses ("hosts" below), by number from 0: which are ready or
-    given up."""
+    """The processes ("hosts" below) that judge responses: which are ready, busy, or given up."""
 
     def __init__(self, count: int, max_losses: int = MAX_LOSSES) -> None:
         assert count > 0 and max_losses > 0
@@ -54,8 +53,8 @@ class RewardHosts:
         self._ready.discard(number)
 
     def deal(self, num_samples: int) -> int | None:
-        """Assigns samples to the ready host with the fewest, and returns its number. None: no host
-        is ready."""
+        """Assigns samples to the ready host with the fewest; returns its number. None: none is
+        ready."""
         if not self._ready:
             return None
         number = min(self._ready, key=lambda one: (self._under_way[one], one))
@@ -63,7 +62,7 @@ class RewardHosts:
         return number
 
     def ended(self, number: int, num_samples: int, *, judged: bool) -> None:
-        """Records that so many samples left the host. `judged`: with verdicts, rather than lost."""
+        """Records that samples have left the host. `judged`: with verdicts, rather than lost."""
         self._under_way[number] -= num_samples
         if judged:
             self._reasons[number].clear()

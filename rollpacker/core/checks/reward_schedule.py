@@ -16,8 +16,7 @@ RewardKindConfig = KindConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardScheduleConfig:
-    """Settings of reward checks: when they start, in which order, and how often they are
-    repeated."""
+    """Settings of reward checks: when they start, in which order, how often they are repeated."""
 
     overlap: bool = True
     """Whether a response is checked while others are still generated. False: all responses of a

@@ -34,8 +34,7 @@ class KindConfig:
     workers: int | None = None
     """Number of checks or answers that run at a time. None: no bound."""
     deadline: AdaptiveDeadlineConfig | None = None
-    """Bounds of a time limit that adapts. None: the reward function or environment has its own
-    limit."""
+    """Bounds of a time limit that adapts. None: the reward function or environment has its own."""
 
     def __post_init__(self) -> None:
         if self.workers is not None and self.workers < 1:
@@ -65,7 +64,7 @@ class _Kind:
 
     def __init__(self, config: KindConfig) -> None:
         self.num_free = config.workers
-        """Number of free workers. None: there is no bound."""
+        """Number of workers of this kind that are free. None: their number is not bounded."""
         self.deadline = None if config.deadline is None else AdaptiveDeadline(config.deadline)
         self.queue: deque[SampleId] = deque()
         """Samples that wait for a worker, the oldest first. It is used with the order "fifo" alone;
@@ -79,19 +78,20 @@ class _Kind:
         prompt with the longest is expected to take longest again, and comes first. Empty unless the
         order is "longest"."""
         self.num_seen = 0
-        """Number of checks or answers that ended by themselves, where the order is "longest"."""
+        """Number of checks or answers that ended by themselves, counted with the order
+        "longest"."""
         self.total_s = 0.0
-        """Seconds that the `num_seen` checks or answers took together."""
+        """Seconds that the checks or answers counted in `num_seen` took together."""
 
     def saw(self, prompt: PromptId, seconds: float) -> None:
-        """Records that a check or answer for this prompt took so many seconds and did not fail."""
+        """Records the seconds of a reward check, or environment's answer, that did not fail."""
         self.num_seen += 1
         self.total_s += seconds
         self.ranks[prompt] = min(-seconds, self.ranks.get(prompt, 0.0))
 
     @property
     def mean_s(self) -> float:
-        """Mean seconds of the checks or answers that ended by themselves. 0: none has yet."""
+        """Mean seconds of reward checks, or environments' answers, that did not fail; 0: none."""
         return self.total_s / self.num_seen if self.num_seen else 0.0
 
 
@@ -111,35 +111,36 @@ class Schedule(Generic[E]):
         say: Callable[..., Command],
         is_right: Callable[[E], bool],
     ) -> None:
-        """`say(sample=, timeout_s=, retry=)` makes the command that starts a check or answer;
-        `is_right` returns whether the seconds of one that ended by itself count for the time limit
-        of others."""
+        """`say(sample=, timeout_s=, retry=)` makes the command that starts a reward check or
+        environment's answer; `is_right`: whether the seconds of one that did not fail count for the
+        limit."""
         self.running: dict[SampleId, int] = {}
-        """Running checks or answers, in order of starting: how often that of each sample was
-        started before."""
+        """Running reward checks or environments' answers, in order of starting: how often that of
+        each sample was started before."""
         self.num_waiting = 0
-        """Number of checks or answers in all queues, including unneeded ones that are not removed
-        yet."""
+        """Number of reward checks or environments' answers in all queues, including unneeded ones
+        that are not removed yet."""
         self._configs = kinds
         self.max_retries = max_retries
-        """Most times that a check or answer is started again because a worker or an endpoint failed
-        (cause "infrastructure"), rather than the response."""
+        """Most times that a reward check or environment's answer is started again because a worker
+        or an endpoint failed (cause "infrastructure"), rather than the response."""
         self._say = say
         self._is_right = is_right
         self._kinds: dict[str, _Kind] = {}
         self._by_prompt = order != "fifo"
         self._longest = order == "longest"
         self._cancelled: set[SampleId] = set()
-        """Samples whose check or answer still runs although it is not needed any more."""
+        """Samples whose reward check or environment's answer runs on although nobody needs it."""
 
     def begin_round(self) -> None:
-        """Forgets the seconds that checks or answers of the last round's prompts took."""
+        """Forgets how long checks or environments' answers took for the last round's prompts."""
         for kind in self._kinds.values():
             kind.ranks.clear()
             kind.by_prompt.look_at_all()
 
     def ask(self, sample: SampleId, num_tokens: int = 0) -> list[Command]:
-        """Command that starts the sample's check or answer; none if it must wait for a worker."""
+        """Command that starts the sample's reward check or environment's answer; none if it must
+        wait for a worker. `num_tokens`: the sample's length, for the order of those that wait."""
         source = sample.prompt.source
         kind = self._kinds.get(source) or self._add_kind(source)
         if kind.num_free is None or kind.num_free > 0:
@@ -152,8 +153,8 @@ class Schedule(Generic[E]):
         return []
 
     def free(self, event: E) -> int | None:
-        """Records the end of a check or answer: its worker is free, and the time limit adapts.
-        Returns how often it had been started before. None: it was not running."""
+        """Records the end of a reward check or environment's answer: its worker is free, and the
+        time limit adapts. Returns how often it was started before. None: it was not running."""
         sample = event.sample
         retry = self.running.pop(sample, None)
         if retry is None:
@@ -183,13 +184,13 @@ class Schedule(Generic[E]):
             kind.by_prompt.look_again(prompt)
 
     def ask_again(self, sample: SampleId, retry: int) -> Command:
-        """Command that starts a failed check or answer again at once, on the worker that it had."""
+        """Command that starts a failed reward check or environment's answer again on its worker."""
         return self._start(self._kinds[sample.prompt.source], sample, retry + 1)
 
     def start_waiting(self, source: str, missing: Callable[[PromptId], int]) -> list[Command]:
-        """Commands that start waiting checks or answers of this source, as many as workers are
-        free. `missing` returns how many samples a prompt still needs; it is asked anew when that
-        may have changed."""
+        """Commands that start waiting reward checks or environments' answers of this source, as
+        many as workers are free. `missing` returns how many samples a prompt still needs, and is
+        asked anew as that changes."""
         kind = self._kinds[source]
         commands: list[Command] = []
         waiting = kind.by_prompt if self._by_prompt else kind.queue
@@ -208,8 +209,8 @@ class Schedule(Generic[E]):
         return commands
 
     def forget(self, samples: Iterable[SampleId]) -> list[SampleId]:
-        """Drops the checks or answers of samples that nobody needs any more. Returns those samples
-        whose check or answer is running and was needed until now."""
+        """Drops the reward checks or environments' answers of samples that nobody needs any more.
+        Returns the samples for which one is running and was needed until now."""
         running = []
         for sample in samples:
             if sample in self.running:
@@ -224,13 +225,13 @@ class Schedule(Generic[E]):
         return running
 
     def timeout_s(self, source: str) -> float | None:
-        """Seconds that a check or answer for this source may take. None: there is no limit here."""
+        """Time limit, in seconds, of checks or answers for this source. None: there is none."""
         kind = self._kinds.get(source)
         return None if kind is None or kind.deadline is None else kind.deadline.timeout_s
 
     def state(self) -> dict[str, Any]:
-        """What time limits have learnt, by source, for a checkpoint; running checks are not
-        saved."""
+        """What time limits have learnt, by source, for a checkpoint, which has no running
+        checks."""
         return {
             source: {"anchor_s": kind.deadline.anchor_s}
             for source, kind in sorted(self._kinds.items())

@@ -123,7 +123,7 @@ class Fleet:
         self._slots = list(self.engines)
         """All engines that the run has had, at any degree of tensor parallelism, by number."""
         self._degree = (config.num_devices or config.num_engines) // config.num_engines
-        """Number of devices of one engine."""
+        """Number of devices of each engine in this round."""
         self.devices = Devices(
             config.num_engines,
             self._degree,
@@ -406,8 +406,7 @@ class Fleet:
         return Resize(tensor_parallel=self._degree, incarnations=incarnations, version=version)
 
     def _release(self, command: Release) -> list[Command]:
-        """Marks engines as released. Returns the commands that move away their unfinished
-        samples."""
+        """Marks engines as released. Returns commands that move away their unfinished samples."""
         for number in {device // self._degree for device in command.devices}:
             self.engines[number].released = True
         seats = self._seats
@@ -453,8 +452,7 @@ class Fleet:
         return engines
 
     def _place(self, samples: Sequence[SampleId]) -> list[Command]:
-        """The command that starts these samples again; none, so that they wait, if no engine takes
-        any."""
+        """The command that starts these samples again; none, so that they wait, without engines."""
         if not samples or not self._takers():
             return []
         return [Place(samples=tuple(samples), engines=self._route(samples))]
@@ -464,8 +462,8 @@ class Fleet:
 
     def _send(self, samples: Sequence[SampleId]) -> list[Command]:
         """Commands that move these samples, whose work is counted for no engine, with the tokens
-        that they have: back to the engine that they come from if that takes samples, else where the
-        routing says."""
+        that they have: back to the engine that they come from if that takes samples, else by the
+        routing."""
         routed: list[SampleId] = []
         seats = self._seats
         for sample in samples:

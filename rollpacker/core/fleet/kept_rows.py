@@ -19,8 +19,7 @@ from rollpacker.core.ids import SampleId
 
 class _Away(NamedTuple):
     engine: tuple[int, int]
-    """Number and incarnation of the engine that holds the row. An engine that was replaced has a
-    new incarnation."""
+    """Number of the engine that holds the row, and its incarnation: how often it was replaced."""
     num_tokens: int
     since_s: float
 

@@ -35,8 +35,7 @@ class EngineLosses:
         self._since.clear()
 
     def add(self, number: int, reason: str) -> str:
-        """Counts a loss of this engine. Returns why the run must end, in words; empty if it goes
-        on."""
+        """Counts a loss of this engine. Returns why the run must end, in words; empty if not."""
         self._since.append((number, reason))
         counted = [one for one in self._since if self._of_all or one[0] == number]
         if len(counted) < self._most:
@@ -78,8 +77,8 @@ class TrainerLosses:
         return [RestoreTrainer(incarnation=self.incarnation, version=version)]
 
     def on_ready(self, event: TrainerReady, version: int) -> None:
-        """Records that the trainer is back. Raises `AssertionError` if its version or incarnation
-        is not the one that was asked for."""
+        """Records that the trainer is back. Raises `AssertionError` if its weights' version, or the
+        count of its restarts (incarnation), is not the one that was asked for."""
         assert (event.incarnation, event.version) == (self.incarnation, version), (
             f"{event} with version {version} of incarnation {self.incarnation}"
         )

@@ -42,18 +42,19 @@ class ParallelismConfig:
     (`parallelism_planner.*`). Engines of another degree are new ones, on the same devices."""
 
     enabled: bool = False
-    """Whether the tensor-parallel degree is chosen. False: every round has the degree `initial`."""
+    """Whether the number of devices per engine is chosen. False: it is always `initial`."""
     degrees: tuple[int, ...] = (1,)
     """Tensor-parallel degrees to choose from, ascending. Each must divide the number of devices,
     `rollout.engines` times `initial`, and the model's attention heads."""
     initial: int = 1
-    """Degree to begin with: the best one without tail batching. Without the planner all rounds have
+    """Degree to begin with: the best without tail batching. Without the planner all rounds have
     it."""
     rise: float = 1.05
     """A round whose preemptions per sample are more than this many times those of the last round of
-    its kind calls for the next higher degree."""
+    its kind calls for more devices per engine: the next higher of `degrees`."""
     calm_rounds: int = 4
-    """Number of rounds of a kind, all without preemption, that call for the next lower degree."""
+    """Number of rounds of a kind in a row without preemption that call for the next lower
+    degree."""
 
     def __post_init__(self) -> None:
         if not self.degrees or min(self.degrees) < 1:
@@ -85,9 +86,9 @@ class KnownKind(msgspec.Struct, forbid_unknown_fields=True):
     last_rate: float | None = None
     """Preemptions per launched sample in the last round of this kind. None before the first."""
     num_calm: int = 0
-    """Number of rounds of this kind in a row, up to the last, without preemption at this degree."""
+    """Rounds of this kind in a row, up to the last, without preemption at this degree."""
     num_failures: dict[int, int] = msgspec.field(default_factory=dict)
-    """How often this kind of round had to leave each degree for a higher one."""
+    """How often this kind of round had to go from each tensor-parallel degree to a higher one."""
 
 
 class KnownDegrees(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -95,7 +96,7 @@ class KnownDegrees(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     num_changes: int = 0
     rates: dict[int, float] = msgspec.field(default_factory=dict)
-    """Preemptions per launched sample in the last round of any kind, by degree."""
+    """Preemptions per launched sample in the last round of any kind, by tensor-parallel degree."""
     kinds: dict[str, KnownKind] = msgspec.field(default_factory=dict)
 
 
@@ -163,8 +164,8 @@ class ParallelismPlanner:
         return to_plain(self._known)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores what an earlier planner had learnt. A kind of round whose degree is no longer
-        configured starts anew."""
+        """Restores what an earlier planner had learnt. A kind of round whose tensor-parallel degree
+        is no longer configured starts anew."""
         known = from_plain(KnownDegrees, state)
         kinds, degrees = known.kinds, self.config.degrees
         known.kinds = {kind: one for kind, one in kinds.items() if one.degree in degrees}

@@ -21,8 +21,8 @@ from rollpacker.core.ids import PromptId, SampleId
 Routing = Literal["spread", "group", "turns"]
 
 CARRIED_COST = 8
-"""Number of carried-over tokens that are as much work as one new token, since they are computed
-together in one pass."""
+"""Number of tokens kept from an earlier launch that cost as much as one new token, since they are
+computed together in one pass."""
 
 OVERLOAD = 1.5
 """An engine with more than this times the mean work gets no more samples of its prompts."""

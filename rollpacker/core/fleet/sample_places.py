@@ -18,18 +18,16 @@ class Seats:
     __slots__ = ("_by_turn", "carried", "engine", "source", "stopping", "work")
 
     def __init__(self, *, by_turn: bool) -> None:
-        """`by_turn`: at most one mean response of a sample's carried-over tokens counts as work."""
+        """`by_turn`: of tokens kept from an earlier launch one mean response at most is work."""
         self._by_turn = by_turn
         self.engine: dict[SampleId, int] = {}
-        """Number of the engine that has, or had, each sample; `NOWHERE`: the sample waits for
-        one."""
+        """Number of the engine that has, or had, each sample; `NOWHERE`: the sample waits."""
         self.work: dict[SampleId, int] = {}
         """Expected cost, in tokens, of each sample that has not ended, in launch order."""
         self.source: dict[SampleId, int] = {}
         """Number of the engine that each moving sample comes from, where it may still end first."""
         self.carried: dict[SampleId, int] = {}
-        """Tokens with which each sample was launched, until its next turn begins; missing if
-        none."""
+        """Tokens with which each sample was launched, until its next turn; missing if none."""
         self.stopping: set[SampleId] = set()
         """Samples that were told to stop; the engine of each still reports its end."""
 

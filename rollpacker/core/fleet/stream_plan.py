@@ -79,8 +79,7 @@ class StreamConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceLayout:
-    """How devices, numbered from 0, form engines and training replicas, each of consecutive
-    ones."""
+    """How devices, numbered from 0, form engines and training replicas of consecutive devices."""
 
     gpus: int = 1
     gpus_per_node: int = 8
@@ -135,7 +134,7 @@ class _RoundUnderWay:
     refusal: str = ""
     """Why the last try of a release was refused, in words. Empty: none was refused."""
     num_streamed: int = 0
-    """Number of samples handed to the trainer early."""
+    """Number of samples whose groups the trainer was given before the round was over."""
 
 
 class StreamPlan:
@@ -175,7 +174,7 @@ class StreamPlan:
         next round begins."""
         self._round: _RoundUnderWay | None = None
         self.active = False
-        """True if groups of the round under way may be trained on early."""
+        """True if groups of the current round may be trained on before it is over."""
         self.may_release = False
         """True if devices may be released in this round; ends of samples must then be reported."""
         self.may_stream_early = False
@@ -246,8 +245,7 @@ class StreamPlan:
         )
 
     def on_finished(self, num_tokens: int) -> tuple[int, ...] | None:
-        """Records a complete response. Returns numbers of devices to release now. None: release
-        none."""
+        """Records a complete response. Returns numbers of devices to release now, or None."""
         now = self._round or self._current()
         now.num_finished += 1
         if num_tokens > now.longest:
@@ -260,7 +258,7 @@ class StreamPlan:
         return self._try_release(now)
 
     def on_stopped(self, num_tokens: int) -> None:
-        """Records a sample that was aborted or failed after so many tokens."""
+        """Records a sample that was aborted or failed with `num_tokens` tokens generated."""
         now = self._current()
         now.num_stopped += 1
         if self.may_release:
@@ -360,8 +358,7 @@ class StreamPlan:
         return _peak_demand(lengths, num_live, now.prompt_tokens) <= capacity
 
     def _projected(self, now: _RoundUnderWay) -> IntArray | None:
-        """Lengths in tokens that a remaining sample may reach, ascending. None: no length is
-        known."""
+        """Ascending lengths in tokens that a remaining sample may reach. None: none is known."""
         history = np.array(self._histories.get(_history_of(now.kind), ()), dtype=np.int64)
         ahead = np.sort(history[history > now.longest])
         if self.max_response_tokens is not None:
@@ -385,8 +382,7 @@ class StreamPlan:
     # -- checkpoints -------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """The plan as plain values for a checkpoint between rounds: a current round counts as
-        over."""
+        """The plan as plain values for a checkpoint; a round that is not over counts as over."""
         histories = {name: list(lengths) for name, lengths in sorted(self._histories.items())}
         if self._round is not None and self._left:
             name = _history_of(self._round.kind)

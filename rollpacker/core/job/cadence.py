@@ -21,8 +21,7 @@ class Cadence:
     """Steps between two evaluations. None: only before the first and after the last step."""
 
     def checkpoint_is_due(self, step: int, *, ending: bool) -> bool:
-        """Whether a checkpoint is due after this step. `ending`: no step follows, or the run was
-        asked to stop."""
+        """Whether a checkpoint is due after this step. `ending`: the run ends with it, or stops."""
         return ending or step % self.checkpoint_every_steps == 0
 
     def evaluation_is_due(self, step: int, *, evaluated_step: int | None, last: bool) -> bool:

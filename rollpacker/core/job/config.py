@@ -24,8 +24,7 @@ class JobConfig:
     prompts_per_step: int
     samples_per_prompt: int
     max_steps: int | None
-    """Most steps, not counting those that train on left-over prompts at the end. None: until the
-    data ends."""
+    """Most steps, left-over prompts at the end not counted. None: steps until the data ends."""
     max_response_tokens: int | None = None
     prompt_tokens: int = 0
     """Mean number of tokens of a prompt, for projections of the key-value cache."""

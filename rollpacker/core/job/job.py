@@ -185,7 +185,7 @@ class Job:
         return self.progress.evaluation_is_due(self.config.cadence, last=self.nothing_left())
 
     def nothing_left(self) -> bool:
-        """Whether the run is over here: no step will follow, and no deferred prompt waits."""
+        """Whether the run is over: no step follows, and no earlier round left prompts over."""
         ends = self.progress.data_ended or self.progress.out_of_steps(self.config.max_steps)
         return ends and not self.num_queued
 
@@ -207,8 +207,7 @@ class Job:
 
     @property
     def _num_wanted(self) -> int:
-        """Number of groups that the next round should bring: a whole step's, or those that a step
-        still lacks."""
+        """Groups that the next round should bring: a whole step's, or those that a step lacks."""
         return self._gathered.missing if self._gathered else self.config.prompts_per_step
 
     @property
@@ -216,7 +215,6 @@ class Job:
         return self.lengths.factors.num_prompts(self._num_wanted)
 
     def _num_to_fetch(self) -> int:
-        """Number of prompts still to fetch before the next race has all that it launches."""
         num_waiting = self.queues.num_racing(self._num_to_race)
         return self._num_to_race - num_waiting - len(self.queues.fresh)
 

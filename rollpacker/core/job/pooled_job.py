@@ -96,7 +96,7 @@ class PooledJob(Job):
         self._begins = False
         """True if a step is to begin as soon as the rollout pool is there."""
         self._refill: NextRound | None = None
-        """Round to make up for groups that a step lacks, once the rollout pool is there, or
+        """Round to make up for groups that a step lacks, once the rollout pool is there; or
         None."""
         self._answered: list[Launch | Continue] = []
         """`Launch` and `Continue` commands for samples whose environments answered after the job
@@ -173,8 +173,7 @@ class PooledJob(Job):
         return released
 
     def _renewed(self, command: Command) -> Command:
-        """The command itself; a `Replace` that was held back during a step gets the newest
-        version."""
+        """The command; a `Replace` that was held back during a step gets the newest version."""
         return replace(command, version=self.version) if type(command) is Replace else command
 
     def _on_entered(self, event: Entered) -> list[Command]:
@@ -265,7 +264,7 @@ class PooledJob(Job):
         )
 
     def _only_acts(self) -> bool:
-        """Whether all samples under way are with environments, so that others may have the pool."""
+        """Whether all unfinished samples wait for environments, so that the pool is not needed."""
         round_ = self._round
         if not (self._may_leave and isinstance(round_, TurnRound)):
             return False

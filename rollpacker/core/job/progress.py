@@ -72,8 +72,7 @@ class Progress(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class LedgerError(AssertionError):
-    """Raised when a prompt would be settled (trained on or dropped) twice, or without being
-    fetched."""
+    """Raised when a prompt would be settled (trained on or dropped) twice, or was not fetched."""
 
 
 class Ledger(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

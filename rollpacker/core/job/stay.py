@@ -27,8 +27,7 @@ class Stay:
         self._began_s = 0.0
         """Time at which the last training began, in seconds."""
         self._trained_s: float | None = None
-        """Seconds from the start of the last training to its new weights in the engines. None: no
-        training."""
+        """Seconds from the last training's start to the engines' new weights. None: none yet."""
         self._switch_s = 0.0
         """Seconds that the engines took to wake up last time."""
         self._due_s: float | None = None
@@ -37,7 +36,7 @@ class Stay:
         """True if `look` has asked for a reminder that has not come yet."""
 
     def woke(self, switch_s: float) -> None:
-        """Records that the engines woke up, in so many seconds."""
+        """Records that the engines have woken up, and how many seconds that took."""
         self._switch_s = switch_s
 
     def trains(self, now_s: float) -> None:

@@ -66,9 +66,8 @@ class LengthCounts:
         return np.asarray(logs, dtype=np.float64)
 
     def totals(self, shares: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """(C, B) number of complete and of stopped responses of each class, by bin. `shares` (N, C,
-        BLOCK) has each prompt's share in each class, rounded to a grid on which all sums are
-        exact."""
+        """(C, B) number of complete and of stopped responses per class and bin. `shares` (N, C,
+        BLOCK): each prompt's share in each class, rounded to a grid on which all sums are exact."""
         shares = to_grid(shares, self.num_samples)
         ended = np.zeros((shares.shape[1], self.starts.size))
         stopped = np.zeros_like(ended)

@@ -45,8 +45,7 @@ class Debias:
         """(B,) weight of a sample, by bin of length. None: there are no weights yet."""
 
     def observe(self, prompt: PromptId, finished: Sequence[int], stopped: Sequence[int]) -> None:
-        """Records one launch of a prompt: lengths of complete and of stopped responses, in
-        tokens."""
+        """Records one launch of a prompt: lengths in tokens of complete and stopped responses."""
         self.window.observe(prompt, finished, stopped)
 
     def step(self, trained_lengths: Sequence[int]) -> list[float] | None:

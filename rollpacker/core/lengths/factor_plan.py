@@ -87,8 +87,8 @@ class Choice:
         return 1.0 - self.step_s / self.baseline_step_s
 
     def standard_error_s(self, num_steps: int) -> float:
-        """How far the mean of so many measured steps may be from `step_s` by chance alone. It does
-        not cover errors of the fitted lengths and times."""
+        """How far the mean of `num_steps` measured steps may be from `step_s` by chance alone, in
+        seconds, not counting errors of the fitted lengths and times."""
         return self.step_sd_s / math.sqrt(num_steps)
 
 
@@ -121,15 +121,15 @@ class FactorPlanner:
         self, kind: RoundKind, *, longest_tokens: int, tokens: int, seconds: float
     ) -> None:
         """Records that a round's rollout took `seconds`, that its longest response (finished or
-        stopped) has `longest_tokens`, and that all responses together have `tokens`, thrown away
-        ones too."""
+        stopped) has `longest_tokens`, and that all responses, thrown away ones too, have
+        `tokens`."""
         assert longest_tokens >= 0 and tokens >= 0 and math.isfinite(seconds)
         if longest_tokens and seconds > 0:
             history = self._rounds.setdefault(kind.value, deque(maxlen=MAX_ROUNDS))
             history.append((longest_tokens, tokens, seconds))
 
     def observe_fixed(self, seconds: float) -> None:
-        """Records that the rest of a step, after the rollout, took so many seconds."""
+        """Records the seconds of the rest of a step after the rollout: training, weight sync."""
         assert math.isfinite(seconds) and seconds >= 0
         self._fixed.append(seconds)
 

@@ -151,11 +151,11 @@ class Mixture:
     - stray_rate) * bodies[m] + stray_rate * stray; with K = 1 there are no twins."""
 
     weights: FloatArray
-    """(K, M) share of the prompts that are in each class."""
+    """(K, M) share of the prompts in each class; a class has a length distribution of its own."""
     bodies: FloatArray
-    """(M, B) share of the responses of each class, without stray ones, in each bin."""
+    """(M, B) length distribution of each class over bins, without stray responses."""
     stray: FloatArray
-    """(B,) share of stray responses in each bin."""
+    """(B,) length distribution, over bins, of stray responses: those unlike their class."""
     stray_rate: float
 
     @classmethod
@@ -205,8 +205,7 @@ def _em(
 
 
 def _explain(data: LengthCounts, parts: Mixture, prior: FloatArray) -> tuple[FloatArray, float]:
-    """E step: (N, C, BLOCK) probability of each class given a prompt's lengths, and the
-    objective."""
+    """E step: (N, C, BLOCK) probability of each class given a prompt's lengths; the objective."""
     densities = parts.densities()
     log_density = _log(densities)
     log_survival = _log(_survival(densities, data.beyond))
@@ -225,8 +224,7 @@ def _explain(data: LengthCounts, parts: Mixture, prior: FloatArray) -> tuple[Flo
 
 
 def _log_prior(parts: Mixture, prior: FloatArray) -> float:
-    """Log prior of the mixture; `prior` (M + 1, B): pseudo-samples of bodies and stray
-    responses."""
+    """Log prior of the mixture; `prior` (M + 1, B): pseudo-samples of bodies and stray samples."""
     log_prior = total_of(_log(parts.bodies) * prior[:-1])
     log_prior += PRIOR_PROMPTS * total_of(_log(parts.weights))
     if len(parts.weights) > 1:
@@ -291,8 +289,7 @@ def _fit_pooled(data: LengthCounts) -> FloatArray:
 
 
 def _cold_start(data: LengthCounts, num_classes: int, hard_prompts: bool) -> Mixture:
-    """Mixture to start from: equally frequent classes, cut from a Gaussian copula of all
-    lengths."""
+    """Mixture to start from: equally frequent classes, cut from a copula of the pooled lengths."""
     pooled = _fit_pooled(data)
     weights = np.full((1, num_classes), 1.0 / num_classes)
     best, best_objective = None, -math.inf

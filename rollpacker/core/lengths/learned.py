@@ -45,7 +45,7 @@ class Learned:
                 debiased=tail.debias != "none",
             )
         self._continued = tail.selection == "none"
-        """True if a deferred prompt's next launch continues its responses, rather than new ones."""
+        """True if a prompt left unfinished goes on with its responses, not with new ones."""
         self._now = 0.0
         """Time of the current event in seconds, rounded to microseconds as in the log."""
         self._since = 0.0

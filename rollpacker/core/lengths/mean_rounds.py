@@ -1,4 +1,4 @@
-"""Mean outcome of a race, computed by order statistics rather than simulated."""
+"""Mean outcome of a race (a round that keeps the first to finish), by order statistics."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Law:
         inside = np.arange(1, POINTS_PER_BIN + 1) / POINTS_PER_BIN
         points = (ends[:-1, np.newaxis] + np.diff(ends)[:, np.newaxis] * inside).ravel()
         self.points: FloatArray = np.append(0.0, points)
-        """(X + 1,) lengths of the points, in tokens."""
+        """(X + 1,) lengths in tokens at which the model is evaluated: the "points"."""
         rows = [interpolated(self.points, ends, row) for row in at_ends]
         self.below: FloatArray = np.minimum(np.array(rows), 1.0)
         """(M, X + 1) share of each class's responses that are no longer than each point."""
@@ -50,7 +50,7 @@ class Law:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRace:
-    """The race among the R samples of one prompt, of which R0 are needed, for each of M classes."""
+    """The race in a prompt of each of M classes: the first R0 of its R samples are kept."""
 
     num_samples: int
     done: FloatArray

@@ -57,7 +57,7 @@ class LengthModel:
 
     @property
     def density(self) -> FloatArray:
-        """(B,) share of the policy's own responses in every bin."""
+        """(B,) share of the policy's own responses in every bin (interval) of length."""
         return mixed(self.class_weights, self.class_densities)
 
     @property
@@ -91,7 +91,7 @@ class LengthModel:
         return bins_of(self.starts, values)
 
     def counts(self, lengths: ArrayLike) -> FloatArray:
-        """(B,) number of the `lengths` in every bin."""
+        """(B,) number of the given `lengths` that are in each bin (interval) of length."""
         return np.bincount(self.bins(lengths), minlength=self.starts.size).astype(np.float64)
 
     def tail_share(self, lengths: ArrayLike, q: float = 0.95) -> float:
@@ -108,9 +108,8 @@ class LengthModel:
         return float(counts[first:].sum() / counts.sum() / own)
 
     def within_prompt_correlation(self) -> float:
-        """Correlation between two responses to one prompt, of the lengths' normal scores (the
-        standard normal quantile of a length's rank): the `rho` of a Gaussian copula, between 0
-        and 1."""
+        """Correlation between two responses to one prompt, of the lengths' normal scores (standard
+        normal quantiles of the lengths' ranks): the `rho` of a Gaussian copula, from 0 to 1."""
         scores = normal_scores(self.density)
         class_means = dot(self.class_densities, scores)
         return share_between(self.class_weights, class_means, self.density, scores)

@@ -1,4 +1,4 @@
-"""Loss weights by length, which undo the favour that races show to short responses."""
+"""Loss weights by length, which undo that short rounds, as races, favour short responses."""
 
 from __future__ import annotations
 
@@ -54,8 +54,7 @@ def moment_weights(
     length. They are `density_weights` plus the least linear function of the length that makes the
     mean exact. If that leaves an effective sample size below `min_effective`, the density ratio is
     first drawn towards 1, as little as will do, and the linear part makes up for it. All weights
-    are bounded from below and above, so that the mean is exact unless many weights lie on a
-    bound."""
+    are bounded on both sides: the mean is exact unless many weights lie on a bound."""
     share = _shares(counts, max_weight)
     ratio = density_weights(model, counts, max_weight=max_weight)
     own_mean = model.mean()

@@ -130,10 +130,9 @@ class LengthWindow:
         *,
         continued: bool = False,
     ) -> None:
-        """Records one launch of a prompt: lengths of its complete responses, and those at which the
-        others were stopped, in tokens. `continued`: these are the responses of the prompt's earlier
-        launches, which have grown, and not new ones. Raises `ValueError` for a length below 0 or
-        above the cap."""
+        """Records one launch of a prompt: lengths of its complete responses, and those at which
+        others were stopped, in tokens. `continued`: these are earlier launches' responses, which
+        have grown. Raises `ValueError` for a length below 0 or above the cap."""
         self.make_room([*finished, *stopped])
         if prompt in self._is_ignored:
             return
@@ -162,8 +161,7 @@ class LengthWindow:
         return bin_starts(self._cap).size
 
     def bins(self, lengths: Sequence[int]) -> IntArray:
-        """Bin of each length in tokens. Raises `ValueError` for a length below 0 or above the
-        cap."""
+        """Bin of each length in tokens. Raises `ValueError` for one below 0 or above the cap."""
         values = np.asarray(lengths, dtype=np.int64)
         check_lengths(values, self._cap)
         return bins_of(bin_starts(self._cap), values)
@@ -197,8 +195,7 @@ class LengthWindow:
         }
 
     def make_room(self, lengths: Sequence[int]) -> None:
-        """Raises `ValueError` for lengths below 0 or above the cap; if no cap was given, adds bins
-        for them."""
+        """Raises `ValueError` for lengths below 0 or above the cap. Without a cap adds bins."""
         shortest, longest = min(lengths, default=0), max(lengths, default=0)
         if shortest < 0 or (self._given_cap is not None and longest > self._given_cap):
             wrong = shortest if shortest < 0 else longest

@@ -143,7 +143,7 @@ class PlacedDevice:
     number: int
     host: str
     local: int
-    """Number of the device on its host."""
+    """Number of the device on its own host, from 0."""
     units: tuple[str, ...]
     """Names of the units that the device is part of."""
     used_bytes: int
@@ -188,7 +188,7 @@ class Placement:
 
 
 def as_ranges(devices: Sequence[int]) -> str:
-    """Text of ascending numbers, such as `0-3,6`."""
+    """Text of ascending device numbers, with ranges, such as `0-3,6`."""
     parts: list[list[int]] = []
     for number in devices:
         if parts and parts[-1][-1] == number - 1:

@@ -28,8 +28,7 @@ class DynamicSamplingConfig:
     enabled: bool = False
     max_refills: int = 3
     """Most further rounds (refills) with which a step replaces groups that it leaves out; it may
-    then still lack some, and reports so. None while an epoch's or the run's last prompts are used
-    up."""
+    still lack some, and reports so. None while an epoch's or the run's last prompts are used."""
 
     def __post_init__(self) -> None:
         if self.max_refills < 0:
@@ -75,8 +74,8 @@ class StepGroups:
         self, step: int, weights: Iterable[float] | None, *, says_missing: bool
     ) -> TrainOn:
         """The command that trains on this step's groups. `weights`: loss weights of the samples, in
-        the order of `lengths`; None: all 1. `says_missing`: whether it reports how many groups are
-        missing."""
+        the order of `lengths`; None: all 1. `says_missing`: whether it says how many groups
+        lack."""
         by_group = None
         if weights is not None:
             flat = iter(weights)

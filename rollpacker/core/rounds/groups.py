@@ -1,4 +1,4 @@
-"""The plan of a round, and its groups: the samples of each prompt that race in it."""
+"""The plan of a round, and its groups: the samples of each prompt that the round launches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CarriedLength(NamedTuple):
 
     tokens: int
     whole: bool
-    """True if these tokens are a complete response."""
+    """True if these tokens are a complete response, rather than the start of one."""
 
     def under(self, cut_off_at: int | None) -> CarriedLength:
         """This length, marked as incomplete if the response had been cut off at `cut_off_at`
@@ -41,7 +41,7 @@ class Waiting(NamedTuple):
 
     prompt: PromptId
     attempt: int = 0
-    """How often the prompt was launched and deferred before; this numbers its next launch."""
+    """How often the prompt was launched and left unfinished; this numbers its next launch."""
     carried: tuple[CarriedLength, ...] = ()
     """What earlier launches left of each response, by its index; empty if nothing is kept."""
 
@@ -59,46 +59,43 @@ class RoundPlan:
     samples_needed: int
     """Number of samples kept per prompt (R0)."""
     prompts_needed: int
-    """Number of prompts that must have all of their samples for the round to be over."""
+    """Number of prompts that must have finished for the round to be over."""
     race: Race = "generated"
     tail: TailBatchingConfig
     max_retries: int = 2
     """Most replacements per prompt for samples that the engine failed on, or whose environment
-    raised or was too slow. Where an environment's process was lost, this is the most per failed
-    sample."""
+    raised or was too slow; per failed sample, if an environment's process was lost."""
     tensor_parallel: int = 1
     speculate: bool = False
     min_verdicts: int = 2
     """Fewest verdicts with which a group is trained on, rather than dropped: 2 where samples are
     compared with each other, else 1."""
     defers_to: int = 0
-    """Tier (further race) whose queue unfinished prompts join; a number beyond the last: the long
-    queue."""
+    """Tier (further race) whose queue takes unfinished prompts; beyond the last: the long queue."""
 
 
 class Quota:
-    """Prompts that compete for the same places in the step's training, such as those of one
-    source."""
+    """Prompts that compete for the same places in the step's training, as those of one source."""
 
     __slots__ = ("groups", "num_awaited", "num_missing")
 
     def __init__(self, num_missing: int) -> None:
         self.num_missing = num_missing
         self.num_awaited = 0
-        """Number of places kept for prompts, not done yet, that the round must wait for."""
+        """Places in the step's training kept for prompts, not done yet, that the round awaits."""
         self.groups: list[Group] = []
 
     def join(self, group: Group) -> None:
-        """Adds the group to this quota. The round waits for it, if at all, only while there is a
-        place for it."""
+        """Adds a group that competes for this quota's places in training. The round waits for it,
+        if at all, only while a place is left."""
         group.quota = self
         self.groups.append(group)
         group.awaited = group.awaited and self.num_awaited < self.num_missing
         self.num_awaited += group.awaited
 
     def take_place(self, group: Group) -> bool:
-        """Gives a complete group a place, if one is left besides those kept for others. Returns
-        whether the group has a place now."""
+        """Gives a complete group one of the quota's places in training, if any is left besides
+        those kept for others. Returns whether the group has a place now."""
         if group.awaited:
             self.num_awaited -= 1
         elif self.num_missing <= self.num_awaited:
@@ -120,14 +117,13 @@ class Group:
     def __init__(self, waiting: Waiting, awaited_after: int | None) -> None:
         self.prompt, self.attempt, self.carried = waiting
         self.awaited = awaited_after is not None and self.attempt >= awaited_after
-        """True if the round must wait for this group, which was deferred too often before."""
+        """True if the round must wait for this group, which was deferred (left over) too often."""
         self.quota: Quota
         self.places: list[int] = []
         """Number that fixes each sample's random noise and carried-over tokens: its own index, or
         that of the failed sample that it replaces."""
         self.kept_tokens: list[int | None] = []
-        """Carried-over tokens of each sample that came out the same. None: they were not
-        compared."""
+        """Carried-over tokens of each sample that came out the same. None: not compared."""
         self.samples: list[SampleId] = []
         self.states: list[SampleState] = []
         self.lengths: list[int] = []
@@ -194,7 +190,7 @@ class Group:
         return self.lengths[index] - (self.carried_at(index).tokens if kept is None else kept)
 
     def to_carry(self) -> tuple[CarriedLength, ...]:
-        """Tokens that each response of the unfinished group leaves to the next launch, ordered by
+        """Tokens that each response of an unfinished group leaves to its next launch, by
         `places`."""
         left = [NOTHING_CARRIED] * (max(self.places) + 1)
         for index, place in enumerate(self.places):
@@ -227,8 +223,7 @@ class Group:
         return ends
 
     def settle(self, kept: Collection[int]) -> None:
-        """Marks the samples with these indices as trained on, and all other generated ones as
-        dropped."""
+        """Marks samples with these indices as trained on, and other generated ones as dropped."""
         states = self.states
         for index, state in enumerate(states):
             if index in kept:
@@ -240,9 +235,9 @@ class Group:
 
 
 def share_out(plan: RoundPlan, groups: Collection[Group]) -> int:
-    """Gives every group its quota, and returns how many quotas have places. With `balance_sources`
-    every source has a quota in proportion to its prompts; remainders go to the largest
-    fractions."""
+    """Gives every group its quota (the groups that compete for the same places in training), and
+    returns how many quotas have places. With `balance_sources` each source has a quota in
+    proportion to its prompts; remainders go to the largest fractions."""
     if not plan.tail.balance_sources:
         shares = {"": plan.prompts_needed}
     else:

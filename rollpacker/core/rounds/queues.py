@@ -38,7 +38,7 @@ class NextRound:
     num_samples: int
     """Number of samples launched per prompt."""
     prompts_needed: int
-    """Number of prompts that must have all of their samples for the round to be over."""
+    """Number of prompts that must have finished for the round to be over."""
     defers_to: int = 0
     """Number of the tier (further race) whose queue takes prompts that the round leaves unfinished.
     A number beyond the last tier means the long queue."""
@@ -72,27 +72,29 @@ class Queues:
         self.prompts_per_step = config.prompts_per_step
         self.samples_per_prompt = config.samples_per_prompt
         self.races = tuple(tier.factors for tier in tail.tiers if tail.enabled)
-        """Factors of each tier's race, by which it launches more than it needs."""
+        """For each tier (further race of unfinished prompts) how many more it launches than
+        needed."""
         self.long: deque[Waiting] = deque()
         self.tiers: tuple[deque[Waiting], ...] = tuple(deque() for _ in self.races)
         self.fresh: list[PromptId] = []
         self.draining = False
-        """True while an epoch or the run ends: deferred prompts go before any are fetched."""
+        """True while an epoch or the run ends: no prompts are fetched before the queues are
+        empty."""
         self.without_races = not tail.enabled
         self._pooled = tail.pooled
         self._carries = tail.carries
         self._max_response_tokens = config.max_response_tokens
         self.cut_off_at: int | None = None
-        """Cap on responses, in tokens, when the restored state was saved, if the cap has grown
-        since; else None."""
+        """Cap on responses, in tokens, in the restored state, if the cap has grown since; else
+        None."""
 
     def __len__(self) -> int:
         """Number of deferred prompts (left unfinished by an earlier round), in all queues."""
         return len(self.long) + sum(map(len, self.tiers))
 
     def next_round(self, *, ending: bool) -> NextRound | None:
-        """The next round, if deferred prompts are due. None: a round of fresh prompts is due.
-        `ending`: the run launches no more fresh prompts."""
+        """The next round, if it is one of prompts that earlier rounds left unfinished. None: a
+        round of fresh prompts is next. `ending`: the run launches no more fresh prompts."""
         self.draining = ending or (self.draining and len(self) > 0)
         if self.draining:
             for waiting in self.tiers:
@@ -108,7 +110,7 @@ class Queues:
         return None
 
     def num_racing(self, most: int) -> int:
-        """Number of deferred prompts that go into the next race, of `most` prompts in all."""
+        """Number of prompts left by earlier rounds among the `most` prompts of the next race."""
         return min(len(self.long), most) if self._pooled and not self.draining else 0
 
     def take_racing(self, most: int) -> tuple[Waiting, ...]:
@@ -122,7 +124,8 @@ class Queues:
         return tuple([Waiting(prompt) for prompt in fresh])
 
     def defer(self, prompts: Iterable[Waiting], tier: int) -> None:
-        """Adds deferred prompts to this tier's queue; beyond the last tier, to the long queue."""
+        """Adds prompts to the queue of this tier (further race); beyond the last, the long
+        queue."""
         (self.tiers[tier] if tier < len(self.tiers) else self.long).extend(prompts)
 
     def _awaited(self, kind: RoundKind) -> NextRound:
@@ -148,7 +151,7 @@ class Queues:
     # -- checkpoints -------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """The queues of deferred prompts as four entries of the job's saved state."""
+        """The queues of unfinished prompts as four entries of the job's saved state."""
         saved = SavedQueues(
             queue=list(self.long),
             tier_queues=[list(waiting) for waiting in self.tiers],
@@ -179,13 +182,13 @@ class Queues:
 
 
 class SavedQueues(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The queues of deferred prompts as a checkpoint holds them."""
+    """Prompts left for later rounds, queue by queue, as a checkpoint holds them."""
 
     queue: list[Waiting]
     tier_queues: list[list[Waiting]]
     draining: bool
     max_response_tokens: int | None = None
-    """Cap on responses, in tokens, when the queues were saved. None: no cap, or an older log."""
+    """Cap on responses, in tokens, when the queues were saved. None: no cap, or not known."""
 
 
 def _first(queue: deque[Waiting], count: int) -> tuple[Waiting, ...]:

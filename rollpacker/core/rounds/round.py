@@ -97,8 +97,7 @@ class Round:
         return not (self._num_open_quotas or self.num_under_way or self._num_awaited)
 
     def close(self) -> tuple[tuple[tuple[SampleId, ...], ...], list[Drop]]:
-        """Ends the round. Returns the groups to train on, in launch order, and which prompts to
-        drop."""
+        """Ends the round. Returns groups to train on, in launch order, and prompts to drop."""
         assert self.closed
         groups: list[tuple[SampleId, ...]] = []
         drops: list[Drop] = []
@@ -129,13 +128,11 @@ class Round:
 
     @property
     def has_complete(self) -> bool:
-        """Whether there are groups for `take_complete` to look at; it may still return none of
-        them."""
+        """Whether there are groups for `take_complete` to look at; it may return none of them."""
         return bool(self._complete)
 
     def take_complete(self) -> list[tuple[SampleId, ...]]:
-        """Returns the groups that are certain to be trained on and have all their verdicts, each
-        group once."""
+        """Groups that are certain to be trained on and have all verdicts, each returned once."""
         groups = []
         for group in self._complete:
             kept = group.kept()
@@ -192,7 +189,7 @@ class Round:
         return self._generated(group, index, event.num_tokens)
 
     def _generated(self, group: Group, index: int, num_tokens: int) -> list[Command]:
-        """Counts a complete sample in the race. Returns commands for its check and what follows."""
+        """Counts a complete sample as finished. Returns commands for its check and what follows."""
         group.num_generating -= 1
         group.num_unscored += 1
         self._num_awaited += 1

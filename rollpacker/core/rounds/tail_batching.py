@@ -55,7 +55,7 @@ class Tier:
     """Factors of a further race for prompts that a race left unfinished (`tail_batching.tiers`)."""
 
     prompt_factor: float = 1.25
-    """Number of prompts that this race launches, as a multiple of the step's prompts."""
+    """Number of prompts that this race launches, as a multiple of those that a step trains on."""
     sample_factor: float | None = None
     """Samples launched per prompt, as a multiple of `samples_per_prompt`. None: 1 with
     selection=none, 1.25 with selection=published, as in the short rounds."""
@@ -77,7 +77,8 @@ class TailBatchingConfig:
     (`tail_batching.*`)."""
 
     enabled: bool = True
-    """Whether rounds race. False: every round waits for every response that it launches."""
+    """Whether rounds launch more than needed and keep the first to finish. False: every round waits
+    for all that it launches."""
     selection: Selection = field(default="none", metadata=absent("published"))
     """Whether short responses are favoured. none: they are not, only the order of training changes;
     a sample keeps its random noise when its prompt is deferred (left for a later round), and no
@@ -122,8 +123,7 @@ class TailBatchingConfig:
     so that a source with slow rewards or long answers is not raced out of the batch."""
     debias: DebiasMethod = "none"
     """Loss weights of samples, so that training sees the policy's own lengths, not only those that
-    won a race. none: all are 1. moments: weights by length that restore the policy's mean
-    length."""
+    won a race. none: all are 1. moments: weights by length that restore the mean length."""
     max_length_shift: float | None = None
     """With "auto" factors: most by which trained responses may be shorter, on average, than the
     policy's own (0.35 is 35 %). With debias it bounds nothing: the weights undo the shift. None:
@@ -185,8 +185,7 @@ class TailBatchingConfig:
             raise ValueError(f"max_deferrals must be at least 1, not {self.max_deferrals}")
 
     def _check_order_only(self) -> None:
-        """Raises `ValueError` if selection, sample factors, carry and stragglers contradict each
-        other."""
+        """Raises `ValueError` if selection, sample factors, carry and stragglers do not agree."""
         if self.selection == "none":
             for factor in (self.sample_factor, *(tier.sample_factor for tier in self.tiers)):
                 if factor != 1:
@@ -214,7 +213,7 @@ class TailBatchingConfig:
 
     @property
     def pooled(self) -> bool:
-        """Whether prompts left unfinished by a round race on in the next one."""
+        """Whether prompts left unfinished by a round are part of the next, beside fresh ones."""
         return self.enabled and self.stragglers == "pool"
 
     @property
@@ -228,8 +227,8 @@ class TailBatchingConfig:
         return self.max_deferrals if self.pooled else None
 
     def noise_of(self, sample: SampleId) -> SampleId:
-        """The sample whose random noise this one uses: that of the prompt's first launch with the
-        same index, or, with selection=published, the sample itself."""
+        """The sample whose random numbers this one draws its tokens with: that of the prompt's
+        first launch with the same index, or, with selection=published, the sample itself."""
         if self.selection == "published" or not sample.attempt:
             return sample
         return SampleId(sample.prompt, sample.index, 0)

@@ -47,15 +47,15 @@ class TurnRound(Round):
         acting: Acting,
         stream: StreamPlan,
     ) -> None:
-        """`stream` is told of ended samples by this class, since some end without the engine."""
+        """`stream`: plan of early gradients, told here of samples that end without an engine."""
         super().__init__(plan, rewards, late)
         self._acting = acting
         self._stream = stream
         self._begins = acting.config.begins
         self._ended: list[tuple[int, bool]] = []
-        """Number of tokens and completeness of each sample ended since `stream` was last told."""
+        """Tokens, and completeness, of each sample ended since the stream plan was last told."""
         self._num_told = 0
-        """Number of launched samples of which `stream` was told."""
+        """Number of launched samples that the stream plan was told of."""
         self.num_acting = 0
         """Number of samples whose environment is to answer, or is to give the prompt first."""
 
@@ -67,8 +67,7 @@ class TurnRound(Round):
         return commands
 
     def waiting_for(self) -> str:
-        """What the round waits for, in words, for a deadline's message: responses, answers or
-        verdicts."""
+        """What the round waits for, in words, for a deadline: responses, answers or verdicts."""
         episodes = self._acting.episodes
         acting = [sample for sample, episode in episodes.items() if episode.acts]
         if not acting:
@@ -187,7 +186,7 @@ class TurnRound(Round):
 
     def _lost(self, event: Acted, group: Group, index: int) -> list[Command]:
         """Fails the sample of a lost episode. An environment that raised or was too slow would do
-        so again for the same messages, and what is wrong with a prompt is wrong for all of its
+        so again for the same messages, and what is wrong with a prompt is so for all of its
         samples."""
         self._leave_engine(event.sample, 0, 0)
         self._ended.append((0, False))
@@ -280,8 +279,7 @@ class TurnRound(Round):
 
 def _let_go(episode: Episode, group: Group, index: int) -> tuple[int, int | None]:
     """Tokens that a stopped trajectory keeps, up to the last sampled one, and how many of them came
-    out as an earlier launch left them. None: they were not compared, and all that the earlier
-    launch left stay."""
+    out as an earlier launch left them. None: not compared; what the earlier launch left stays."""
     kept = episode.retracing.kept
     if kept is None and episode.retracing.carried:
         return group.carried_at(index).tokens, None
