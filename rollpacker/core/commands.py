@@ -35,7 +35,8 @@ class FetchPrompts(BaseCommand, frozen=True, kw_only=True):
 
 
 class Launch(BaseCommand, frozen=True, kw_only=True):
-    """Start generating these samples. Those of one prompt are adjacent and share its prefill."""
+    """Start generating these samples in engines (one "launch" of each). Samples of one prompt are
+    adjacent and share its prefill."""
 
     round: int
     kind: RoundKind

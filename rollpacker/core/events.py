@@ -72,8 +72,7 @@ class SampleAborted(BaseEvent, frozen=True, kw_only=True):
     """Number of tokens generated so far; the whole response would be at least this long."""
     preemptions: int = 0
     num_kept: Omitted[int | None] = None
-    """Carried-over tokens (left by an earlier launch) that came out the same, or None: not
-    compared."""
+    """Tokens, carried over from an earlier launch, that came out the same. None: not compared."""
     num_redraws: Omitted[int] = 0
     engine: Omitted[int] = 0
     """Number of the engine that stopped the sample."""

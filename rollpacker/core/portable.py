@@ -48,10 +48,11 @@ with localcontext() as _context:
     _context.prec = 60
     _LN2 = Decimal(2).ln()
     _LN2_HIGH, _LN2_LOW = _split(_LN2, 40)
-    """The logarithm of 2 in two parts; multiples of the first by up to 11 bits are exact."""
+    """The logarithm of 2 as a sum of two floats; products of the first and whole numbers of up to
+    11 bits are exact."""
     _STEP_HIGH, _STEP_LOW = _split(_LN2 / 64, 42)
-    """The logarithm of 2 ** (1/64) in two parts; multiples of the first by up to 17 bits are
-    exact."""
+    """The logarithm of 2 ** (1/64) as a sum of two floats; products of the first and whole numbers
+    of up to 17 bits are exact."""
     _STEPS_PER_UNIT = float(64 / _LN2)
 _SQRT_HALF = math.sqrt(0.5)
 _PER_SQRT_TURN = 1.0 / math.sqrt(2.0 * math.pi)

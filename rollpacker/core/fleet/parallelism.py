@@ -47,14 +47,14 @@ class ParallelismConfig:
     """Tensor-parallel degrees to choose from, ascending. Each must divide the number of devices,
     `rollout.engines` times `initial`, and the model's attention heads."""
     initial: int = 1
-    """Degree to begin with: the best without tail batching. Without the planner all rounds have
-    it."""
+    """Number of devices per engine to begin with: the best without tail batching. Without the
+    planner all rounds have it."""
     rise: float = 1.05
     """A round whose preemptions per sample are more than this many times those of the last round of
     its kind calls for more devices per engine: the next higher of `degrees`."""
     calm_rounds: int = 4
-    """Number of rounds of a kind in a row without preemption that call for the next lower
-    degree."""
+    """Number of rounds of a kind (short, long, ...) in a row without preemption that call for the
+    next lower number of devices per engine."""
 
     def __post_init__(self) -> None:
         if not self.degrees or min(self.degrees) < 1:
@@ -80,13 +80,15 @@ class ParallelismConfig:
 
 
 class KnownKind(msgspec.Struct, forbid_unknown_fields=True):
-    """Degree of tensor parallelism of one kind of round, and its last rounds."""
+    """Devices per engine in one kind of round (short, long, ...), and what its last rounds
+    showed."""
 
     degree: int
     last_rate: float | None = None
     """Preemptions per launched sample in the last round of this kind. None before the first."""
     num_calm: int = 0
-    """Rounds of this kind in a row, up to the last, without preemption at this degree."""
+    """Rounds of this kind in a row, up to the last, without preemption at this number of devices
+    per engine."""
     num_failures: dict[int, int] = msgspec.field(default_factory=dict)
     """How often this kind of round had to go from each tensor-parallel degree to a higher one."""
 
@@ -114,7 +116,7 @@ class ParallelismPlanner:
         return self._known.num_changes
 
     def degree(self, kind: RoundKind) -> int:
-        """The tensor-parallel degree for the next round of this kind."""
+        """Number of devices per engine in the next round of this kind (short, long, and so on)."""
         known = self._known.kinds.get(kind.value)
         return self.config.initial if known is None else known.degree
 

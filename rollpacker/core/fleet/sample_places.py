@@ -18,10 +18,12 @@ class Seats:
     __slots__ = ("_by_turn", "carried", "engine", "source", "stopping", "work")
 
     def __init__(self, *, by_turn: bool) -> None:
-        """`by_turn`: of tokens kept from an earlier launch one mean response at most is work."""
+        """`by_turn`: of the tokens that an earlier launch left, at most as many as a mean response
+        has count as work."""
         self._by_turn = by_turn
         self.engine: dict[SampleId, int] = {}
-        """Number of the engine that has, or had, each sample; `NOWHERE`: the sample waits."""
+        """Number of the engine that has, or had, each sample; `NOWHERE`: the sample waits for an
+        engine."""
         self.work: dict[SampleId, int] = {}
         """Expected cost, in tokens, of each sample that has not ended, in launch order."""
         self.source: dict[SampleId, int] = {}

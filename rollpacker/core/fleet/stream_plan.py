@@ -46,13 +46,14 @@ class StreamConfig:
     """Whether devices are released, and gradients started, before a round is over. False: neither
     happens, not even while only verdicts are awaited."""
     kinds: tuple[str, ...] = ("long", "flush")
-    """Kinds of round in which devices may be released."""
+    """Kinds of round in which devices may be released to the trainer before the round is over."""
     window: tuple[float, float] = (0.2, 0.5)
-    """Devices are released only while the share of finished samples lies between these two."""
+    """Devices are released only while the share of finished samples in a round is between these
+    two."""
     every: float = 0.05
     """A release is tried anew whenever the share of finished samples has grown by this much."""
     released_share: float = 0.5
-    """Largest share of the devices that is released."""
+    """Largest share of the devices that is released to the trainer before a round is over."""
     min_new_share: float = 0.05
     """Share of the launched samples that must have finished since the last try of a release."""
     max_share: float = 1.0
@@ -163,9 +164,11 @@ class StreamPlan:
         self.num_tries = 0
         self.num_releases = 0
         self.num_refused_kv = 0
-        """Number of releases refused because the other engines would run out of cache."""
+        """Number of times that no devices were released, since the other engines would have run out
+        of key-value cache."""
         self.num_refused_layout = 0
-        """Number of releases refused because an engine or a training replica would be split."""
+        """Number of times that no devices were released, since an engine or a training replica
+        would have been split."""
         self._histories: dict[str, deque[int]] = {}
         """Tokens of samples when they left the engine, finished or stopped, in earlier rounds, by
         the keys of `_history_of`."""
@@ -245,7 +248,8 @@ class StreamPlan:
         )
 
     def on_finished(self, num_tokens: int) -> tuple[int, ...] | None:
-        """Records a complete response. Returns numbers of devices to release now, or None."""
+        """Records a complete response of `num_tokens` tokens. Returns the numbers of the devices to
+        release to the trainer now. None: none."""
         now = self._round or self._current()
         now.num_finished += 1
         if num_tokens > now.longest:
@@ -435,11 +439,10 @@ def _tries(config: StreamConfig, num_samples: int) -> list[int]:
 
 
 def _peak_demand(lengths: IntArray, num_live: int, prompt_tokens: float) -> float:
-    """Most tokens that `num_live` samples of one engine will hold at once, with a margin.
-
-    All samples are at the same position, and end at lengths drawn from `lengths` (ascending).
-    Between two of these lengths nothing ends and the demand grows, so its peaks are there.
-    """
+    """Most tokens that `num_live` samples of one engine will hold at once, with a margin. All
+    samples are at the same position, and end at lengths drawn from `lengths` (ascending). Between
+    two of these lengths no sample ends and the demand grows, so that it is greatest just before one
+    of them."""
     alive = 1.0 - np.arange(lengths.size) / lengths.size
     expected = num_live * alive
     bound = np.minimum(expected + NUM_SDS * np.sqrt(expected * (1.0 - alive)), num_live)

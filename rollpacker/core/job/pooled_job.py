@@ -96,8 +96,8 @@ class PooledJob(Job):
         self._begins = False
         """True if a step is to begin as soon as the rollout pool is there."""
         self._refill: NextRound | None = None
-        """Round to make up for groups that a step lacks, once the rollout pool is there; or
-        None."""
+        """Round that brings groups that a step lacks, held back until the rollout pool is there.
+        None: no such round waits."""
         self._answered: list[Launch | Continue] = []
         """`Launch` and `Continue` commands for samples whose environments answered after the job
         left the rollout pool. Their engines are named when the job has the pool again."""
@@ -299,7 +299,7 @@ def make_job(config: JobConfig) -> Job:
 def restore_job(
     config: JobConfig, state: Mapping[str, Any], *, data_ended: bool | None = None
 ) -> Job:
-    """The job that a checkpoint's `state` describes; see `Job.restore`. Whether pools were shared
-    when it was saved does not matter."""
+    """The job that a checkpoint's `state` describes, under the present configuration. Whether its
+    pools were shared when it was saved does not matter."""
     kind = PooledJob if config.shares_pools else Job
     return kind.restore(config, state, data_ended=data_ended)

@@ -27,7 +27,8 @@ class Stay:
         self._began_s = 0.0
         """Time at which the last training began, in seconds."""
         self._trained_s: float | None = None
-        """Seconds from the last training's start to the engines' new weights. None: none yet."""
+        """Seconds from the last training's start until the engines had the new weights. None: the
+        job has not trained yet."""
         self._switch_s = 0.0
         """Seconds that the engines took to wake up last time."""
         self._due_s: float | None = None

@@ -173,7 +173,7 @@ class FactorPlanner:
         return to_plain(saved)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores the `state` of an earlier planner."""
+        """Restores what an earlier planner had observed and chosen, from its `state`."""
         saved = from_plain(SavedPlanner, state)
         self.current = saved.current
         self._rounds = {kind: deque(of, maxlen=MAX_ROUNDS) for kind, of in saved.rounds.items()}

@@ -195,7 +195,8 @@ class LengthWindow:
         }
 
     def make_room(self, lengths: Sequence[int]) -> None:
-        """Raises `ValueError` for lengths below 0 or above the cap. Without a cap adds bins."""
+        """Raises `ValueError` for lengths below 0 or above the cap. Without a cap, adds bins up to
+        the longest of them."""
         shortest, longest = min(lengths, default=0), max(lengths, default=0)
         if shortest < 0 or (self._given_cap is not None and longest > self._given_cap):
             wrong = shortest if shortest < 0 else longest

@@ -74,8 +74,8 @@ class StepGroups:
         self, step: int, weights: Iterable[float] | None, *, says_missing: bool
     ) -> TrainOn:
         """The command that trains on this step's groups. `weights`: loss weights of the samples, in
-        the order of `lengths`; None: all 1. `says_missing`: whether it says how many groups
-        lack."""
+        the order of `lengths`; None: all 1. `says_missing`: whether it reports the number of
+        missing groups."""
         by_group = None
         if weights is not None:
             flat = iter(weights)

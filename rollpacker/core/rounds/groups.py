@@ -48,7 +48,8 @@ class Waiting(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundPlan:
-    """What a round launches, what it needs, and where prompts go that it leaves unfinished."""
+    """Plan of a round (one batch of generation): what it launches, what it needs, and which queue
+    takes the prompts that it leaves unfinished."""
 
     number: int
     kind: RoundKind
@@ -117,13 +118,15 @@ class Group:
     def __init__(self, waiting: Waiting, awaited_after: int | None) -> None:
         self.prompt, self.attempt, self.carried = waiting
         self.awaited = awaited_after is not None and self.attempt >= awaited_after
-        """True if the round must wait for this group, which was deferred (left over) too often."""
+        """True if the round must wait for this group, since earlier rounds left it unfinished too
+        often."""
         self.quota: Quota
         self.places: list[int] = []
         """Number that fixes each sample's random noise and carried-over tokens: its own index, or
         that of the failed sample that it replaces."""
         self.kept_tokens: list[int | None] = []
-        """Carried-over tokens of each sample that came out the same. None: not compared."""
+        """For each sample how many tokens of an earlier launch came out the same. None: not
+        compared."""
         self.samples: list[SampleId] = []
         self.states: list[SampleState] = []
         self.lengths: list[int] = []
@@ -168,7 +171,8 @@ class Group:
         return self.num_retries <= most
 
     def kept(self) -> list[int]:
-        """Indices of the samples that finished first and have a verdict, ascending."""
+        """Indices, ascending, of the samples that finished first and have a verdict: those to train
+        on."""
         values = self.values
         return sorted([index for index in self.finished if values[index] is not None])
 

@@ -37,8 +37,8 @@ _SCORED_NOW = check(GENERATED, SampleState.SCORED)
 
 
 class Round:
-    """State machine of one round: its methods take events of the round's samples and return
-    commands, until `closed`."""
+    """State machine of one round (one batch of generation): its methods take events of the round's
+    samples and return commands, until `closed`."""
 
     def __init__(
         self,
@@ -46,7 +46,8 @@ class Round:
         rewards: RewardSchedule | None = None,
         late: Counter[str] | None = None,
     ) -> None:
-        """`late` counts, by event name, events about samples that did not matter any more."""
+        """`late` counts, by event name, events about samples that did not matter any more.
+        `rewards` starts the checks of responses; None: one with default settings."""
         self.plan = plan
         self.preemptions = 0
         self.num_launched = 0

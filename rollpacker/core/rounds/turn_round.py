@@ -278,8 +278,9 @@ class TurnRound(Round):
 
 
 def _let_go(episode: Episode, group: Group, index: int) -> tuple[int, int | None]:
-    """Tokens that a stopped trajectory keeps, up to the last sampled one, and how many of them came
-    out as an earlier launch left them. None: not compared; what the earlier launch left stays."""
+    """Number of tokens that a stopped trajectory keeps, up to the last sampled one, and how many of
+    them came out as an earlier launch left them. None: they were not compared, so that all of the
+    earlier launch's tokens stay."""
     kept = episode.retracing.kept
     if kept is None and episode.retracing.carried:
         return group.carried_at(index).tokens, None
