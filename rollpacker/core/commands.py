@@ -46,7 +46,7 @@ class Launch(BaseCommand, frozen=True, kw_only=True):
     """Number of devices of each engine in this round. If it changes, and the core controls how
     devices are grouped into engines, `Resize` is given first."""
     speculate: Omitted[bool] = False
-    """True if the engine decodes speculatively in this round."""
+    """True if engines decode speculatively (by checking drafted tokens) in this round."""
     carried: Omitted[tuple[int, ...]] = ()
     """Number of response tokens that an earlier launch of the prompt left for each sample, aligned
     with `samples`; empty if there are none. The sample goes on from them (`tail_batching.carry`).

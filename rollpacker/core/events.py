@@ -170,8 +170,8 @@ class Acted(BaseEvent, frozen=True, kw_only=True):
     "infrastructure" (its process died: worth a retry), "prompt" (the prompt is unusable) or
     "cancelled"."""
     calls: Omitted[tuple[ToolCall, ...]] = ()
-    """Calls of tools, in order, without those that an environment makes of a message by itself. If
-    the answer was too slow, the last call had not ended."""
+    """Tool calls that the model's message asked for, in order; calls that the environment makes of
+    a message by itself are left out. If the answer was too slow, the last call had not ended."""
 
 
 class SampleScored(BaseEvent, frozen=True, kw_only=True):
@@ -225,7 +225,7 @@ class Entered(BaseEvent, frozen=True, kw_only=True):
 
     pool: PoolName
     switch_s: float = 0.0
-    """Seconds in which engines or trainer, parked in the pool's memory, woke up after the wait."""
+    """Seconds that it took to wake up the engines or trainer that had been parked on the pool."""
 
 
 class PoolNeeded(BaseEvent, frozen=True, kw_only=True):

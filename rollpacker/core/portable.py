@@ -198,7 +198,8 @@ def on_circle(turns: FloatArray) -> tuple[FloatArray, FloatArray]:
 
 _SERIES_TERMS, _FRACTION_TERMS = 32, 72
 _SERIES_END = 2.5
-"""Distance from the mean up to which a series gives the normal tail; beyond it a fraction does."""
+"""Distance from the mean, in standard deviations, up to which a series gives the tail of a normal
+distribution; beyond it a continued fraction does."""
 _FURTHEST = 40.0
 """Distance from the mean, in standard deviations, beyond which a normal tail is 0 in float64."""
 

@@ -104,7 +104,7 @@ class Retracing:
 
     def stopped(self, start: int, num_tokens: int, num_kept: int | None) -> bool:
         """Records a stopped message; `num_kept` is None if its tokens were not compared. Returns
-        whether these tokens count; if not, those of the earlier launch stay."""
+        whether these tokens are the trajectory's now; if not, those of the earlier launch stay."""
         if num_kept is not None:
             self.drawn(start, num_tokens, num_kept)
         return num_tokens > 0 and not (self.goes_on and num_kept is None)

@@ -137,7 +137,8 @@ class Fleet:
         self.unanswered = deque[SampleAborted]()
         """Aborted samples that no engine will answer for, which `direct` reports to the job."""
         self._gathering: set[int] = set()
-        """Numbers of the engines still missing after a regrouping of devices; all samples wait."""
+        """Numbers of the engines still missing after a regrouping of devices; all samples wait for
+        them."""
         self._round = 0
         self._known = Known()
         """Number and tokens of the responses finished in the last round that had any."""
@@ -252,7 +253,8 @@ class Fleet:
 
     def _place_again(self, lost: int) -> list[Command]:
         """Commands that restart the samples that the lost engine had, or that were moving to or
-        from it. A sample that was moving to it goes on where its source still has it."""
+        from it. A sample that was moving to it goes on in the engine that it was leaving, if that
+        still has it."""
         homeless: list[SampleId] = []
         going_on: list[SampleId] = []
         anyone = bool(self._takers())

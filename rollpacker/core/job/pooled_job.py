@@ -271,7 +271,8 @@ class PooledJob(Job):
         return 0 < round_.num_acting == round_.num_under_way
 
     def _wanted(self) -> list[tuple[PoolName, str]]:
-        """Pools that held-back work needs, with its purpose, in the order in which to ask."""
+        """Pools that held-back work needs, each with its purpose, in the order in which to ask for
+        them."""
         wanted: list[tuple[PoolName, str]] = []
         if self.phase is Phase.DONE:
             return wanted

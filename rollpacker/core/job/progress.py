@@ -64,7 +64,7 @@ class Progress(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @classmethod
     def restore(cls, state: Mapping[str, Any]) -> Progress:
-        """The progress that is part of a job's saved `state`."""
+        """Restores the counts from a job's saved `state`, of which they are a part."""
         progress = part_of(cls, state)
         # A run that ended for it gets another chance: its user may have mended the cause.
         progress.num_empty_steps %= MAX_EMPTY_STEPS

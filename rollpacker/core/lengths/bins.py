@@ -59,7 +59,8 @@ def normal_scores(density: FloatArray) -> FloatArray:
 def share_between(
     weights: FloatArray, class_means: FloatArray, density: FloatArray, scores: FloatArray
 ) -> float:
-    """Share, 0 to 1, of the scores' variance that is between the classes; 0 without variance."""
+    """Share, 0 to 1, of the scores' variance that is between classes of prompts rather than inside
+    them; 0 if there is no variance."""
     mean = total_of(density * scores)
     from_mean, between = scores - mean, class_means - mean
     variance = total_of(density * (from_mean * from_mean))

@@ -45,7 +45,8 @@ class LengthCounts:
     most_per_prompt: float
     """Number of complete and stopped responses of the prompt that has most of these."""
     beyond: FloatArray
-    """(B,) for each bin the share of it that lies beyond the stops in it, on average."""
+    """(B,) mean share of each bin that lies beyond the points at which samples were stopped in
+    it."""
     longest: int
     num_prompts: int
 

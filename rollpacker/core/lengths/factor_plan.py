@@ -93,7 +93,7 @@ class Choice:
 
 
 class FactorPlanner:
-    """Chooses factors from a run's rounds: report rounds and rests of steps, and call `choose`."""
+    """Chooses factors from a run's rounds, reported by `observe_round` and `observe_fixed`."""
 
     def __init__(
         self,

@@ -58,7 +58,7 @@ class PromptRace:
     running: FloatArray
     """(M, X + 1) mean number of samples still running at each point; 0 once the prompt is done."""
     kept: FloatArray
-    """(M, X) mean sum of the lengths kept, if the prompt gets done between two points."""
+    """(M, X) mean sum of the R0 lengths kept of a prompt that gets done between two points."""
 
     @classmethod
     def of(cls, law: Law, num_samples: int) -> PromptRace:

@@ -255,8 +255,9 @@ class Round:
         self, group: Group, index: int, *, is_chance: bool = True, of_place: bool = False
     ) -> list[Command]:
         """Replaces a failed sample if a replacement is allowed and needed; otherwise goes on
-        without it. `is_chance`: another try with the same random noise may succeed. If false, the
-        replacement has noise of its own. `of_place`: see `Group.take_retry`."""
+        without it. `is_chance`: another try with the same random noise may succeed; if not, the
+        replacement has noise of its own. `of_place`: replacements are counted for this sample
+        alone, not for its prompt."""
         group.num_generating -= 1
         group.states[index] = check(group.states[index], SampleState.FAILED)
         hopeful = len(group.finished) + group.num_generating
