@@ -1,9 +1,9 @@
 """Schedule of reward checks and environments' answers: when each starts, how long it may take.
 
-A reward check and an environment's answer are both called a *deed* here. Deeds of prompts of one
-`source` are of one kind. A kind with a number of workers runs so many at a time and keeps the rest
-waiting; a deed that nobody needs any more leaves the queue without having run, or is cancelled. A
-kind that is not configured has no bound: its deeds start when they are asked for.
+Checks or answers for prompts of one `source` are of one kind. A kind with a number of workers runs
+so many at a time and keeps the rest waiting; one that nobody needs any more leaves the queue
+without having run, or is cancelled. A kind that is not configured has no bound: its checks or
+answers start when they are asked for.
 
     ask -> started at once, or waits -> (free, start_waiting) -> started
                                      -> forget: never started
