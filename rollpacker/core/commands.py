@@ -225,10 +225,10 @@ class TrainOn(BaseCommand, frozen=True, kw_only=True):
     step: int
     groups: tuple[tuple[SampleId, ...], ...]
     weights: tuple[tuple[float, ...], ...] | None = None
-    """Weight of each sample's loss, aligned with `groups`. The weights undo the favour of races for
-    short responses; their mean is 1 over many steps, not in one. None: all are 1."""
+    """Weight of each sample's loss, aligned with `groups`. The weights undo that races favour short
+    responses; their mean is 1 over many steps, not in one. None: all are 1."""
     num_missing: int = 0
-    """Number of groups that the step lacks since dynamic sampling gave up replacing them."""
+    """Number of groups that the step lacks, because dynamic sampling gave up replacing them."""
     num_streamed: int = 0
     """Number of samples whose gradients were computed before, by `StartGradients`."""
     not_streamed: str = ""
@@ -274,7 +274,8 @@ class Enter(BaseCommand, frozen=True, kw_only=True):
 
     pool: PoolName
     purpose: str
-    """What the pool is needed for: "round", "step", "turns", or the purpose of a `PoolNeeded`."""
+    """Use of the pool: "round" (to begin one), "step" (to train), "turns" (to go on with samples
+    whose environments answered), or the purpose of a `PoolNeeded`."""
 
 
 class Leave(BaseCommand, frozen=True, kw_only=True):

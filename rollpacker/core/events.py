@@ -175,7 +175,7 @@ class Acted(BaseEvent, frozen=True, kw_only=True):
 
 
 class SampleScored(BaseEvent, frozen=True, kw_only=True):
-    """The reward's verdict on a sample. A `value` of None: no verdict, never 0; see `reason`."""
+    """The reward's verdict on a sample. No verdict: `value` is None, never 0; see `reason`."""
 
     sample: SampleId
     value: float | None

@@ -32,8 +32,8 @@ FloatArray = NDArray[np.float64]
 FloatOrArray = TypeVar("FloatOrArray", float, FloatArray)
 
 LEAST_EXPONENT, GREATEST_EXPONENT = -708.0, 709.0
-"""Least and greatest argument of `exp` that is computed: below the first the result is 0, and above
-the second it is that of the second."""
+"""Least and greatest argument for which `exp` is computed: below the first it is 0, and above the
+second it has the value that it has there."""
 _CHUNK = 8192
 """Number of values that `exps` computes at once: these and what they need fit into a cache."""
 

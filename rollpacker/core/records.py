@@ -44,8 +44,8 @@ class Session(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     job: Mapping[str, Any]
     """`JobConfig` as a plain mapping, so that a log replays without its config file."""
     slots: int | None = None
-    """Most samples decoded at once, over all engines. None: no limit was set, or the log is
-    older than this field."""
+    """Maximum number of samples decoded at once, over all engines. None: no limit was set, or the
+    log is older than this field."""
     marks: tuple[str, ...] = ()
     """Warnings with which every number of this session must be read: "unsandboxed" if model-written
     code ran without isolation. Empty: there are none."""
@@ -65,8 +65,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 class Note(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Entry for a span of time of which the core knows nothing; `time_s` is its end. Its name is
-    "startup", "evaluation", "switch", or "gradients" (of `StartGradients` commands; a metric has
-    their number of groups)."""
+    "startup", "evaluation", "switch", or "gradients" (the work on `StartGradients` commands, with
+    their number of groups as a metric)."""
 
     time_s: float
     name: str

@@ -21,12 +21,12 @@ class TurnLimits:
     answer is there. None: no limit."""
 
     max_turns: int | None = None
-    """Most messages of the model in a trajectory. None: no limit."""
+    """Maximum number of messages of the model in a trajectory. None: no limit."""
     max_trajectory_tokens: int | None = None
-    """Most tokens of a trajectory, the environment's too, without the prompt. None: no limit."""
+    """Limit on a trajectory's tokens, with the environment's, not the prompt's. None: no limit."""
     max_environment_s: float | None = None
-    """Most seconds that an environment takes for all answers of a trajectory. None: no limit. Each
-    answer has a deadline besides; one that does not come in time is a failure, not an end."""
+    """Limit on the seconds that an environment takes for all answers of a trajectory. None: no
+    limit. Each answer has a deadline besides; one that comes too late is a failure, not an end."""
 
     def __post_init__(self) -> None:
         for name in ("max_turns", "max_trajectory_tokens"):
@@ -59,16 +59,17 @@ class ActingConfig:
     """True if the same messages bring the same answers, so that a lost episode is played again.
     False: the sample of a lost episode has failed."""
     order: Order = "longest"
-    """Which waiting sample gets its environment's answer next, where the number at a time is
-    bounded. "fifo", "closest" and "longest" mean what they mean in `RewardScheduleConfig.order`."""
+    """Which waiting sample's environment is asked next, where the number at a time is bounded.
+    "fifo": that of the oldest sample. "closest": one of the prompt that lacks the fewest samples.
+    "longest": the one that is expected to take longest, as in `RewardScheduleConfig.order`."""
     max_retries: int = 1
     """How often a lost episode is played again before its sample has failed."""
     kinds: Mapping[str, KindConfig] = field(default_factory=dict)
     """Limits of environments by source of prompts: how many samples act at a time, and the deadline
-    of an answer. A missing source has none."""
+    of an answer. A source that is not named has no limits."""
     work_by_turn: bool = field(default=True, metadata=absent(False))
-    """How much of the tokens carried over from an earlier launch counts as work of the engine.
-    True: at most one mean response of each trajectory. False: all of them, as in older logs."""
+    """How many of a sample's tokens from an earlier launch count as its engine's work. True: at
+    most as many as a mean response has. False: all of them, as in older logs."""
     leaves_pool: bool = field(default=True, metadata=absent(False))
     """Whether a job gives a shared rollout pool back while all samples of its round wait for
     environments for long (`stay.py`). False: it keeps the pool, as in older logs."""
@@ -80,9 +81,10 @@ class ActingConfig:
 
 @dataclass(slots=True)
 class Retracing:
-    """Compares a trajectory with the tokens that an earlier launch of its prompt left. The core and
-    the side that holds the tokens compute the same. Positions count tokens after the prompt, with
-    or without the environment's, as long as all calls do so alike."""
+    """Compares a trajectory with the tokens that an earlier launch of its prompt left. The core has
+    one for each sample, and so has the driver, which holds the tokens; both come to the same
+    result. A position is a number of tokens after the prompt, with the environment's in all calls
+    or in none."""
 
     carried: int = 0
     """Tokens that an earlier launch (submission to an engine) left, up to the last sampled one."""
@@ -96,7 +98,7 @@ class Retracing:
 
     def drawn(self, start: int, num_tokens: int, num_kept: int | None) -> None:
         """Records a finished message that began at position `start`. `num_kept`: how many of its
-        tokens came out as before. None: an earlier token was different."""
+        tokens came out as before. None: not compared, since an earlier token was different."""
         if not self.goes_on:
             return
         self.kept = (self.kept or 0) if num_kept is None else start + num_kept
@@ -104,7 +106,7 @@ class Retracing:
 
     def stopped(self, start: int, num_tokens: int, num_kept: int | None) -> bool:
         """Records a stopped message; `num_kept` is None if its tokens were not compared. Returns
-        whether these tokens are the trajectory's now; if not, those of the earlier launch stay."""
+        whether the trajectory has its tokens now; if not, it keeps those of the earlier launch."""
         if num_kept is not None:
             self.drawn(start, num_tokens, num_kept)
         return num_tokens > 0 and not (self.goes_on and num_kept is None)
@@ -126,7 +128,7 @@ class Episode:
     is_open: bool = False
     """True from the first `Act` command until the environment is told of the episode's end."""
     replaces: tuple[SampleId, ...] = ()
-    """Failed sample that this one replaces, and whose random noise it uses; empty if there is
+    """Failed sample that this one replaces, whose random numbers it uses; empty if there is
     none."""
     retracing: Retracing = field(default_factory=Retracing)
 

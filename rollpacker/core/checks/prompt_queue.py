@@ -26,7 +26,7 @@ class _Waiting:
         self.tokens: dict[SampleId, int] = {}
         """Tokens of each sample that waits, in the order of arrival."""
         self.entry: _Entry | None = None
-        """The entry by which heaps order this prompt; older ones are skipped. None: none yet."""
+        """The entry by which heaps order this prompt; they skip older ones. None: none yet."""
 
 
 _Entry = tuple[float, int, int, _Waiting]

@@ -1,11 +1,10 @@
 """Processes that judge responses, one or more on each host: which one is next, and when one is
 given up.
 
-    deal -> the ready one with the fewest samples under way -> ended
-    lost -> begun again, or given up after so many losses without a finished check between them
-
-Samples under way on a lost process get no verdict, by no fault of the response; whether the verdict
-is asked for again is the reward schedule's business.
+Samples go to the ready process with the fewest under way. A lost process is started again, or given
+up after `max_losses` losses without a finished check between them. Samples under way on it get no
+verdict, by no fault of the response; whether the verdict is asked for again is the reward
+schedule's business.
 """
 
 from __future__ import annotations

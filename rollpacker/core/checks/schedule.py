@@ -1,15 +1,13 @@
 """Schedule of reward checks and environments' answers: when each starts, how long it may take.
 
 Checks or answers for prompts of one `source` are of one kind. A kind with a number of workers runs
-so many at a time and keeps the rest waiting; one that nobody needs any more leaves the queue
-without having run, or is cancelled. A kind that is not configured has no bound: its checks or
-answers start when they are asked for.
+so many at a time and keeps the rest waiting. A kind that is not configured has no bound: its checks
+or answers start when they are asked for.
 
-    ask -> started at once, or waits -> (free, start_waiting) -> started
-                                     -> forget: never started
-    started -> free -> its answer counts
-                    -> ask_again: the machinery failed, once more
-            -> forget: to be cancelled, then free
+`ask` starts a check or answer, or makes it wait until `free` (the end of another) and
+`start_waiting` bring its turn. `ask_again` repeats one whose machinery failed. `forget` is for
+those that nobody needs any more: a waiting one never starts, and a running one is to be cancelled,
+but keeps its worker until `free`.
 """
 
 from __future__ import annotations
@@ -91,7 +89,7 @@ class _Kind:
 
     @property
     def mean_s(self) -> float:
-        """Mean seconds of reward checks, or environments' answers, that did not fail; 0: none."""
+        """Mean seconds of checks or answers that did not fail; 0 before there is one."""
         return self.total_s / self.num_seen if self.num_seen else 0.0
 
 
@@ -100,7 +98,7 @@ _UNBOUND = KindConfig()
 
 class Schedule(Generic[E]):
     """Reward checks, or environments' answers, that run or wait for a worker. A slow one may
-    outlive its round. A sample has one of them at a time."""
+    outlive its round. A sample has at most one check or answer at a time."""
 
     def __init__(
         self,
@@ -112,18 +110,18 @@ class Schedule(Generic[E]):
         is_right: Callable[[E], bool],
     ) -> None:
         """`say(sample=, timeout_s=, retry=)` makes the command that starts a reward check or
-        environment's answer; `is_right`: whether the seconds of one that did not fail count for the
-        limit."""
+        environment's answer. `is_right` returns whether an event that is no failure was right; only
+        then can its seconds raise the time limit."""
         self.running: dict[SampleId, int] = {}
-        """Running reward checks or environments' answers, in order of starting: how often that of
-        each sample was started before."""
+        """Samples whose reward check or environment's answer runs, in order of starting, each with
+        the number of times that it was started before."""
         self.num_waiting = 0
         """Number of reward checks or environments' answers in all queues, including unneeded ones
         that are not removed yet."""
         self._configs = kinds
         self.max_retries = max_retries
-        """Most times that a reward check or environment's answer is started again because a worker
-        or an endpoint failed (cause "infrastructure"), rather than the response."""
+        """How often a reward check or environment's answer is started again at most because a
+        worker or an endpoint failed (cause "infrastructure"), rather than the response."""
         self._say = say
         self._is_right = is_right
         self._kinds: dict[str, _Kind] = {}
@@ -230,8 +228,7 @@ class Schedule(Generic[E]):
         return None if kind is None or kind.deadline is None else kind.deadline.timeout_s
 
     def state(self) -> dict[str, Any]:
-        """What time limits have learnt, by source, for a checkpoint, which has no running
-        checks."""
+        """State of the time limits by source, for a checkpoint, without what runs or waits."""
         return {
             source: {"anchor_s": kind.deadline.anchor_s}
             for source, kind in sorted(self._kinds.items())

@@ -1,12 +1,12 @@
 """Which device is used by an engine, by a training replica, or by nobody.
 
-    Launch of a round, Resize, SyncWeights    all devices are the engines'
-    Release                                   these are nobody's
-    StartGradients, TrainOn                   these, or all, are the training replicas'
+The `Launch` of a round, `Resize` and `SyncWeights` give all devices to the engines. `Release` takes
+some from engines, for nobody yet. `StartGradients` and `TrainOn` give those that they name, or all,
+to training replicas. Where the trainer has devices of its own, they are not listed here: the listed
+ones are always the engines'.
 
-Where the trainer has devices of its own, those listed here are always the engines'. It is asserted
-that no device has two uses: no engine is given samples without its devices, and no training replica
-begins on an engine's device.
+It is asserted that no device has two uses: no engine is given samples without its devices, and no
+training replica begins on an engine's device.
 """
 
 from __future__ import annotations

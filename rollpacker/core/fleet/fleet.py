@@ -1,19 +1,16 @@
 """The engines of a run: which one each sample runs on, and what follows when an engine is lost.
 
 The fleet stands between the job and the engines. The job decides *what* is launched and aborted;
-the fleet chooses the engines, and passes on what engines report only if they have the sample:
+the fleet chooses the engines, and passes on what engines report only if they have the sample.
 
-    from the job           to the engines
-    Launch                 Launch with `engines`; of another degree: Resize first
-    Continue               Continue on the engine of the last turn, if that takes samples
-    Abort                  Abort; a sample that waits for an engine has stopped at once
-    Release                Release, and Move of what the released engines have
+To the engines, `Launch` and `Continue` go with `engines`; a sample continues on the engine of its
+last turn, if that takes samples. `Resize` comes before the `Launch` of a round with another number
+of devices per engine. After `Release` comes `Move` for the samples of the released engines. `Abort`
+goes on unchanged, but a sample that waits for an engine has stopped at once.
 
-    from the engines       to the job             to the engines
-    a sample ended         the event, or nothing if the engine does not have the sample
-    EngineLost             its aborted samples    Replace, and Place of its other samples
-    EngineReady                                   Place of samples that waited, Move of some
-    SampleMoved
+To the job, the end of a sample goes on if the reporting engine has the sample. `EngineLost` brings
+the ends of its aborted samples, `Replace`, and `Place` for its other samples; `EngineReady` brings
+`Place` for samples that waited, and `Move` for some others.
 
 Samples keep their ids: a loss uses up no retry, and no sample is launched twice. A sample is in one
 engine at most, of one incarnation; what an earlier incarnation still reports is counted and
@@ -65,7 +62,7 @@ HEEDED = frozenset({SampleGenerated, SampleAborted, SampleFailed, Committed})
 """Kinds of event of which the fleet decides, by `Fleet.heeds`, whether the job handles them."""
 
 DIRECTED = frozenset({Abort, *MOVERS})
-"""Kinds of command that concern engines or their devices; most others are checks of responses."""
+"""Kinds of command that concern engines or their devices; others go on as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +71,8 @@ class FleetConfig:
 
     num_engines: int = 1
     routing: Routing = "spread"
-    """How a sample's engine is chosen: "spread", "group" or "turns" (`core/fleet/routing.py`)."""
+    """How a sample's engine is chosen. "spread": the one with the least work. "group": the one that
+    has the prompt's last sample, unless it has too much to do. "turns": one after the other."""
     max_losses: int = 3
     """Number of losses of one engine, without a committed step between them, that ends the run."""
     losses_of_all: bool = field(default=False, metadata=absent(True))
@@ -83,8 +81,8 @@ class FleetConfig:
     """True if unfinished samples may move to another engine when one has joined or is released,
     since engines can go on from each other's tokens."""
     num_devices: int | None = field(default=None, metadata=OMIT_DEFAULT)
-    """Number of devices that `num_engines` engines share at first; at another degree of tensor
-    parallelism there are more or fewer engines. None: the engines stay as they are."""
+    """Number of devices that `num_engines` engines share at first; if a round has more devices per
+    engine, it has fewer engines. None: the number of engines does not change."""
 
     def __post_init__(self) -> None:
         for name in ("num_engines", "max_losses"):
@@ -113,7 +111,7 @@ class Fleet:
         by_turn: bool = False,
     ) -> None:
         """`late` counts ignored events (`ZOMBIE`), by name. `train_group`: devices of a training
-        replica. `by_turn`: carried-over tokens count as work turn by turn
+        replica. `by_turn`: how much of carried-over tokens counts as work
         (`ActingConfig.work_by_turn`)."""
         self.config = config
         self.engines = [Engine(number) for number in range(config.num_engines)]
@@ -427,7 +425,7 @@ class Fleet:
                 self._settle(sample)
 
     def _settle(self, sample: SampleId) -> None:
-        """Ends a stopped sample that no engine answers for, with the tokens of its launch."""
+        """Reports the end of a stopped sample that no engine has, with its launch's tokens."""
         seats = self._seats
         del seats.work[sample]
         seats.engine[sample] = NOWHERE
@@ -443,8 +441,8 @@ class Fleet:
     def _route(
         self, samples: Sequence[SampleId], work: Sequence[int] | None = None
     ) -> tuple[int, ...]:
-        """Chooses an engine for each of these samples, whose work is counted for no engine yet, and
-        returns the engines' numbers: `NOWHERE` for all if no engine takes samples."""
+        """Chooses an engine for each of these samples, adds its work to that engine, and returns
+        the engines' numbers: `NOWHERE` for all if no engine takes samples."""
         takers = self._takers()
         engines = (NOWHERE,) * len(samples)
         if takers:
@@ -454,7 +452,7 @@ class Fleet:
         return engines
 
     def _place(self, samples: Sequence[SampleId]) -> list[Command]:
-        """The command that starts these samples again; none, so that they wait, without engines."""
+        """The command to start these samples again; none while no engine takes samples."""
         if not samples or not self._takers():
             return []
         return [Place(samples=tuple(samples), engines=self._route(samples))]
@@ -463,9 +461,9 @@ class Fleet:
         return self._place(self._seats.under_way({NOWHERE})) if self._takers() else []
 
     def _send(self, samples: Sequence[SampleId]) -> list[Command]:
-        """Commands that move these samples, whose work is counted for no engine, with the tokens
-        that they have: back to the engine that they come from if that takes samples, else by the
-        routing."""
+        """Commands that move these samples, with the tokens that they have: back to the engine that
+        they come from if it takes samples, else to one that is chosen anew. The caller has taken
+        their work off their engines; it is added to the new ones."""
         routed: list[SampleId] = []
         seats = self._seats
         for sample in samples:

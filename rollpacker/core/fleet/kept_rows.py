@@ -1,12 +1,9 @@
 """Which samples keep their rows (keys and values) in an engine while their environments answer.
 
-A row that is kept saves the time to compute it again, which grows with its tokens; it takes room
-until its environment has answered, which grows with its tokens too. So what a token of room is
-worth depends on the wait that is left alone, and the row with the longest wait left is dropped
-first:
-
-    waits for less than answers take on average    the rest of that average
-    waits for longer                               as long again as it has waited
+A row that is kept saves the time to compute it again, and takes room until its environment has
+answered. Both grow with its tokens, so only the wait that is still to come counts: the row with the
+longest one is dropped first. A sample that has waited for less than answers take on average is
+expected to wait for the rest of that average, and any other for as long again as it has waited.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Losses of engines and of the trainer: how often they may happen before the run is given up.
 
-    EngineLost      `core/fleet/fleet.py` answers it, and asks here whether the run goes on
-    TrainerLost     RestoreTrainer: new processes, at the weights of the last optimizer step
-    TrainerReady    nothing: what the trainer had to answer is still to come
+`EngineLost` is answered by `core/fleet/fleet.py`, which asks here whether the run goes on. The
+answer to `TrainerLost` is `RestoreTrainer`: new processes, with the weights of the last optimizer
+step. `TrainerReady` needs none: what the trainer had to answer is still to come.
 
 A loss of the trainer changes nothing that the job waits for. Responses are kept until their step is
 committed, and the trainer's new processes answer every open command, once.

@@ -2,15 +2,14 @@
 
 A higher tensor-parallel degree leaves more memory for the key-value cache and so fewer preemptions;
 a lower one decodes more tokens a second while the cache suffices. Short rounds launch more than
-long ones, so each kind of round has its own degree:
-
-    preemptions of a round rose                 -> next higher degree
-    `calm_rounds` rounds without any in a row   -> next lower degree, where it did not fail before
+long ones, so each kind of round has its own degree. It goes up to the next when preemptions of a
+round rose, and down to the next after `calm_rounds` rounds in a row without any, unless that degree
+failed before (see below).
 
 Counts are per launched sample, so that rounds of different sizes compare. A round is compared with
 the last one of its kind, whatever degree that had: after a step up, preemptions that merely stay
 are no reason for another; after a step down, any are. The first round of a kind is compared with
-the last round of another kind at that degree, and without one with a round free of preemptions. A
+the last round of another kind at that degree; if there was none, any preemption is a rise. A
 difference of less than `FLOOR` is never a rise.
 
 A degree that had to be left for a higher one *failed*. It is tried again only after
@@ -47,8 +46,8 @@ class ParallelismConfig:
     """Tensor-parallel degrees to choose from, ascending. Each must divide the number of devices,
     `rollout.engines` times `initial`, and the model's attention heads."""
     initial: int = 1
-    """Number of devices per engine to begin with: the best without tail batching. Without the
-    planner all rounds have it."""
+    """Number of devices per engine to begin with: the one that is best without tail batching.
+    Without the planner all rounds have it."""
     rise: float = 1.05
     """A round whose preemptions per sample are more than this many times those of the last round of
     its kind calls for more devices per engine: the next higher of `degrees`."""

@@ -1,8 +1,8 @@
 """Routing: which engine each sample is given, by the work of the engines (expected tokens).
 
-spread    the engine with the least work
-group     the engine that has the prompt's last sample, unless that has too much to do
-turns     the next engine, whatever it has to do; every command begins with the first
+With "spread" a sample goes to the engine with the least work; with "group" to the engine that has
+the prompt's last sample, unless that has too much to do; with "turns" to the next engine, whatever
+it has to do, where every command begins with the first one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ CARRIED_COST = 8
 computed together in one pass."""
 
 OVERLOAD = 1.5
-"""An engine with more than this times the mean work gets no more samples of its prompts."""
+"""With "group", a sample goes to another engine than its prompt's last one if that would have more
+than this times the mean work."""
 
 
 @dataclass(slots=True)
@@ -34,7 +35,7 @@ class Engine:
 
     number: int
     incarnation: int = 0
-    """How often the engine was replaced; a replacement to come counts from the loss on."""
+    """How often the engine was replaced; its loss counts at once, before the new one is there."""
     ready: bool = True
     """True if the engine has the weights of the round and generates."""
     released: bool = False

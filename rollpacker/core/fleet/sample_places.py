@@ -1,7 +1,7 @@
 """The engine of each sample of a round, and the sample's expected work.
 
-Most samples begin and end in one engine, so that each has two entries; further entries are kept
-only for the few that move, carry tokens or are stopped.
+A sample that begins and ends in one engine has only its entries in `engine` and `work`; the few
+that move, carry tokens or are stopped have further ones.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class Seats:
     __slots__ = ("_by_turn", "carried", "engine", "source", "stopping", "work")
 
     def __init__(self, *, by_turn: bool) -> None:
-        """`by_turn`: of the tokens that an earlier launch left, at most as many as a mean response
-        has count as work."""
+        """`by_turn`: of the tokens that an earlier launch left a sample, at most as many as a mean
+        response has count as work. False: all count."""
         self._by_turn = by_turn
         self.engine: dict[SampleId, int] = {}
         """Number of the engine that has, or had, each sample; `NOWHERE`: the sample waits for an

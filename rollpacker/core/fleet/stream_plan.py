@@ -8,8 +8,8 @@ round is over, so the run stays on-policy. Devices are released at most once a r
 to come: the *peak* of the key-value demand of the remaining samples, projected from the lengths of
 earlier rounds. Demand may grow after the release, because long samples remain.
 
-    begin(kind) -> on_finished / on_stopped, once a sample -> maybe devices to release
-                -> groups_to_stream, whenever groups are ready
+Call `begin` for a round, then `on_finished` (which may return devices to release) or `on_stopped`
+once for each sample, and `groups_to_stream` whenever groups are ready.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rollpacker.core.lengths.bins import IntArray
 Group = TypeVar("Group", bound=Sized)
 
 MAX_HISTORY = 4096
-"""Most response lengths of earlier rounds that are remembered for one kind of round."""
+"""Maximum number of earlier response lengths that are remembered for one kind of round."""
 NUM_SDS = 2.0
 """Standard deviations above the expected key-value demand for which an engine must have room."""
 WHOLE = "whole"
@@ -439,10 +439,10 @@ def _tries(config: StreamConfig, num_samples: int) -> list[int]:
 
 
 def _peak_demand(lengths: IntArray, num_live: int, prompt_tokens: float) -> float:
-    """Most tokens that `num_live` samples of one engine will hold at once, with a margin. All
-    samples are at the same position, and end at lengths drawn from `lengths` (ascending). Between
-    two of these lengths no sample ends and the demand grows, so that it is greatest just before one
-    of them."""
+    """Largest number of tokens that `num_live` samples of one engine hold at once, with a margin.
+    All samples are at the same position, and end at lengths drawn from `lengths` (ascending).
+    Between two of these lengths no sample ends and the demand grows, so that it is greatest just
+    before one of them."""
     alive = 1.0 - np.arange(lengths.size) / lengths.size
     expected = num_live * alive
     bound = np.minimum(expected + NUM_SDS * np.sqrt(expected * (1.0 - alive)), num_live)

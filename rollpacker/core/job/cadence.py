@@ -1,10 +1,9 @@
 """When a step is followed by a checkpoint, and when by an evaluation.
 
-    checkpoint    every so many steps; after the last step; when the run is asked to stop
-    evaluation    before the first step; every so many steps; after the last step
-
-A stop is to be quick: an evaluation that is due after that step waits until the run is resumed.
-That of the last step does so too, or an interrupted run would never have it.
+Checkpoints are due every so many steps, after the last step, and when the run is asked to stop.
+Evaluations are due before the first step, every so many steps, and after the last step. A stop is
+to be quick: an evaluation that is due then waits until the run is resumed, even that of the last
+step, which an interrupted run would otherwise never have.
 """
 
 from __future__ import annotations

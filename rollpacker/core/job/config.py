@@ -24,7 +24,7 @@ class JobConfig:
     prompts_per_step: int
     samples_per_prompt: int
     max_steps: int | None
-    """Most steps, left-over prompts at the end not counted. None: steps until the data ends."""
+    """Maximum number of steps, those of left-over prompts aside. None: until the data ends."""
     max_response_tokens: int | None = None
     prompt_tokens: int = 0
     """Mean number of tokens of a prompt, for projections of the key-value cache."""
@@ -38,7 +38,7 @@ class JobConfig:
     layouts: tuple[DeviceLayout, ...] = (DeviceLayout(),)
     """How engines and trainer share the devices, for each degree of tensor parallelism."""
     max_retries: int = 2
-    """Most replacements per prompt and round for samples that the engine failed on."""
+    """Maximum number of replacements per prompt and round for samples that the engine failed on."""
     min_verdicts: int = 2
     """Fewest verdicts with which a group is trained on, rather than dropped: 2 where the algorithm
     compares the samples of a prompt, else 1."""

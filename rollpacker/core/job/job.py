@@ -1,21 +1,21 @@
 """The job: a whole run as one state machine. `job.handle(event) -> [command, ...]`.
 
-    FetchPrompts -> Launch -> (Score, Abort, Defer) -> TrainOn -> SyncWeights -> Commit -> next
-                    ^ one Round at a time decides these
+    FetchPrompts -> Launch -> (Score, Abort and Defer, which one `Round` at a time decides)
+    -> TrainOn -> SyncWeights -> Commit -> the next step
 
 Controller and simulator drive the same code, by `handle` alone. What the job waits for is its
-phase; `core/job/phases.py` has the table. Its parts:
+phase; `core/job/phases.py` has the list. Its parts decide:
 
-    queues       which prompts wait, and which round is next
-    Round        the current round: which samples are kept, aborted or deferred
-    rewards      when each check of a response starts
-    acting       when each environment is asked for its answer
-    parallelism  devices per engine, by kind of round
-    stream       gradients before the round is over
-    lengths      lengths of responses, and from them factors of races and loss weights
-    ledger       what became of each prompt: trained on once, or dropped for a reason
-    fleet        which engine a sample runs on, and what follows when an engine is lost
-    trainer      whether a lost trainer is started again
+    queues:       which prompts wait, and which round is next;
+    Round:        which samples of the current round are kept, aborted or deferred;
+    rewards:      when each check of a response starts;
+    acting:       when each environment is asked for its answer;
+    parallelism:  how many devices an engine has, by kind of round;
+    stream:       which gradients are begun before the round is over;
+    lengths:      factors of races, and loss weights, from the lengths of responses;
+    ledger:       whether each prompt was trained on once, or dropped for a reason;
+    fleet:        which engine a sample runs on, and what follows when an engine is lost;
+    trainer:      whether a lost trainer is started again.
 """
 
 from __future__ import annotations
@@ -293,7 +293,7 @@ class Job:
 
     @property
     def _counts_ends(self) -> bool:
-        """Whether this class, rather than a `TurnRound`, must report ended samples to `stream`."""
+        """Whether the job itself, rather than a `TurnRound`, must tell the stream plan of ends."""
         return self.stream.may_release and self.acting is None
 
     def _on_generated(self, event: SampleGenerated) -> list[Command]:

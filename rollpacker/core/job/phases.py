@@ -1,13 +1,12 @@
 """The phases of a job, each named after what the job waits for, and the events that each allows.
 
-    phase       waits for
-    new         the run to begin
-    fetching    prompts from the dataset cursor
-    rolling     responses, turn by turn, then the verdicts on those kept
-    training    the optimizer step
-    syncing     the engines to take the new weights
-    committing  the step to become durable
-    done        nothing
+    new:         the run to begin;
+    fetching:    prompts from the dataset cursor;
+    rolling:     responses, turn by turn, then the verdicts on those kept;
+    training:    the optimizer step;
+    syncing:     the engines to take the new weights;
+    committing:  the step to become durable;
+    done:        nothing.
 
 Any other event is a bug of the driver and raises. A restored job begins in `committing`. Late
 verdicts and `StopRequested` may come at any time.

@@ -1,15 +1,15 @@
 """A job that shares its devices with other jobs: it generates on one pool of devices, trains on
-another, and takes turns with the other jobs on both (`coexecution/`).
+another, and takes turns with the other jobs on both (`coexecution/`). What it answers:
 
-    RunStarted, Committed    Enter(rollout)  -> Entered -> the round begins
-    a refill is due          the same
-    all samples have ended   Leave(rollout), and verdicts are awaited without a pool
-    TrainOn                  Enter(train)    -> Entered -> StartGradients, TrainOn
-    WeightsSynced            Leave(train), then Commit
-    all act for long         Leave(rollout) (`stay.py`)
-    Acted meanwhile          Enter(rollout)  -> Entered -> Continue, Launch
-    PoolNeeded               Enter           -> Entered: an evaluation, a trainer that is restored
-    PoolUnneeded             Leave
+    RunStarted, Committed:    Enter(rollout), and after Entered the round begins;
+    a refill is due:          the same;
+    all samples have ended:   Leave(rollout), and verdicts are awaited without a pool;
+    TrainOn is due:           Enter(train), and after Entered StartGradients, TrainOn;
+    WeightsSynced:            Leave(train), then Commit;
+    all act for long:         Leave(rollout) (`stay.py`);
+    Acted after that:         Enter(rollout), and after Entered Continue, Launch;
+    PoolNeeded:               Enter, and after Entered an evaluation, or a trainer is restored;
+    PoolUnneeded:             Leave.
 
 A refill is a further round for a step that lacks groups; samples act while environments answer.
 Commands that need a pool are held back until the job has it; otherwise the job is what it would be

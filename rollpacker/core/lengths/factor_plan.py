@@ -42,7 +42,7 @@ SLACK = 0.01
 """Pairs of factors within this share of the fastest step's seconds count as equally fast; the pair
 that shortens trained lengths least wins."""
 MAX_ROUNDS = 64
-"""Most rounds of each kind, and most fixed parts of steps, whose times are remembered."""
+"""Maximum number of rounds of each kind, and of fixed parts of steps, that are remembered."""
 MIN_ROUNDS = 2
 PRIOR_ROUNDS = 1e-3
 """Weight, in rounds, of the assumption that decoding steps and tokens each cost half of a round. It

@@ -205,7 +205,7 @@ def _em(
 
 
 def _explain(data: LengthCounts, parts: Mixture, prior: FloatArray) -> tuple[FloatArray, float]:
-    """E step: (N, C, BLOCK) probability of each class given a prompt's lengths; the objective."""
+    """E step: (N, C, BLOCK) chance of each class given a prompt's lengths, and the objective."""
     densities = parts.densities()
     log_density = _log(densities)
     log_survival = _log(_survival(densities, data.beyond))

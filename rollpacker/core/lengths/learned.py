@@ -1,9 +1,9 @@
 """What the job learns from its rounds, and what follows: factors of races, and loss weights.
 
-    begin_round -> round_ends -> (train_begins -> synced) -> begin_round ...
-                   lengths, decode times      the rest of the step
-
-Without debias and with given factors there is nothing to learn, and every call returns at once.
+Calls come in the order `begin_round`, `engine_is_empty`, `end_round`, and, if the step has all its
+groups, `weights` and `synced`. A round shows lengths and the seconds of generating them; from
+`weights` to `synced` passes the rest of the step. Without debias and with given factors there is
+nothing to learn, and every call returns at once.
 """
 
 from __future__ import annotations

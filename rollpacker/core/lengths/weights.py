@@ -9,8 +9,8 @@ from rollpacker.core.lengths.model import LengthModel
 from rollpacker.core.portable import interpolated, total_of
 
 MIN_EFFECTIVE = 0.71
-"""Least effective sample size of `moment_weights`: a little above the 0.7 that benchmarks/debias.py
-asks for, in 32 settings."""
+"""Least effective sample size of `moment_weights`: a little above 0.7, the least that
+benchmarks/debias.py accepts."""
 MIN_WEIGHT = 0.05
 """Least weight that `moment_weights` gives, since a negative one would turn a sample's sign."""
 

@@ -22,8 +22,8 @@ from rollpacker.core.lengths.fit import choose_length_model
 from rollpacker.core.lengths.model import LengthModel
 
 MAX_PROMPTS_PER_STEP = 192
-"""Most prompts of a step whose lengths are kept ("watched"), evenly spread over the step: with more
-the fit gets no better, and the cost stays bounded."""
+"""Maximum number of prompts of a step whose lengths are kept ("watched"), evenly spread over the
+step: with more the fit gets no better, and the cost stays bounded."""
 MIN_PROMPTS = 32
 """Fewest prompts in the window with which a model is fitted."""
 MAX_UNSEEN = 0.01

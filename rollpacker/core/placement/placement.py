@@ -32,7 +32,7 @@ from rollpacker.core.placement.roles import (
 )
 
 _MOST_HOSTS = 4
-"""Most hosts that an error message names one by one."""
+"""Maximum number of hosts that an error message names one by one."""
 
 
 def plan_placement(hosts: Sequence[Host], request: PlacementRequest) -> Placement:

@@ -50,7 +50,8 @@ class Need(NamedTuple):
     turn: int
     """Bytes held besides while the role works. Of roles that share devices one works at a time."""
     of: str = ""
-    """Name of the part of the role that takes this much. Empty: all of its parts take the same."""
+    """Name of the part of the role, such as "stage 1", that takes this much, the most of all parts.
+    Empty: all parts take the same."""
 
     @property
     def most(self) -> int:
@@ -147,7 +148,7 @@ class PlacedDevice:
     units: tuple[str, ...]
     """Names of the units that the device is part of."""
     used_bytes: int
-    """Most bytes that the device's units take, as far as these are known."""
+    """Bytes of memory that the device's units take at their peak, as far as this is known."""
     memory_bytes: int | None
     """Bytes of the device's own memory. None: it is a core, which shares its host's."""
 

@@ -27,8 +27,9 @@ class DynamicSamplingConfig:
 
     enabled: bool = False
     max_refills: int = 3
-    """Most further rounds (refills) with which a step replaces groups that it leaves out; it may
-    still lack some, and reports so. None while an epoch's or the run's last prompts are used."""
+    """Maximum number of further rounds (refills) with which a step replaces groups that it leaves
+    out; it may still lack some, and reports so. There are no refills while an epoch's or the run's
+    last prompts are used."""
 
     def __post_init__(self) -> None:
         if self.max_refills < 0:
@@ -55,7 +56,7 @@ class StepGroups:
         """Tokens of each sample of `groups`, in their order; empty if no lengths are needed."""
         self.num_refills = 0
         self.streamed: tuple[int, str] = (0, "")
-        """Number of samples with gradients begun early; why the last round had none, in words."""
+        """Number of samples with gradients begun early, and why the last round had none."""
 
     @property
     def missing(self) -> int:

@@ -64,8 +64,8 @@ class RoundPlan:
     race: Race = "generated"
     tail: TailBatchingConfig
     max_retries: int = 2
-    """Most replacements per prompt for samples that the engine failed on, or whose environment
-    raised or was too slow; per failed sample, if an environment's process was lost."""
+    """Maximum number of replacements per prompt for samples that the engine failed on, or whose
+    environment raised or was too slow; per failed sample, if an environment's process was lost."""
     tensor_parallel: int = 1
     speculate: bool = False
     min_verdicts: int = 2
@@ -76,19 +76,20 @@ class RoundPlan:
 
 
 class Quota:
-    """Prompts that compete for the same places in the step's training, as those of one source."""
+    """Prompts that compete for the same places in a step's training: all, or those of one
+    source."""
 
     __slots__ = ("groups", "num_awaited", "num_missing")
 
     def __init__(self, num_missing: int) -> None:
         self.num_missing = num_missing
         self.num_awaited = 0
-        """Places in the step's training kept for prompts, not done yet, that the round awaits."""
+        """Places kept for groups, not done yet, that the round must wait for (`Group.awaited`)."""
         self.groups: list[Group] = []
 
     def join(self, group: Group) -> None:
-        """Adds a group that competes for this quota's places in training. The round waits for it,
-        if at all, only while a place is left."""
+        """Adds a group that competes for this quota's places in training. One that must be awaited
+        has a place kept for it; if all places are kept already, it is not awaited after all."""
         group.quota = self
         self.groups.append(group)
         group.awaited = group.awaited and self.num_awaited < self.num_missing
@@ -122,7 +123,7 @@ class Group:
         often."""
         self.quota: Quota
         self.places: list[int] = []
-        """Number that fixes each sample's random noise and carried-over tokens: its own index, or
+        """Number that fixes each sample's random numbers and carried-over tokens: its own index, or
         that of the failed sample that it replaces."""
         self.kept_tokens: list[int | None] = []
         """For each sample how many tokens of an earlier launch came out the same. None: not
@@ -161,9 +162,9 @@ class Group:
         return samples
 
     def take_retry(self, index: int, most: int, *, of_place: bool) -> bool:
-        """Counts a replacement of this failed sample, and returns whether it is allowed. The prompt
-        has `most` replacements. With `of_place`, where something failed that several prompts share,
-        each sample has `most` of its own instead, and the prompt's are not counted."""
+        """Counts a replacement of this failed sample, and returns whether it is allowed: the prompt
+        has `most` of them. With `of_place`, for the failure of something that several prompts
+        share, each sample has `most` of its own instead, which do not count for the prompt."""
         if of_place:
             failed = [n for n, state in enumerate(self.states) if state is SampleState.FAILED]
             return sum(self.places[n] == self.places[index] for n in failed) <= most
@@ -211,9 +212,10 @@ class Group:
     def observed(self, *, complement: bool) -> tuple[list[int], list[int]]:
         """Lengths in tokens of complete responses, and those that stopped responses had reached.
 
-        A response that was carried over from an earlier launch, but came out differently, was
-        sampled again because it was long. So only its first length says how long responses are,
-        unless `complement` made the new one longer than the first was when it was stopped.
+        A response that was carried over from an earlier launch, but came out differently, counts
+        with its length in that launch: only slow prompts are launched again, so the new length is
+        biased. It counts with the new one only if `complement` is on and the earlier launch had
+        stopped it.
         """
         ends: tuple[list[int], list[int]] = ([], [])
         for index, state in enumerate(self.states):
@@ -239,7 +241,7 @@ class Group:
 
 
 def share_out(plan: RoundPlan, groups: Collection[Group]) -> int:
-    """Gives every group its quota (the groups that compete for the same places in training), and
+    """Gives every group its quota (prompts that compete for the same places in training), and
     returns how many quotas have places. With `balance_sources` each source has a quota in
     proportion to its prompts; remainders go to the largest fractions."""
     if not plan.tail.balance_sources:

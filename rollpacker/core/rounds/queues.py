@@ -1,16 +1,16 @@
-"""The prompts that wait for a round, and which round is next.
+"""The prompts that wait for a round, and which round is next. There are these queues:
 
-queue    its prompts
-fresh    fetched for the next round, and never launched
-tiers    deferred by a race, and to race once more (`tail_batching.tiers`)
-long     deferred, and to be awaited by a long round: first in, first out;
-         with a pool (`tail_batching.stragglers`): to race on in the next round
+fresh:    prompts fetched for the next round, and never launched;
+tiers:    deferred by a race, and to race once more (`tail_batching.tiers`);
+long:     deferred, and to be awaited by a long round: first in, first out;
+          with a pool (`tail_batching.stragglers`): to race on in the next round.
 
-next round       if none above it applies, and
-a long round     the long queue fills one
-a flush          an epoch or the run ends: whatever the long queue holds
-a cascade        a tier's queue fills its race, the last tier first
-fresh prompts    nothing else is due; with a pool those that wait come first
+The next round is the first of these that is due:
+
+a long round:    if the long queue fills one;
+a flush:         if an epoch or the run ends, with whatever the long queue holds;
+a cascade:       if a tier's queue fills its race, the last tier first;
+fresh prompts:   if nothing else is due; with a pool those that wait come first.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Queues:
         self.prompts_per_step = config.prompts_per_step
         self.samples_per_prompt = config.samples_per_prompt
         self.races = tuple(tier.factors for tier in tail.tiers if tail.enabled)
-        """For each tier (further race of unfinished prompts) how many more it launches than
-        needed."""
+        """For each tier (further race of unfinished prompts) its factors: launched over needed
+        prompts and samples."""
         self.long: deque[Waiting] = deque()
         self.tiers: tuple[deque[Waiting], ...] = tuple(deque() for _ in self.races)
         self.fresh: list[PromptId] = []

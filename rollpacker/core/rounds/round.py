@@ -52,7 +52,7 @@ class Round:
         self.preemptions = 0
         self.num_launched = 0
         self.longest_tokens = 0
-        """Most tokens that this round generated for one response that has left the engine."""
+        """Largest number of new tokens of a response of this round that has left the engine."""
         self._rewards = RewardSchedule(RewardScheduleConfig()) if rewards is None else rewards
         self._overlap = self._rewards.config.overlap
         self._late = Counter[str]() if late is None else late
@@ -255,9 +255,9 @@ class Round:
         self, group: Group, index: int, *, is_chance: bool = True, of_place: bool = False
     ) -> list[Command]:
         """Replaces a failed sample if a replacement is allowed and needed; otherwise goes on
-        without it. `is_chance`: another try with the same random noise may succeed; if not, the
-        replacement has noise of its own. `of_place`: replacements are counted for this sample
-        alone, not for its prompt."""
+        without it. `is_chance`: another try with the same random numbers may succeed; if not, the
+        replacement has its own. `of_place`: replacements are counted for this sample alone, not for
+        its prompt."""
         group.num_generating -= 1
         group.states[index] = check(group.states[index], SampleState.FAILED)
         hopeful = len(group.finished) + group.num_generating

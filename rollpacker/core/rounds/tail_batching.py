@@ -1,12 +1,9 @@
 """The settings of tail batching: how much more a race launches than it needs.
 
-    factor    a race launches                             its config
-    eta_p     ceil(eta_p * prompts needed) prompts        `prompt_factor`
-    eta_r     ceil(eta_r * R0) samples of each prompt     `sample_factor`
-
-R0 is the number of samples needed of each prompt. Short rounds race at these factors, or at those
-that the run chooses ("auto"); each tier (further race for prompts left unfinished) has its own.
-docs/tail-batching.md has the whole picture.
+A race launches ceil(eta_p * P) prompts where it needs P, and ceil(eta_r * R0) samples of each where
+it needs R0, by the factors eta_p (`prompt_factor`) and eta_r (`sample_factor`). Short rounds race
+at these factors, or at those that the run chooses ("auto"); each tier (further race for prompts
+left unfinished) has its own. docs/tail-batching.md has the whole picture.
 """
 
 from __future__ import annotations
@@ -81,7 +78,7 @@ class TailBatchingConfig:
     for all that it launches."""
     selection: Selection = field(default="none", metadata=absent("published"))
     """Whether short responses are favoured. none: they are not, only the order of training changes;
-    a sample keeps its random noise when its prompt is deferred (left for a later round), and no
+    a sample keeps its random numbers when its prompt is deferred (left for a later round), and no
     response is thrown away. published: as in the RollPacker paper, they are: surplus samples race,
     and deferred prompts are sampled afresh."""
     prompt_factor: Factor | None = None
@@ -95,10 +92,11 @@ class TailBatchingConfig:
     selection=published."""
     carry: Carry | None = field(default=None, metadata=absent("none"))
     """What becomes of the tokens of a deferred prompt. exact: its next launch samples all of them
-    anew in one pass, each with its own noise, keeps those before the first that differs, and goes
-    on from there: token for token what generation from scratch gives, at a fraction of the cost.
-    weighted: all are kept as they are, and training weighs each by a clipped importance ratio; not
-    exact. none: they are dropped. None: exact, or none with selection=published."""
+    anew in one pass, with the same random numbers, keeps those before the first that differs, and
+    goes on from there: token for token what generation from scratch gives, at a fraction of the
+    cost. weighted: all are kept as they are, and training weighs each by a clipped importance
+    ratio; not exact. none: they are dropped. Not set (None): exact, or none with
+    selection=published."""
     stragglers: Stragglers = field(default="queue", metadata=OMIT_DEFAULT)
     """Where deferred prompts wait. queue: until they fill a long round of their own, which awaits
     them all. pool: they race on in the next round, beside so many fewer fresh prompts; faster where
@@ -106,9 +104,9 @@ class TailBatchingConfig:
     max_deferrals: int = field(default=16, metadata=absent(16))
     """With stragglers=pool: after so many deferrals of a prompt its next round waits for it."""
     complement: bool = field(default=True, metadata=absent(True))
-    """Whether carry=exact keeps lengths unbiased. A response that had been cut off at some length
-    then does not end before that under newer weights, and one that had ended before its siblings
-    were cut off does not grow beyond them; such samples are drawn once more. Otherwise every
+    """Whether carry=exact keeps lengths unbiased. Under newer weights a response that had been cut
+    off then does not end before that place, and one that had ended before its siblings were cut off
+    does not grow beyond their place; samples that would are drawn once more. Otherwise every
     deferral would be another chance to be short, or to be long."""
     tiers: tuple[Tier, ...] = ()
     """Further races: prompts that the short round leaves unfinished race again with these factors,
@@ -125,9 +123,9 @@ class TailBatchingConfig:
     """Loss weights of samples, so that training sees the policy's own lengths, not only those that
     won a race. none: all are 1. moments: weights by length that restore the mean length."""
     max_length_shift: float | None = None
-    """With "auto" factors: most by which trained responses may be shorter, on average, than the
-    policy's own (0.35 is 35 %). With debias it bounds nothing: the weights undo the shift. None:
-    0.02 with selection=none, 0.35 with selection=published."""
+    """With "auto" factors: the share by which trained responses may be shorter, on average, than
+    the policy's own, at most (0.35 is 35 %). With debias it bounds nothing: the weights undo the
+    shift. None: 0.02 with selection=none, 0.35 with selection=published."""
     flush_each_epoch: bool = True
     """Whether unfinished prompts are trained on at the end of every epoch, not only of the run."""
 

@@ -1,13 +1,13 @@
 """A round whose samples are trajectories: messages of the model, and its environment's answers.
 
-    SampleGenerated, "stop"    Act: the environment has the turn
-    ... cut off                Conclude, and the sample is generated
-    Acted                      Continue: the engine has the next turn
-    ... over, or at a limit    Conclude, and the sample is generated
-    ... of turn 0              Launch: the environment has given the prompt
-    ... lost                   Act once more, or the sample has failed
+    SampleGenerated, "stop":    Act, since the environment has the turn;
+    ... if it was cut off:      Conclude, and the sample is generated;
+    Acted:                      Continue, since the engine has the next turn;
+    ... over, or at a limit:    Conclude, and the sample is generated;
+    ... of turn 0:              Launch, since the environment has given the prompt;
+    ... if it was lost:         Act once more, or the sample has failed.
 
-It is like a round of single responses, except that trajectories race, are aborted or deferred.
+Otherwise it is like a round of single responses: trajectories race, are aborted and are deferred.
 `CancelAct` stops one whose environment has the turn, without an answer of the engine. A deferred
 trajectory is sampled again turn by turn, and compared with what it was (`Retracing`).
 """
@@ -185,9 +185,9 @@ class TurnRound(Round):
         return commands
 
     def _lost(self, event: Acted, group: Group, index: int) -> list[Command]:
-        """Fails the sample of a lost episode. An environment that raised or was too slow would do
-        so again for the same messages, and what is wrong with a prompt is so for all of its
-        samples."""
+        """Fails the sample of a lost episode. A replacement has other random numbers if the
+        environment raised or was too slow, as it would be so again for the same messages. There is
+        none if the prompt is at fault, since it is for all of its samples."""
         self._leave_engine(event.sample, 0, 0)
         self._ended.append((0, False))
         if event.cause == "prompt":
