@@ -1,11 +1,11 @@
 """How long a job whose samples all wait for environments keeps the rollout pool that it shares.
 
-Other jobs have the pool in every step anyway, while this one trains. To leave it for a shorter wait
-gains nothing; for a longer one it is worth it, but nobody knows beforehand how long an environment
-takes. So the job stays for as long as its last training took, plus the time to park and wake up,
-and then leaves: at most twice the seconds are lost that would be lost with knowledge of the wait
-(the ski rental rule). In short waits nothing is parked, and the rows (keys and values) that engines
-keep between turns stay.
+Other jobs have the pool in every step anyway, while this one trains. To leave it for a wait shorter
+than that gains nothing; for a longer one it is worth it, but nobody knows beforehand how long an
+environment takes. So the job stays for as long as its last training took, plus the time to park and
+wake up, and then leaves: at most twice the seconds are lost that would be lost with knowledge of
+the wait (the ski rental rule). In short waits nothing is parked, and the rows (keys and values)
+that engines keep between turns stay.
 
 After leaving, rows that were kept are computed again. A job that has not trained yet, or not since
 it was resumed, stays.

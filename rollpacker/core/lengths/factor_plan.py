@@ -9,10 +9,10 @@ much the prompt decides of a length, and on what a token costs; a run shows all 
 
 is fitted to the rounds so far; lengths come from a fitted `LengthModel`. With all samples of a
 round at the same position, the shorter response finishes first, so what a race takes on average
-follows from order statistics: it is computed, not drawn, and comparing two pairs of factors has no
-noise. Deferred prompts keep their class and fill the long rounds. Left out: rewards (races end by
-generated responses), cascades, the smaller rounds at the end of an epoch, and that training costs
-less when responses are shorter.
+follows from order statistics: it is computed, not drawn, and chance has no part in comparing two
+pairs of factors. Deferred prompts keep their class and fill the long rounds. Left out: rewards
+(races end by generated responses), cascades, the smaller rounds at the end of an epoch, and that
+training costs less when responses are shorter.
 """
 
 from __future__ import annotations

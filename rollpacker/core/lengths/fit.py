@@ -4,15 +4,15 @@ Every fresh prompt is launched in a race; some prompts are launched again. What 
 the lengths of samples that finished and, for those that were stopped, that they would have been
 longer. Whether a prompt is launched again depends on nothing but what its first launch showed, so
 all launches of a prompt may be put into one likelihood as they are, with no correction for how they
-came about (they are *missing at random*). Kaplan-Meier on all samples together is not valid:
-a sample is stopped because its siblings finished, and siblings are alike.
+came about (they are *missing at random*). Kaplan-Meier on all samples together is not valid: a
+sample is stopped because its siblings finished, and siblings are alike.
 
 What makes siblings alike is modelled by a few classes of prompts, each with a length distribution
 of its own over bins; given the class, the samples of a prompt are independent. A class may have a
 twin of *hard* prompts: the same lengths, but now and then a response goes astray and gets another
-length, as a rule the cap. (A few free classes alone would have to choose: those that tell slow from
-fast prompts cannot also tell hard from easy ones, and the mean comes out up to 30 % too large.) The
-fit is the closed-form EM of such a mixture.
+length, as a rule the cap. (Without twins a few classes could tell slow prompts from fast ones, or
+hard from easy ones, but not both, and the mean length would come out up to 30 % too large.) The fit
+is the closed-form EM of such a mixture.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class PromptRace:
     running: FloatArray
     """(M, X + 1) mean number of samples still running at each point; 0 once the prompt is done."""
     kept: FloatArray
-    """(M, X) mean sum of the R0 lengths kept of a prompt that gets done between two points."""
+    """(M, X) mean sum of a prompt's R0 kept lengths if it is done between a point and the next."""
 
     @classmethod
     def of(cls, law: Law, num_samples: int) -> PromptRace:

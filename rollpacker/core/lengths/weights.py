@@ -107,8 +107,8 @@ def _to_mean_length(
     own_mean: float,
     max_weight: float,
 ) -> FloatArray:
-    """The weights changed as little as possible, in squares over the samples, so that the mean
-    weight is 1 and the weighted mean length is met; repeated because weights are bounded."""
+    """The weights changed as little as possible, in squares over the samples, so that their mean is
+    1 and the weighted mean length is `own_mean`; repeated because weights are bounded."""
     centred = lengths - total_of(share * lengths)
     variance = total_of(share * (centred * centred))
     if not variance > 0:

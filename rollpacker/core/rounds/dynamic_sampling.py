@@ -1,7 +1,7 @@
 """Dynamic sampling: a group (the samples of one prompt) whose rewards are all equal teaches
 nothing, so the step leaves it out and looks for others.
 
-A step goes on with rounds until it has its number of groups, or has had its most refills; a refill
+A step goes on with rounds until it has its number of groups, or has used up its refills; a refill
 is a race of fresh prompts. Nothing that is left out comes back: it never fills the long queue.
 After DAPO (arXiv 2503.14476), section 3.2.
 """

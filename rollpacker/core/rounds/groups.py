@@ -195,8 +195,8 @@ class Group:
         return self.lengths[index] - (self.carried_at(index).tokens if kept is None else kept)
 
     def to_carry(self) -> tuple[CarriedLength, ...]:
-        """Tokens that each response of an unfinished group leaves to its next launch, by
-        `places`."""
+        """Tokens that each response of an unfinished group leaves to its next launch, indexed by
+        the numbers in `places`."""
         left = [NOTHING_CARRIED] * (max(self.places) + 1)
         for index, place in enumerate(self.places):
             if self.states[index] is not SampleState.FAILED:
