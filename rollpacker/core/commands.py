@@ -225,8 +225,9 @@ class TrainOn(BaseCommand, frozen=True, kw_only=True):
     step: int
     groups: tuple[tuple[SampleId, ...], ...]
     weights: tuple[tuple[float, ...], ...] | None = None
-    """Weight of each sample's loss, aligned with `groups`. The weights undo that races favour short
-    responses; their mean is 1 over many steps, not in one. None: all are 1."""
+    """Weight of each sample's loss, aligned with `groups`. They undo that short responses are
+    favoured where the first to finish are kept; over many steps their mean is 1. None: all are
+    1."""
     num_missing: int = 0
     """Number of groups that the step lacks, because dynamic sampling gave up replacing them."""
     num_streamed: int = 0

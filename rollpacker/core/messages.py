@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 COMMANDS: dict[str, type[Any]] = {}
-"""Class of every kind of command, by its name. The bus checks that each kind has a port, and
-reading a log looks the classes up here."""
+"""Class of every kind of command, by its name. Reading a log looks the classes up here, and the bus
+checks that it has a port (a method that carries out the command) for each."""
 
 EVENTS: dict[str, type[Any]] = {}
 """Class of every kind of event, by its name. Reading a log looks the classes up here."""

@@ -12,7 +12,7 @@ phase; `core/job/phases.py` has the list. Its parts decide:
     acting:       when each environment is asked for its answer;
     parallelism:  how many devices an engine has, by kind of round;
     stream:       which gradients are begun before the round is over;
-    lengths:      factors of races, and loss weights, from the lengths of responses;
+    lengths:      how much more short rounds launch than they need, and loss weights;
     ledger:       whether each prompt was trained on once, or dropped for a reason;
     fleet:        which engine a sample runs on, and what follows when an engine is lost;
     trainer:      whether a lost trainer is started again.
@@ -293,7 +293,8 @@ class Job:
 
     @property
     def _counts_ends(self) -> bool:
-        """Whether the job itself, rather than a `TurnRound`, must tell the stream plan of ends."""
+        """Whether the job must tell the plan of early gradients (`stream`) which samples have
+        ended; a round of several turns tells it by itself."""
         return self.stream.may_release and self.acting is None
 
     def _on_generated(self, event: SampleGenerated) -> list[Command]:

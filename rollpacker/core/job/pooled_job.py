@@ -173,7 +173,7 @@ class PooledJob(Job):
         return released
 
     def _renewed(self, command: Command) -> Command:
-        """The command; a `Replace` that was held back during a step gets the newest version."""
+        """The command; a `Replace` held back during a step now names the newest weights."""
         return replace(command, version=self.version) if type(command) is Replace else command
 
     def _on_entered(self, event: Entered) -> list[Command]:

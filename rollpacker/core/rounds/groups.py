@@ -214,8 +214,8 @@ class Group:
 
         A response that was carried over from an earlier launch, but came out differently, counts
         with its length in that launch: only slow prompts are launched again, so the new length is
-        biased. It counts with the new one only if `complement` is on and the earlier launch had
-        stopped it.
+        biased. With `complement` (responses never end before the place where they were cut off, so
+        that the new length is not biased) one that had been cut off counts with its new length.
         """
         ends: tuple[list[int], list[int]] = ([], [])
         for index, state in enumerate(self.states):

@@ -201,7 +201,7 @@ class TailBatchingConfig:
 
     @property
     def chooses(self) -> bool:
-        """Whether the run chooses its factors by itself ("auto")."""
+        """Whether the run chooses by itself how much more short rounds launch ("auto")."""
         return self.enabled and self.prompt_factor == "auto"
 
     @property
@@ -233,8 +233,8 @@ class TailBatchingConfig:
 
     @property
     def factors(self) -> Factors:
-        """Factors of the short rounds. Where the run chooses them, these are the first ones, and
-        `Learned.factors` has the current ones."""
+        """How much more short rounds launch than they need. Where the run chooses this, it is so in
+        the first ones, and `Learned.factors` has the current numbers."""
         if not self.enabled:
             return NO_RACE
         if self.prompt_factor == "auto" or self.sample_factor == "auto":
