@@ -43,8 +43,8 @@ class Launch(BaseCommand, frozen=True, kw_only=True):
     samples: tuple[SampleId, ...]
     version: int
     tensor_parallel: int = 1
-    """Number of devices of each engine in this round. If it changes, and the core controls how
-    devices are grouped into engines, `Resize` is given first."""
+    """Number of devices of each engine in this round. If it changes from one round to the next, and
+    `FleetConfig.num_devices` is set, `Resize` is given first."""
     speculate: Omitted[bool] = False
     """True if engines decode speculatively (by checking drafted tokens) in this round."""
     carried: Omitted[tuple[int, ...]] = ()
@@ -270,8 +270,9 @@ class Commit(BaseCommand, frozen=True, kw_only=True):
 
 
 class Enter(BaseCommand, frozen=True, kw_only=True):
-    """Wait until the run may use this pool's devices, and wake up its engines or trainer parked
-    there; answered by `Entered`. Engines then have the weights that were published last."""
+    """Wait until the run may use this pool's devices, and wake up its engines or trainer, which
+    `Leave` had parked there; answered by `Entered`. Engines then have the weights that were
+    published last."""
 
     pool: PoolName
     purpose: str
@@ -280,9 +281,9 @@ class Enter(BaseCommand, frozen=True, kw_only=True):
 
 
 class Leave(BaseCommand, frozen=True, kw_only=True):
-    """Park the run's engines or trainer on this pool's devices and give the devices to other jobs,
-    once all commands before this one are done. If the run still waits for the pool, the wait ends
-    and no `Entered` follows."""
+    """Park the run's engines or trainer on this pool's devices (free the devices' memory) and give
+    the devices to other jobs, once all commands before this one are done. If the run still waits
+    for the pool, the wait ends and no `Entered` follows."""
 
     pool: PoolName
 

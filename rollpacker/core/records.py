@@ -18,8 +18,8 @@ from rollpacker.core.events import Event
 from rollpacker.core.messages import COMMANDS, EVENTS
 
 POOL_SWITCH = "switch"
-"""Name of the note that says how long engines or trainer took to park, in a run that shares its
-pools of devices. The time of waking up is in `Entered`."""
+"""Name of the note that says how long engines or trainer took to free the devices ("park"), in a
+run that shares its pools of devices. The time of waking up is in `Entered`."""
 CALLBACK_SECONDS = "timing_s/callbacks"
 """Metric of an evaluation's note: seconds that the program's own callbacks took at its end."""
 EVALUATION_ROLLOUT = "timing_s/testing_gen"

@@ -66,8 +66,8 @@ class ActingConfig:
     max_retries: int = 1
     """How often an episode whose process was lost is played again before its sample has failed."""
     kinds: Mapping[str, KindConfig] = field(default_factory=dict)
-    """Limits of environments by source of prompts: how many samples act at a time, and the deadline
-    of an answer. A source that is not named has no limits."""
+    """Limits of environments by their prompts' `source`: how many samples may wait for an answer at
+    a time, and the answer's deadline. A source that is not named has no limits."""
     work_by_turn: bool = field(default=True, metadata=absent(False))
     """How many of the tokens that an earlier launch left a sample count as work when samples are
     spread over engines. True: at most a mean response's. False: all, as in older logs."""
@@ -83,8 +83,8 @@ class ActingConfig:
 @dataclass(slots=True)
 class Retracing:
     """Compares a trajectory with the tokens that an earlier launch of its prompt left, while it is
-    generated again. The job, which has only counts of tokens, has one for each sample, and so has
-    the driver, which holds the tokens; both come to the same result. A position is a number of
+    generated again. The job, which knows only counts of tokens, has one for each sample, and so has
+    the program that holds the tokens; both come to the same result. A position is a number of
     tokens after the prompt, with the environment's in all calls or in none."""
 
     carried: int = 0

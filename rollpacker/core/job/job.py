@@ -128,7 +128,7 @@ class Job:
     def handle(self, event: Event) -> list[Command]:
         """Handles an event, and returns the commands that answer it. Raises `ProtocolError`,
         `StrayEventError` or another `AssertionError` for an event that cannot happen, which is a
-        bug in the driver."""
+        bug in the program that sends the events."""
         if self.lengths.planner is not None:
             self.lengths.take_time(event.time_s)
         # Every response comes by here at least twice: benchmarks/sim_speed.py.
@@ -180,8 +180,8 @@ class Job:
 
     @property
     def evaluation_is_due(self) -> bool:
-        """Whether an evaluation is due before the run goes on. A driver asks when it starts or
-        resumes a run; for later steps `Commit.evaluate` says so."""
+        """Whether an evaluation is due before the run goes on. To be asked when a run starts or is
+        resumed; for later steps `Commit.evaluate` says so."""
         return self.progress.evaluation_is_due(self.config.cadence, last=self.nothing_left())
 
     def nothing_left(self) -> bool:

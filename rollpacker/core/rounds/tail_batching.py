@@ -117,8 +117,9 @@ class TailBatchingConfig:
     verdict is there, as in the published code; a slow reward can then push a prompt into a long
     round, and runs are no longer repeatable bit by bit."""
     balance_sources: bool = False
-    """Whether each source of prompts (`PromptId.source`) keeps its share of what a race trains on,
-    so that a source with slow rewards or long answers is not raced out of the batch."""
+    """Whether each source of prompts (`PromptId.source`) keeps its share of the step's prompts, so
+    that one with slow rewards or long answers is not left out where the first to finish are
+    kept."""
     debias: DebiasMethod = "none"
     """Loss weights of samples, so that training sees the policy's own lengths, not only those that
     won a race. none: all are 1. moments: weights by length that restore the mean length."""
@@ -233,8 +234,8 @@ class TailBatchingConfig:
 
     @property
     def factors(self) -> Factors:
-        """How much more short rounds launch than they need. Where the run chooses this, it is so in
-        the first ones, and `Learned.factors` has the current numbers."""
+        """Factors of short rounds (launched over needed numbers). Where the run chooses them, these
+        are the first ones, and `Learned.factors` has the current ones."""
         if not self.enabled:
             return NO_RACE
         if self.prompt_factor == "auto" or self.sample_factor == "auto":
