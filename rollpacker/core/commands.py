@@ -1,6 +1,7 @@
-"""Commands, the core's only output: small frozen records of what is to be done. Each kind is a
-subclass of `BaseCommand` and has exactly one port on every bus (the method that carries commands of
-this kind out), which the bus checks when it is connected."""
+"""Commands, the only output of the core (the scheduling code of `rollpacker/core`): small frozen
+records of what is to be done. Each kind is a subclass of `BaseCommand` and has exactly one port on
+every bus (the method that carries commands of this kind out), which the bus checks when it is
+connected."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Events, the core's only input: small frozen records of what has happened, in the past tense.
-Events hold ids, counts and seconds; tokens and tensors stay with whoever made them. `time_s` is
-seconds since the run began (virtual in a simulation), set by the driver (the program that carries
-out the commands) when it takes the event in."""
+"""Events, the only input of the core (the scheduling code of `rollpacker/core`): small frozen
+records of what has happened, in the past tense. Events hold ids, counts and seconds; tokens and
+tensors stay with whoever made them. `time_s` is seconds since the run began (virtual in a
+simulation), set by the driver (the program that carries out the commands) when it takes the event
+in."""
 
 from __future__ import annotations
 

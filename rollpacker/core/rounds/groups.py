@@ -72,7 +72,8 @@ class RoundPlan:
     """Fewest verdicts with which a group is trained on, rather than dropped: 2 where samples are
     compared with each other, else 1."""
     defers_to: int = 0
-    """Tier (further race) whose queue takes unfinished prompts; beyond the last: the long queue."""
+    """Number, from 0, of the further round that takes unfinished prompts and keeps the first to
+    finish (its "tier"). A number beyond the last: they wait for a long round."""
 
 
 class Quota:

@@ -41,8 +41,8 @@ class NextRound:
     prompts_needed: int
     """Number of prompts that must have finished for the round to be over."""
     defers_to: int = 0
-    """Number of the tier (further race) whose queue takes prompts that the round leaves unfinished.
-    A number beyond the last tier means the long queue."""
+    """Number, from 0, of the tier (a further round that keeps the first to finish) whose queue
+    takes prompts that this one leaves unfinished. A number beyond the last tier: the long queue."""
 
     def plan(
         self, config: JobConfig, *, number: int, version: int, tensor_parallel: int
@@ -73,8 +73,8 @@ class Queues:
         self.prompts_per_step = config.prompts_per_step
         self.samples_per_prompt = config.samples_per_prompt
         self.races = tuple(tier.factors for tier in tail.tiers if tail.enabled)
-        """For each tier (further race of unfinished prompts) its factors: launched over needed
-        prompts and samples."""
+        """For each tier (a further round of unfinished prompts that keeps the first to finish) its
+        factors: launched over needed prompts and samples."""
         self.long: deque[Waiting] = deque()
         self.tiers: tuple[deque[Waiting], ...] = tuple(deque() for _ in self.races)
         self.fresh: list[PromptId] = []
@@ -126,8 +126,8 @@ class Queues:
         return tuple([Waiting(prompt) for prompt in fresh])
 
     def defer(self, prompts: Iterable[Waiting], tier: int) -> None:
-        """Adds prompts to the queue of this tier (further race); beyond the last, the long
-        queue."""
+        """Adds prompts to the queue of this tier (a further round that keeps the first to finish),
+        or, if its number is beyond the last, to that of the long rounds."""
         (self.tiers[tier] if tier < len(self.tiers) else self.long).extend(prompts)
 
     def _awaited(self, kind: RoundKind) -> NextRound:
@@ -164,9 +164,10 @@ class Queues:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores the queues from the job's saved state, under today's configuration. Prompts of a
-        tier (further race) that no longer exists wait for a long round. If tail batching is off
-        now, deferred prompts come before all fresh ones. Carried-over tokens are dropped if tokens
-        are no longer carried, and responses that a smaller cap cut off count as incomplete."""
+        tier (a further round that keeps the first to finish) that no longer exists wait for a long
+        round. If tail batching is off now, deferred prompts come before all fresh ones.
+        Carried-over tokens are dropped if tokens are no longer carried, and responses that a
+        smaller cap cut off count as incomplete."""
         saved = part_of(SavedQueues, state)
         before, now = saved.max_response_tokens, self._max_response_tokens
         if before is not None and (now is None or before < now):
