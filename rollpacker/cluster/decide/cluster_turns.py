@@ -29,9 +29,9 @@ one more the job is given up."""
 LOSSES_S = 3600.0
 """Seconds after which a loss of a job counts no more towards `MAX_LOSSES`."""
 PATIENCE = 3.0
-"""Factor: a job may stay away between phases for this many times its longest planned pause."""
+"""Factor: a job may stay away between two phases for this many times its longest planned pause."""
 PATIENCE_S = 30.0
-"""Seconds for which a job may stay away between two phases in any case, before its turn passes."""
+"""Least seconds between two phases after which a job's turn passes to others (`PATIENCE`)."""
 
 
 class Running(msgspec.Struct):
@@ -53,7 +53,7 @@ class Running(msgspec.Struct):
     steps: int = 0
     work_s: float = 0.0
     looked: int = 0
-    """How many changes the cluster had seen when a move of this job was last considered."""
+    """Number of changes of the cluster (`Cluster`) when it was last considered to move this job."""
     learned: LearnedTimes | None = None
     rest: Rest | None = None
     """Iterations that the job has left, and seconds that its SLO lets it wait. None until the job

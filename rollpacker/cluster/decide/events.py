@@ -46,7 +46,7 @@ class Committed(_JobEvent, frozen=True):
     """The job has finished an iteration (rollout and training), and may be moved now."""
 
     work_s: float
-    """Seconds of the iteration without waits for nodes and without switches."""
+    """Seconds of the iteration, less waits for nodes and moves of jobs onto and off devices."""
     times: Times | None = None
     """Seconds of the iteration by phase, measured on the job's nodes; handing over the weights is
     part of training. None: they were not measured, and nothing is learned from the iteration."""
@@ -58,8 +58,8 @@ class Committed(_JobEvent, frozen=True):
     """Whether the job ends after this iteration. None: the job does not say, so that it ends once
     it has done its submitted number of steps."""
     numbers_otherwise: Omitted[bool] = False
-    """Whether the job's number of this commit is above the steps that it was submitted with, so
-    that it does not count iterations: `step` is then ignored, and each commit counts as one
+    """Whether the job numbers its commits in its own way, so that they are no iterations: the
+    number was above its submitted steps. Then `step` is ignored and each commit counts as one
     iteration. Events of earlier versions do not have this field."""
 
 
@@ -83,7 +83,7 @@ class Lost(_JobEvent, frozen=True):
     commit, unless it was cancelled: then it has ended."""
 
     counts: Omitted[bool] = True
-    """Whether this loss adds to the count of losses after which the job is given up."""
+    """Whether this loss counts: after too many that count, the job is given up (`GiveUp`)."""
 
 
 class Cancelled(_JobEvent, frozen=True):
@@ -95,7 +95,7 @@ class Drained(_Event, frozen=True):
 
     node: Node
     has_host: bool = True
-    """Whether a host stands for the node, so that processes can be started there now."""
+    """Whether a host (machine) stands for the node, so that processes can be started there now."""
 
 
 class Restored(_Event, frozen=True):

@@ -51,7 +51,7 @@ class Forecast(msgspec.Struct, frozen=True):
     iteration_s: float
     """Mean elapsed seconds of an iteration, waits included."""
     slowdown: float
-    """Mean seconds of an iteration, divided by the mean without waits for pools and switches."""
+    """Mean seconds of an iteration, over the mean without waits and moves onto and off devices."""
     deviation: float
     """Standard deviation of the slowdown for a single iteration. Over n iterations the deviation of
     their mean slowdown is this number divided by the square root of n."""

@@ -93,7 +93,7 @@ class Layout:
         return alone_price(job, self.rollout_pool, self.train_pool)
 
     def memory_fits(self) -> bool:
-        """Return whether every node has host memory for what its parked jobs keep there."""
+        """Return whether every node has host memory for its parked jobs (moved off the devices)."""
         if math.fsum(job.train_memory_gib for job in self.jobs) > self.train_pool.host_memory_gib:
             return False
         kept: dict[object, float] = {}
@@ -127,7 +127,7 @@ class Layout:
         )
 
     def works_s(self) -> list[float]:
-        """Return for each job the mean seconds of an iteration without waits and switches."""
+        """Return each job's mean seconds of an iteration, less waits and moves off devices."""
         return [one.work_s(job.mean) for job, one in zip(self.jobs, self.sharings, strict=True)]
 
     def holds(self) -> list[Holds]:
