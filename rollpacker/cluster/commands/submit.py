@@ -165,7 +165,7 @@ def check_slo(slo: float) -> None:
 
 
 def check_seconds(args: argparse.Namespace, config: RunConfig) -> None:
-    """Raises `ValueError` unless exactly one of --profile and --phases is given."""
+    """Raises `ValueError` unless the times of phases come from one of --profile and --phases."""
     if (args.profile is None) == (args.phases is None):
         given = [one for one in args.overrides if not one.startswith(("name=", "train.steps="))]
         own = " ".join([*given, f"name={config.name}-alone", "train.steps=8"])
@@ -198,8 +198,8 @@ def check_reachable(job: ClusterJob) -> None:
 
 
 def job_of(args: argparse.Namespace, config: RunConfig, spec: ClusterSpec) -> ClusterJob:
-    """Return the job of a run, with times from the profile of a run or from --phases. Raises
-    `ValueError` if the times or the numbers of devices are not possible."""
+    """Return the job of a run, with times of phases measured in another run (--profile) or given
+    (--phases). Raises `ValueError` if the times or the numbers of devices are not possible."""
     from rollpacker.cluster.profile.job_profile import job_of_run
 
     own: dict[str, Any] = {

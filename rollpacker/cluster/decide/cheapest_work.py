@@ -46,7 +46,7 @@ class CheapestWork:
     confidence: float = 0.99
     orders: tuple[Order, ...] = ORDERS
     saturate: bool = True
-    """Whether the jobs of a group may together have more work than its nodes have time for."""
+    """Whether jobs that share nodes may together have more work than the nodes have time for."""
     moves: bool = True
     """Whether a running job moves to other nodes if that saves more than its restart costs."""
     tail_release: bool = True

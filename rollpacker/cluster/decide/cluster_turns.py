@@ -24,8 +24,8 @@ from rollpacker.cluster.decide.nodes import Node
 from rollpacker.cluster.decide.turns import Order, Turns
 
 MAX_LOSSES = 3
-"""How many times all processes of a job may be lost without a commit, within `LOSSES_S` seconds. At
-one more the job is given up."""
+"""How many times a job may lose all processes between two commits (finished iterations) within
+`LOSSES_S` seconds. At one more the job is given up."""
 LOSSES_S = 3600.0
 """Seconds after which a loss of a job counts no more towards `MAX_LOSSES`."""
 PATIENCE = 3.0

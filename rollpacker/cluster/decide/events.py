@@ -51,7 +51,7 @@ class Committed(_JobEvent, frozen=True):
     """Seconds of the iteration by phase, measured on the job's nodes; handing over the weights is
     part of training. None: they were not measured, and nothing is learned from the iteration."""
     kind: str = "plain"
-    """Kind of the iteration's round of generation, such as plain, short or long."""
+    """Kind of the iteration's round (batch of generation), such as plain, short or long."""
     step: Omitted[int] = 0
     """Number of the iteration, as the job counts. 0 if the job does not say: the last plus 1."""
     last: Omitted[bool | None] = None

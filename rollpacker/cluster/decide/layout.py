@@ -131,7 +131,7 @@ class Layout:
         return [one.work_s(job.mean) for job, one in zip(self.jobs, self.sharings, strict=True)]
 
     def holds(self) -> list[Holds]:
-        """Return for each job the seconds of a mean iteration with each pool held and with none."""
+        """Return for each job how long it holds each pool, and none, in a mean iteration."""
         return [one.holds(job.mean) for job, one in zip(self.jobs, self.sharings, strict=True)]
 
     def period_s(self) -> float:
@@ -143,7 +143,7 @@ class Layout:
         return closed_period_s(self.holds(), self.pins)
 
     def slowdowns(self) -> list[float]:
-        """Return each job's slowdown if jobs take turns in round robin, for mean iterations."""
+        """Return each job's slowdown by waits and switches in round robin, for mean iterations."""
         period = self.period_s()
         return [period / work for work in self.works_s()]
 

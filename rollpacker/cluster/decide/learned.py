@@ -21,7 +21,7 @@ WINDOW = 32
 MATERIAL = 0.04
 """Share of an iteration's mean seconds that a change must exceed for placement to be told."""
 SURE = 3.0
-"""Number of standard errors that a change must exceed to count as more than luck."""
+"""Number of standard errors that a change of a job's times must exceed not to be taken for luck."""
 ENOUGH = 4
 """Fewest iterations of one kind of round from which its times are judged to have changed."""
 _STEP = (0.7548776662466927, 0.5698402909980532)

@@ -68,7 +68,7 @@ class Summary:
     spare_devices: int
 
     def could_take(self, job: ClusterJob) -> bool:
-        """Whether the job might join the group: it has enough devices, and its SLOs may be kept."""
+        """Whether the job might join the group: devices are enough, and SLOs may be kept."""
         mean = job.mean
         return (
             job.train_devices <= self.spare_devices
@@ -129,7 +129,7 @@ class Standing:
     _summary: Summary | None = None
     _without: dict[str, float] = field(default_factory=dict)
     _outlooks: dict[tuple[str, Pin, Order], Outlook] = field(default_factory=dict)
-    """Forecasts of the group with a further job, by that job's name, nodes and order of turns."""
+    """Forecasts of the group with one more job, by that job's name, nodes and order of turns."""
 
     @property
     def summary(self) -> Summary:
@@ -336,8 +336,8 @@ class Policy(Protocol):
         """Whether a job of the group is likely to miss its SLO (slowdown promised) where it is."""
 
     def move(self, state: State, number: int, job: ClusterJob, *, rest: Rest) -> Choice | None:
-        """Choose a place for a running job of group `number` at its commit. None: the job stays. A
-        choice of its own group changes only the order of turns there."""
+        """Choose a place for a running job of group `number` at its commit (end of an iteration).
+        None: the job stays. A choice of its own group changes only the order of turns there."""
 
 
 class Stays:

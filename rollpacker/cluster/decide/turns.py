@@ -85,7 +85,7 @@ class Turns:
 
     @order.setter
     def order(self, order: Order) -> None:
-        """Set the order of turns. A change to round robin begins the counts of turns anew."""
+        """Set the order of turns. A change to round robin begins the counts of past turns anew."""
         if order == "round_robin" != self._order:
             for one in self._members.values():
                 is_between = one.turns["rollout"] > one.turns["train"]

@@ -73,7 +73,7 @@ class RayMailbox:
         return found
 
     def forget(self, box: str, upto: int) -> None:
-        """Remove the box's letters up to the number `upto`."""
+        """Remove the box's letters (messages) up to the number `upto`: they were dealt with."""
         self._epoch = self._call("forget", box, upto)
 
     def _call(self, method: str, *arguments: Any, within_s: float = ANSWER_S) -> Any:

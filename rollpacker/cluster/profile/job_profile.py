@@ -59,7 +59,7 @@ class RunProfile:
     num_warm: int
     """Number of warm-up iterations at the run's begin that were left out of `rounds`."""
     switch_s: Mapping[PoolName, float]
-    """Seconds to wake and to park on a pool, together, by pool. Empty if the run shared none."""
+    """Seconds to come onto a pool's devices and leave them, by pool. Empty without shared pools."""
     start_s: float | None
     """Seconds that the run's last start took. None if the log does not have them."""
     model_bytes: int
@@ -266,7 +266,8 @@ class _Book:
             self._parked_s.setdefault(self._left, []).append(entry.seconds)
 
     def switch_s(self) -> dict[PoolName, float]:
-        """Return the median seconds to wake plus to park, by pool. Empty if none is shared."""
+        """Return the median seconds to come onto a pool and leave it, by pool; empty without
+        any."""
         return {
             pool: statistics.median(woke) + statistics.median(self._parked_s.get(pool, [0.0]))
             for pool, woke in self._woke_s.items()

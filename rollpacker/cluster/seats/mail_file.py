@@ -89,7 +89,7 @@ class FileMailbox:
         self.folder = folder.absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._known: OrderedDict[tuple[str, str, str], int] = OrderedDict()
-        """Numbers of the letters that were read, by box, sender and key, to tell repeated ones."""
+        """Numbers of the letters read so far, by box, sender and key, to know repeated ones."""
         own = self.folder / f"{_EPOCH}.{uuid.uuid4().hex}"
         try:
             own.write_text(uuid.uuid4().hex)
@@ -204,7 +204,7 @@ def _data(file: int, place: int) -> int:
 
 
 def _make_hole(path: Path, upto: int) -> None:
-    """Free the first `upto` bytes of the file on disk. Raises `FileNotFoundError`."""
+    """Free the first `upto` bytes of the file on disk. The file must exist."""
     file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         upto = min(upto, os.fstat(file).st_size)

@@ -12,7 +12,7 @@ SERVICE = "service"
 
 
 ALL = sys.maxsize
-"""Value for `forget` in place of a letter's number: all letters, as the box is read no more."""
+"""Value for `forget` in place of a letter's number: remove all letters of a box no longer read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

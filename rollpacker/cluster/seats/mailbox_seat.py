@@ -36,7 +36,7 @@ BEAT_S = 1.0
 UNHEARD_S = 60.0
 """Seconds without reaching the mailbox after which a wait for a pool fails."""
 _LOOK_S = 0.02
-"""Seconds within which a wait for a pool notices that the caller has given it up."""
+"""Most seconds until a waiting `enter` notices that its caller has given the pool up."""
 _READ_S = 1.0
 _END_S = 10.0
 """Most seconds for which `close` waits for the threads if the mailbox does not answer."""

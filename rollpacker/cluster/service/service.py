@@ -78,8 +78,8 @@ class Forgetting:
 LOOK_S = 0.1
 """Seconds between two checks whether processes have ended."""
 AWAY_S = LEASE_S / 2
-"""Seconds between two checks above which jobs' silence is excused: the service was stopped, or
-nobody could write to the mailbox."""
+"""Seconds between two checks of jobs above which their silence is excused: the service was stopped,
+or nobody could write to the mailbox."""
 HOPELESS = (2, 3)
 """Exit codes of `rollpacker train` after which a restart is no use: 2 for bad input, 3 for NaN."""
 BUSY = 75
@@ -199,8 +199,9 @@ class Service:
             self._want()
 
     def _dealt_with(self) -> Position:
-        """Return the position of the last letter that needs no more work. A question needs work
-        until it is answered: a new service would read that letter, and all after it, again."""
+        """Return the position of the last letter (message) that needs no more work. A question
+        needs some until it is answered: a new service would read that letter and all after it
+        again."""
         if not self._answers:
             return self._position
         return Position(self._position.epoch, self._answers[0][0].number - 1)
@@ -264,7 +265,7 @@ class Service:
             self._forgetting.forget(self._position.number, ended - left)
 
     def _take(self, letter: Letter) -> Callable[[], Facts] | None:
-        """Act on a letter. Returns the function that makes the answer, or None if none is due."""
+        """Act on a letter. Returns the function that makes its answer, or None if it needs none."""
         facts = letter.facts
         match letter.kind:
             case "submit":

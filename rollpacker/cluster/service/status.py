@@ -123,7 +123,7 @@ def _state(record: JobRecord) -> str:
 
 
 def _slowdown(record: JobRecord, now_s: float) -> float | None:
-    """Return a job's elapsed time over that without waits. None if all of it was waiting."""
+    """Return a job's elapsed seconds over those without waits. None if it did nothing but wait."""
     now_s = record.ended_s or now_s
     waited_s = record.waited_s
     turn = record.turn

@@ -25,7 +25,7 @@ from rollpacker.sim.scenario_checks import TRAINED_PARAMETER_BYTES
 from rollpacker.sim.simulate import simulate
 
 PARKED_PARAMETER_BYTES = TRAINED_PARAMETER_BYTES - 4
-"""Bytes of host memory per parameter of a parked trainer, which keeps no gradients (4 bytes)."""
+"""Bytes of host memory per parameter of a trainer off the devices (parked), without gradients."""
 
 
 class Profile(NamedTuple):
@@ -66,8 +66,8 @@ def profile_of_scenario(path: str | Path, pools: Sequence[PoolSpec]) -> Profile:
 
 
 def on_pools(scenario: Scenario, pools: Sequence[PoolSpec]) -> Scenario:
-    """Return the scenario with the GPUs of these pools, if they name any, and its own number of
-    devices. Streaming is off: on shared pools training never overlaps with generation."""
+    """Return the scenario with these pools' GPUs, if named, and its own number of devices.
+    Streaming is off: on shared pools training never overlaps with generation."""
     cluster = scenario.cluster
     gpus = {phase: _gpu(pools, phase) for phase in ("rollout", "train")}
     trainer = cluster.gpu if cluster.train_gpu is None else cluster.train_gpu

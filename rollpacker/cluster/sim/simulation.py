@@ -53,7 +53,7 @@ class _Life:
     train_pool: str = ""
     times: Times = field(default_factory=lambda: Times(0, 0, 0, 0))
     sharing: Sharing = field(default_factory=Sharing)
-    """How sharing nodes changed the job's times when its present rollout was granted."""
+    """How sharing nodes changes the job's times, as of the grant of its present rollout."""
     token: int = 0
     phase: Phase = "rollout"
     asked_s: float = 0.0
@@ -226,7 +226,7 @@ class Simulation:
 
 def pools_of(spec: ClusterSpec, name: str) -> tuple[Pool, ...]:
     """Return the pools for a policy. Under "colocated", jobs roll out on their training nodes: the
-    rollout pool is the cheapest training pool, free, and slower by its memory bandwidth."""
+    rollout pool is the cheapest training pool again, at no price, with that GPU's rollout speed."""
     pools = spec.core_pools()
     if name != "colocated":
         return pools
