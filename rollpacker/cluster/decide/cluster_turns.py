@@ -57,9 +57,9 @@ class Running(msgspec.Struct):
     learned: LearnedTimes | None = None
     rest: Rest | None = None
     """Iterations that the job has left, and seconds that its SLO lets it wait. None until the job
-    has committed an iteration or waited for nodes."""
+    has finished an iteration or waited for nodes."""
     lost_s: tuple[float, ...] = ()
-    """Times in seconds at which all processes of the job were lost, since its last commit."""
+    """Times in seconds when all the job's processes were lost, since its last iteration."""
     is_cancelled: bool = False
 
     def loses(self, at_s: float) -> bool:

@@ -80,7 +80,7 @@ class StayedAway(_JobEvent, frozen=True):
 
 class Lost(_JobEvent, frozen=True):
     """All processes of the job are gone before it has ended. The job is started again from its last
-    commit, unless it was cancelled: then it has ended."""
+    commit (finished iteration), unless it was cancelled: then it has ended."""
 
     counts: Omitted[bool] = True
     """Whether this loss counts: after too many that count, the job is given up (`GiveUp`)."""
@@ -99,7 +99,7 @@ class Drained(_Event, frozen=True):
 
 
 class Restored(_Event, frozen=True):
-    """The drained node may have jobs again."""
+    """The node that was closed to jobs (`Drained`) may have jobs again."""
 
     node: Node
 
@@ -136,13 +136,13 @@ class _Command(msgspec.Struct, frozen=True):
 
 
 class Open(_Command, frozen=True):
-    """These nodes are needed, and paid for, from now on."""
+    """These nodes, free until now, are needed and paid for from now on."""
 
     nodes: tuple[Node, ...]
 
 
 class Close(_Command, frozen=True):
-    """No job needs these nodes any more."""
+    """No job needs these nodes any more: they are free, and not paid for from now on."""
 
     nodes: tuple[Node, ...]
 
@@ -167,8 +167,8 @@ class Grant(_Command, frozen=True):
 
 
 class Stop(_Command, frozen=True):
-    """The job is to end. A cancelled job ends at its next commit. Any other has lost its nodes: it
-    ends at the commit that it has just made, and waits for other nodes."""
+    """The job is to end. A cancelled job ends at its next commit (end of an iteration). Any other
+    has lost its nodes: it ends at the commit that it has just made, and waits for other nodes."""
 
     job: str
     reason: str

@@ -98,8 +98,8 @@ class Sharing:
         return TAIL_MOVE_S if self.tail else 0.0
 
     def after_rollout_s(self, times: Times) -> float:
-        """Return the seconds from when a job leaves its rollout nodes until it can train: its last
-        part (tail) on few devices, and the wait for rewards."""
+        """Return the seconds of a rollout's last part (tail) on few devices and of the wait for
+        rewards, after which the job can train."""
         tail_s = times.rollout_s * self.rollout_scale * self.tail
         return tail_s + self.tail_move_s + times.between_s
 

@@ -143,7 +143,7 @@ class Layout:
         return closed_period_s(self.holds(), self.pins)
 
     def slowdowns(self) -> list[float]:
-        """Return each job's slowdown by waits and switches in round robin, for mean iterations."""
+        """Return each job's slowdown by sharing nodes in round robin, for mean iterations."""
         period = self.period_s()
         return [period / work for work in self.works_s()]
 

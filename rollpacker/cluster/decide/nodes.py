@@ -20,7 +20,7 @@ class Pool:
     devices_per_node: int
     price_per_device_h: float
     host_memory_gib: float
-    """GiB of host memory of one node."""
+    """GiB of host memory of one node, for what jobs keep there while off its devices."""
     scale: float = 1.0
     """Factor: seconds of the phase here over those a job was submitted with; above 1 is slower."""
 

@@ -34,7 +34,7 @@ class Choice:
 
     @property
     def new_nodes(self) -> int:
-        """Number of free rollout nodes that the job would take."""
+        """Number of rollout nodes, free so far, that the job would take."""
         return sum(is_new(node) for node in self.pin)
 
     @property
@@ -91,8 +91,8 @@ class Summary:
 
 
 def summary_of(layout: Layout, rest: Mapping[str, Rest], iteration_s: Sequence[float]) -> Summary:
-    """Return the summary of a group. `rest`: what is left of jobs' lives, by name. `iteration_s`:
-    mean seconds of each job's iterations."""
+    """Return the summary of a group. `rest`: iterations and seconds to wait that jobs have left, by
+    name. `iteration_s`: mean seconds of each job's iterations."""
     holds, works = layout.holds(), layout.works_s()
     busy: dict[object, float] = {}
     for pin, one, work in zip(layout.pins, holds, works, strict=True):

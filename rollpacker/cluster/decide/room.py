@@ -43,8 +43,8 @@ def bearable(job: ClusterJob, rest: Rest) -> Rest:
 
 
 def restarted(job: ClusterJob, rest: Rest) -> Rest:
-    """Return what is left of the job's life (iterations, seconds to wait) after one more restart,
-    whose seconds count as waiting."""
+    """Return what is left of the job (iterations, seconds to wait) after one more restart, whose
+    seconds count as waiting."""
     return rest._replace(spare_s=rest.spare_s - job.cold_start_s)
 
 

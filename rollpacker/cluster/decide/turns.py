@@ -60,7 +60,7 @@ class _Seat:
     """A rollout node, or all training nodes together, with the job that holds it."""
 
     members: list[_Member] = field(default_factory=list)
-    """The jobs that use the node."""
+    """The jobs that take turns on the node, whether they hold it or not."""
     holder: str | None = None
 
     def due(self, phase: Phase) -> _Member:

@@ -32,9 +32,9 @@ MAX_ITERATIONS = 300
 WARM_FACTOR = 1.5
 MAX_WARM = 3
 WAKE_GB_S: Mapping[Phase, float] = {"rollout": 25.0, "train": 10.0}
-"""Rate of copying between host memory and a device, by phase, in 1e9 bytes per second, for parking
-and waking alike. Published warm starts (RollMux, arXiv 2512.11306) come to 18 to 39 for rollout and
-8 to 12 for training."""
+"""Rate of copying between host memory and a device, by phase, in 1e9 bytes per second, for leaving
+a device (parking) and coming back (waking). Published warm starts (RollMux, arXiv 2512.11306) come
+to 18 to 39 for rollout and 8 to 12 for training."""
 COLD_START_S = 60.0
 GIB, GB = 2**30, 1e9
 SHAPING = (
@@ -113,9 +113,9 @@ def steps_of(config: RunConfig, steps: int | None, folder: str | Path) -> int:
 
 
 def run_needs(profile: RunProfile, pools: Sequence[Pool] = ()) -> dict[str, Any]:
-    """Return devices, host memory, seconds of switches and of a start, as fields of `ClusterJob`.
-    Memory and switches follow from the sizes of weights and optimizer in the checkpoint. If the run
-    shared pools, its training times include sending the weights, so that `model_gb` is 0."""
+    """Return devices, host memory, seconds of a start and of switches (onto devices and off), as
+    fields of `ClusterJob`. Memory and switches follow from sizes of weights and optimizer in the
+    checkpoint. If training times include sending weights (shared pools), `model_gb` is 0."""
     needs = needs_of(
         model_bytes=profile.model_bytes,
         trainer_bytes=profile.trainer_bytes,
@@ -137,9 +137,9 @@ def needs_of(
     num_copies: int,
     pools: Sequence[Pool] = (),
 ) -> dict[str, Any]:
-    """Return devices, host memory and seconds of switches, as fields of `ClusterJob`. The engines
-    hold `num_copies` of the weights, spread over their devices; the trainer's state is spread over
-    its devices. `pools`: pools that the job may run on; empty: unknown."""
+    """Return devices, host memory and seconds of switches (onto devices and off), as fields of
+    `ClusterJob`. Engines hold `num_copies` of the weights, spread over their devices; the trainer's
+    state is spread over its own. `pools`: those that the job may run on; empty: unknown."""
     held = {"rollout": model_bytes * num_copies, "train": trainer_bytes}
     needs: dict[str, Any] = {"model_gb": model_bytes / GB}
     for phase, count in devices.items():
@@ -221,7 +221,7 @@ def check_profile(profile: RunProfile, config: RunConfig) -> None:
 
 
 def check_device(profile: RunProfile, *, on_gpus: bool) -> None:
-    """Raises `ValueError` if the profile was measured on a CPU and the pools have GPUs."""
+    """Raises `ValueError` if the run's times were measured on a CPU and the pools have GPUs."""
     if on_gpus and profile.config.model.device == "cpu":
         raise ValueError(
             f"profile {profile.folder} was made on a CPU (model.device=cpu), and the pools have "
@@ -242,7 +242,8 @@ class _Book:
     iterations: list[Iteration] = field(default_factory=list)
     start_s: float | None = None
     last_step: int | None = None
-    """Number of the run's last step. None if the latest commit does not say that it is the last."""
+    """Number of the run's last step. None if the latest finished step is not said to be the
+    last."""
     _times: PhaseTimes = field(default_factory=PhaseTimes)
     _woke_s: dict[PoolName, list[float]] = field(default_factory=dict)
     _parked_s: dict[PoolName, list[float]] = field(default_factory=dict)

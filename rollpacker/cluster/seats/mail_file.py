@@ -81,7 +81,7 @@ _PUNCH_HOLE = 0x01 | 0x02
 
 
 class FileMailbox:
-    """A `Mailbox` with a file for each box. It returns a letter that was posted twice only once."""
+    """A `Mailbox` with a file for each box. It returns a letter (message) sent twice only once."""
 
     def __init__(self, folder: Path) -> None:
         """Raises `ValueError` if the folder is on a network file system: letters might mix."""

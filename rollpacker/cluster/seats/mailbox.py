@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 SERVICE = "service"
-"""Name of the box of letters to the service. A job's box has the job's name."""
+"""Name of the box of letters (messages) to the service. A job's box has the job's name."""
 
 
 ALL = sys.maxsize
@@ -44,8 +44,8 @@ class Mailbox(Protocol):
 
     @property
     def epoch(self) -> str:
-        """Name of the mailbox's life. It changes when all letters are lost: a process that waits
-        for an answer then has to post its question again."""
+        """Name of the mailbox's present life. It changes when all letters are lost: a process that
+        waits for an answer then has to post its question again."""
         ...
 
     def post(self, box: str, sender: str, key: str, kind: str, facts: Mapping[str, Any]) -> None:

@@ -180,7 +180,7 @@ class _Program:
         self._phase: PoolName | None = None
         """The pool that a thread of this process holds or waits for. None outside of phases."""
         self._holds = False
-        """Whether the phase's pool is held. It is false on all ranks but 0, which has the seat."""
+        """Whether this process holds the phase's pool. Only rank 0 does, which has the seat."""
         self._unknown: str | None = None
         """Why it is unknown what is on the devices, such as a failed `park`; None if known."""
         self._lost: str | None = None

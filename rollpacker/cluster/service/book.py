@@ -94,7 +94,7 @@ class JobRecord(msgspec.Struct):
     waits_since_s: float = 0.0
     """Time in seconds since when the job waits for nodes, or for its processes to start."""
     lost_s: tuple[float, ...] = ()
-    """Times in seconds at which all the job's processes were lost, since its last commit."""
+    """Times in seconds when all the job's processes were lost, since its last iteration."""
     is_cancelled: bool = False
     outcome: str = ""
     """How the job ended: done, failed or cancelled. Empty if it has not ended."""

@@ -47,7 +47,7 @@ class Runner(Protocol):
         ...
 
     def stop(self, job: str, incarnation: int) -> None:
-        """Ask the job to end at its next commit, with a checkpoint and exit code 130."""
+        """Ask the job to end after its present iteration, with a checkpoint and exit code 130."""
         ...
 
     def kill(self, job: str, incarnation: int) -> None:

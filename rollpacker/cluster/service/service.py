@@ -51,7 +51,7 @@ class Forgetting:
         self._answered_s: dict[str, float] = {}
         """For each command's box, the time in seconds of the last answer to it."""
         self._emptied: set[str] = set()
-        """Names of the ended jobs whose boxes were emptied."""
+        """Names of the ended jobs whose boxes (of letters to them) were emptied."""
 
     def answered(self, box: str) -> None:
         self._answered_s[box] = time.monotonic()
@@ -230,8 +230,8 @@ class Service:
                 raise
 
     def _give_up(self, letter: Letter, error: Exception) -> None:
-        """Leave a letter out after a bug in the service. Its state may be half changed, so it ends.
-        The next service begins from the stored events and skips this letter."""
+        """Leave out a letter after a bug in the service. The service's state may be half changed,
+        so it ends. The next one begins from the stored events and skips this letter (message)."""
         why = f"{letter.kind} of {letter.sender} is left out: an error of the service's, {error!r}"
         self._say(f"{why}. It ends; serve again, and please report it")
         self._past.store.leave_out(self._position)

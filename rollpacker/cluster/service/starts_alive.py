@@ -16,9 +16,9 @@ from rollpacker.cluster.service.runner import Runner
 HOSTLESS_S = 300.0
 """Seconds for which jobs wait for their node to have a host (machine), before they get others."""
 _LOOK_S = 1.0
-"""Seconds between two checks whether drained nodes have a host again."""
+"""Seconds between two checks whether nodes closed for want of a host (machine) have one."""
 SILENT_S = 60.0
-"""Seconds without a letter after which a job that holds no pool counts as lost."""
+"""Seconds without a letter (message) after which a job that holds no pool counts as lost."""
 PRESS_S = 30.0
 """Seconds after which processes that were asked to end, and have not, get a signal to stop."""
 KILL_S = 300.0
@@ -71,7 +71,7 @@ class Alive:
         """Time in seconds of the last check whether nodes have a host again."""
         self.incarnations: set[Start] = set()
         self.ever_heard: set[str] = set()
-        """Names of the jobs whose present processes have sent a letter."""
+        """Names of the jobs whose present processes have sent a letter (message) so far."""
         self._heard_s: dict[str, float] = {}
         self._leaves_since_s: dict[Start, float] = {}
         self._pressed: set[Start] = set()

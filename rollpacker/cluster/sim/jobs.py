@@ -116,7 +116,7 @@ def iteration_factors(variation: float) -> list[float]:
 
 
 def model_needs(model: str) -> dict[str, float]:
-    """Return memory and seconds of switches and starts of a known model: fields of `ClusterJob`."""
+    """Return a known model's memory and seconds of starts and switches: fields of `ClusterJob`."""
     one = MODELS[model]
     return {
         "rollout_memory_gib": one["rollout_gb"] * GIB_PER_GB,

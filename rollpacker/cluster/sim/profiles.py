@@ -47,8 +47,8 @@ def profile_of_run(folder: str | Path, pools: Sequence[PoolSpec]) -> Profile:
 
 
 def profile_of_scenario(path: str | Path, pools: Sequence[PoolSpec]) -> Profile:
-    """Return the profile of a simulated scenario. Its own time for sending weights is left out:
-    they cross the cluster's link here. Raises `ConfigError` if the scenario is wrong."""
+    """Return the profile (phases' times, needs) of a simulated scenario, without its own time for
+    sending weights: the cluster's link counts. Raises `ConfigError` if the scenario is wrong."""
     scenario = on_pools(load_scenario(path), pools)
     steps = simulate(scenario).steps
     iterations = [

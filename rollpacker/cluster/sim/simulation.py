@@ -60,7 +60,7 @@ class _Life:
     steps: int = 0
     waited_s: float = 0.0
     seen: Times = field(default_factory=lambda: Times(0, 0, 0, 0))
-    """Seconds of the present iteration on the job's nodes, by phase, without waits and switches."""
+    """Seconds of the present iteration by phase, less waits and moves onto devices and off."""
     has_moved: bool = False
     """Whether the cluster moved or stopped the job at its last commit."""
     stopped_s: float | None = None
