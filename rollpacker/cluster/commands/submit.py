@@ -220,7 +220,7 @@ def job_of(args: argparse.Namespace, config: RunConfig, spec: ClusterSpec) -> Cl
 
 
 def going_on(job: ClusterJob, config: RunConfig) -> ClusterJob:
-    """Return the job without the steps that the run's newest checkpoint has already."""
+    """Return the job less the steps that the run's newest checkpoint has already."""
     from msgspec.structs import replace
 
     from rollpacker.cluster.profile.job_profile import saved_step

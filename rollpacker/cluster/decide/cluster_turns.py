@@ -24,7 +24,7 @@ from rollpacker.cluster.decide.nodes import Node
 from rollpacker.cluster.decide.turns import Order, Turns
 
 MAX_LOSSES = 3
-"""How many times a job may lose all processes between two commits (finished iterations) within
+"""Most times that a job may lose all processes without a commit (finished iteration) between, in
 `LOSSES_S` seconds. At one more the job is given up."""
 LOSSES_S = 3600.0
 """Seconds after which a loss of a job counts no more towards `MAX_LOSSES`."""

@@ -148,8 +148,8 @@ class Close(_Command, frozen=True):
 
 
 class Start(_Command, frozen=True):
-    """Start the job on these nodes, whose devices are empty. A running job is stopped at the commit
-    that it has just made and goes on from there; a lost job goes on from its last commit."""
+    """Start the job on these nodes, whose devices are empty. A running job is stopped at the end of
+    the iteration that it just did and goes on from there; a lost job from its last commit."""
 
     job: str
     group: int

@@ -34,7 +34,7 @@ from typing import NamedTuple
 from rollpacker.cluster.decide.job import ClusterJob, Times
 
 LINK_OVERHEAD = 1.17
-"""Factor by which sending weights is slower than bytes over the link's rate (RollMux, Fig. 12)."""
+"""Factor: seconds of sending weights over their bytes by the link's rate (RollMux, Fig. 12)."""
 SPREAD_GB_S = 6.0
 """Rate at which weights spread among a rollout pool's nodes, in 1e9 bytes/s (RollMux, Fig. 12)."""
 

@@ -68,7 +68,7 @@ class Summary:
     spare_devices: int
 
     def could_take(self, job: ClusterJob) -> bool:
-        """Whether the job might join the group: devices are enough, and SLOs may be kept."""
+        """Whether the job might join the group: it finds devices enough, and SLOs may be kept."""
         mean = job.mean
         return (
             job.train_devices <= self.spare_devices

@@ -190,7 +190,7 @@ class RayRunner:
         self._left.pop(address, None)
 
     def stop(self, job: str, incarnation: int) -> None:
-        """Ask the job to save a checkpoint at its next commit and to end."""
+        """Ask the job to save a checkpoint and end, once its present iteration is finished."""
         start = (job, incarnation)
         if start in self._places and start not in self._codes:
             self._wardens.tell([self._places[start][0]], "stop", job, incarnation, key=start)

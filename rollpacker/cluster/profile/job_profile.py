@@ -32,9 +32,9 @@ MAX_ITERATIONS = 300
 WARM_FACTOR = 1.5
 MAX_WARM = 3
 WAKE_GB_S: Mapping[Phase, float] = {"rollout": 25.0, "train": 10.0}
-"""Rate of copying between host memory and a device, by phase, in 1e9 bytes per second, for leaving
-a device (parking) and coming back (waking). Published warm starts (RollMux, arXiv 2512.11306) come
-to 18 to 39 for rollout and 8 to 12 for training."""
+"""Rate of copying between host memory and a device, by phase, in 1e9 bytes per second, for parking
+(leaving) and waking. Published warm starts (RollMux, arXiv 2512.11306): 18 to 39 for rollout and 8
+to 12 for training."""
 COLD_START_S = 60.0
 GIB, GB = 2**30, 1e9
 SHAPING = (
@@ -151,8 +151,7 @@ def needs_of(
 
 def fewest_nodes(phase: Phase, devices: int, pools: Sequence[Pool]) -> int:
     """Return the fewest nodes on which the phase's pools can give a job so many devices: each node
-    then keeps the most of its memory. If no pool is large enough, a node is taken to have 8
-    devices."""
+    then keeps most of its memory. If no pool is large enough, a node is taken to have 8 devices."""
     counts = [
         pool.nodes_for(devices)
         for pool in pools
@@ -242,8 +241,8 @@ class _Book:
     iterations: list[Iteration] = field(default_factory=list)
     start_s: float | None = None
     last_step: int | None = None
-    """Number of the run's last step. None if the latest finished step is not said to be the
-    last."""
+    """Number of the run's last step. None if the latest commit (end of a step) names no last
+    one."""
     _times: PhaseTimes = field(default_factory=PhaseTimes)
     _woke_s: dict[PoolName, list[float]] = field(default_factory=dict)
     _parked_s: dict[PoolName, list[float]] = field(default_factory=dict)

@@ -28,7 +28,7 @@ class Letter:
     itself, `mailbox_seat.py`). A command sends submit, cancel, drain or status. The service sends
     grant or stop to a job; its answer to a command has the command's word, or is refused."""
     facts: Mapping[str, Any]
-    """Content of the letter by name, as JSON values."""
+    """Content of the letter (message) by name, as JSON values."""
     key: str
     """Name of the letter, which its sender uses once. An answer has it as `about` in its facts."""
 
@@ -49,7 +49,7 @@ class Mailbox(Protocol):
         ...
 
     def post(self, box: str, sender: str, key: str, kind: str, facts: Mapping[str, Any]) -> None:
-        """Put a letter into the box. A letter with a key that its sender has used is ignored."""
+        """Put a letter (message) into the box, unless its sender has used this key before."""
         ...
 
     def read(self, box: str, after: int, within_s: float) -> list[Letter]:

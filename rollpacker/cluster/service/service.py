@@ -78,8 +78,8 @@ class Forgetting:
 LOOK_S = 0.1
 """Seconds between two checks whether processes have ended."""
 AWAY_S = LEASE_S / 2
-"""Seconds between two checks of jobs above which their silence is excused: the service was stopped,
-or nobody could write to the mailbox."""
+"""Seconds between two checks above which jobs' silence is excused: the service was stopped, or
+nobody could write to the mailbox."""
 HOPELESS = (2, 3)
 """Exit codes of `rollpacker train` after which a restart is no use: 2 for bad input, 3 for NaN."""
 BUSY = 75
@@ -134,7 +134,7 @@ class Service:
             self.step(LOOK_S)
 
     def step(self, within_s: float) -> None:
-        """Deal with letters, awaited for `within_s` seconds at most, and with ended processes."""
+        """Deal with letters (messages), awaited `within_s` seconds at most, and with ended jobs."""
         for work in (partial(self._receive, within_s), self._look, self._send):
             try:
                 work()

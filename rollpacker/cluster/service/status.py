@@ -12,7 +12,7 @@ from rollpacker.cluster.service.starts_alive import Alive
 
 NUM_NOTES = 50
 LONG_HELD = 10.0
-"""Factor: the status says so if a job holds a pool for this many times its longest phase."""
+"""Factor: if a job holds a pool for this many times its longest phase, the status says so."""
 NO_COMMIT = "no commit was said: a program calls rollpacker.cluster.committed(step) after each"
 
 

@@ -98,7 +98,7 @@ class Simulation:
         self.now_s = 0.0
 
     def run(self, told: Told = lambda done: None) -> PolicyResult:
-        """Run until the last job has ended. Raises `ValueError` for a job that fits nowhere."""
+        """Run until the last job has ended. Raises `ValueError` for a job that fits on no nodes."""
         for arrival in self._arrivals:
             self._push(arrival.at_s, "arrive", arrival)
         while self._heap:
