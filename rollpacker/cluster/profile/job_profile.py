@@ -150,8 +150,8 @@ def needs_of(
 
 
 def fewest_nodes(phase: Phase, devices: int, pools: Sequence[Pool]) -> int:
-    """Return the fewest nodes on which the phase's pools can give a job so many devices: each node
-    then keeps most of its memory. If no pool is large enough, a node is taken to have 8 devices."""
+    """Return the fewest nodes on which the phase's pools can give a job so many devices: nodes have
+    the most of its memory then. If no pool is large enough, a node is taken to have 8 devices."""
     counts = [
         pool.nodes_for(devices)
         for pool in pools
@@ -241,8 +241,8 @@ class _Book:
     iterations: list[Iteration] = field(default_factory=list)
     start_s: float | None = None
     last_step: int | None = None
-    """Number of the run's last step. None if the latest commit (end of a step) names no last
-    one."""
+    """Number of the run's last step. None unless the latest finished step says that it is the
+    last."""
     _times: PhaseTimes = field(default_factory=PhaseTimes)
     _woke_s: dict[PoolName, list[float]] = field(default_factory=dict)
     _parked_s: dict[PoolName, list[float]] = field(default_factory=dict)
