@@ -222,8 +222,7 @@ class Player:
         return play.request(self._bounded(play, sampling), noise, keep=self._is_kept(play))
 
     def _is_kept(self, play: Play) -> bool:
-        """Whether the engine is to keep its cache after the next turn, as another turn may
-        follow."""
+        """Whether another turn may follow the next, so that the engine is to keep its cache."""
         max_turns = self.limits.max_turns
         return max_turns is None or play.num_turns + 1 < max_turns
 
@@ -315,7 +314,7 @@ class Player:
         return None
 
     def must_finish(self, play: Play, reason: str) -> bool:
-        """Whether the environment has a final reward to give. `reason`: why the episode ended."""
+        """Whether a final reward is to be asked of the environment, given why the episode ended."""
         asked = self.environments.scores_at_end and play.is_begun
         return asked and reason not in ("done", "truncated")
 

@@ -100,7 +100,8 @@ class SharedPools(Pools):
         publish: Publish,
         tell: Callable[[], None],
     ) -> None:
-        """`tell`: shows observers new log entries. One observer reports steps to the cluster."""
+        """`tell`: shows observers new log entries. One observer reports to the scheduler, which
+        must hear of a finished step before devices are asked for."""
         super().__init__(bus)
         self.publish, self._tell = publish, tell
         self._main, self._watch, self._seat = main, watch, seat
@@ -124,7 +125,7 @@ class SharedPools(Pools):
 
     @property
     def waited_s(self) -> float:
-        """Seconds that the run has waited for devices which it shares with other jobs, as the core
+        """Seconds that the run has waited for devices which it shares with other jobs. The core
         counts them."""
         return getattr(self.bus.job, "waited_s", 0.0)
 
