@@ -73,7 +73,7 @@ class RewardsFailed(RunError):
 
 
 class DeadlineExceeded(RuntimeError):
-    """Something that the run waited for gave no sign of life before its deadline."""
+    """Something that the run waited for made no progress before its deadline."""
 
     def __init__(self, what: str, seconds: float, key: str) -> None:
         super().__init__(

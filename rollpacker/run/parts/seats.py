@@ -131,8 +131,9 @@ def _lease_lost(why: str) -> Exception:
 
 
 def take_seat(config: RunConfig, environ: Mapping[str, str], stack: ExitStack) -> RunSeat:
-    """Returns the seat that environment variables name, without a connection if they name none;
-    `stack` closes it. Raises `ValueError` if the config cannot share devices with other jobs."""
+    """Returns the seat (connection to a scheduler) that environment variables name, else one
+    without connection; `stack` closes it. Raises `ValueError` if the config cannot share
+    devices."""
     from rollpacker.cluster.seats.mailbox_seat import open_seat
     from rollpacker.cluster.seats.seat import SEAT_VARIABLE
     from rollpacker.run.errors import reaching_the_cluster

@@ -92,8 +92,8 @@ class CarriedTokens:
             for prompt, places in (waiting or {}).items()
         }
         self._launched: dict[PromptId, dict[int, KeptTokens]] = {}
-        """Kept tokens from which samples of this step go on, by prompt and place. They stay until
-        newer tokens are kept for that place."""
+        """Kept tokens from which samples of this step go on, by prompt and place (index of a
+        sample). They stay until newer tokens are kept for that sample."""
         self._ended: dict[PromptId, list[Response]] = {}
         """Responses of this step by prompt, whose tokens are kept if their prompt is put off to a
         later step."""
@@ -275,9 +275,9 @@ def write_carried(folder: Path, waiting: KeptByPrompt, tokenizer: str) -> None:
 def read_carried(
     folder: Path, tokenizer: str, expected: Mapping[PromptId, Sequence[int]]
 ) -> KeptByPrompt:
-    """Returns the kept tokens in the folder of a valid checkpoint. `expected`: numbers of tokens
-    that the core's state has, by prompt and place. Raises `RunError` if the files do not match
-    these or were made with another tokenizer."""
+    """Returns the kept tokens in the folder of a valid checkpoint. `expected`: numbers of tokens by
+    prompt and place (index of a sample), as the core's state has them. Raises `RunError` if the
+    files do not match these or were made with another tokenizer."""
     folder = folder / CARRIED
     waiting: KeptByPrompt = {}
     if folder.exists():

@@ -140,8 +140,7 @@ class Generation:
         self._fetch_engines()
 
     def _fetch_engines(self) -> None:
-        """Let the main task give devices back from trainer to engines, if calls wait for these
-        engines."""
+        """If calls wait for engines whose devices the trainer has, have devices given back soon."""
         if self.devices.are_awaited:
             self.shared.main.later(self.devices.to_engines)
 

@@ -46,8 +46,8 @@ WRITTEN_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class HandingOver:
-    """Brings the trainer's weights to all engines, on the main task; to engines that are added in
-    between, in threads of their own."""
+    """Brings the trainer's weights to all engines, on the main task (which does slow work); to
+    engines that are added in between, in threads of their own."""
 
     bus: Bus
     main: MainTask

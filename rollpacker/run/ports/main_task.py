@@ -79,8 +79,8 @@ class MainTask:
         self._put(deed)
 
     def fail(self, error: BaseException) -> None:
-        """End the run with this error, whatever the main task waits for. Used on the event loop;
-        other threads `post` it."""
+        """End the run with this error, whatever slow work waits for. Used on the event loop; other
+        threads `post` it."""
         if self.awaited is not None and not self.awaited.done():
             self.awaited.set_exception(error)
         else:

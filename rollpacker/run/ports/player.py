@@ -141,8 +141,9 @@ class Play:
     def request(
         self, sampling: SamplingParams, noise: SampleId | None, *, keep: bool = False
     ) -> GenerationRequest:
-        """Returns the request for the next turn. `noise`: the sample whose random numbers are used;
-        None: its own. `keep`: whether the engine is to keep its cache for the turn after that."""
+        """Returns the request for the next turn. `noise`: the sample whose random numbers draw the
+        tokens; None: its own. `keep`: whether the engine is to keep its cache for the turn
+        after."""
         self.spent.ask()
         return GenerationRequest(
             sample=self.sample,
@@ -218,7 +219,7 @@ class Player:
         self, play: Play, sampling: SamplingParams, noise: SampleId | None
     ) -> GenerationRequest:
         """Returns the request for the next turn, within the trajectory's limits. `noise`: the
-        sample whose random numbers are used; None: its own."""
+        sample whose random numbers draw the tokens; None: this one."""
         return play.request(self._bounded(play, sampling), noise, keep=self._is_kept(play))
 
     def _is_kept(self, play: Play) -> bool:

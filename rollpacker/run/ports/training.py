@@ -36,8 +36,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class Training:
-    """The trainer's port: trains on the main task. Groups of samples whose gradients may begin
-    before the step is complete are noted when the command comes, under the bus's lock."""
+    """The trainer's port: trains on the main task (which does slow work). Groups of samples whose
+    gradients may begin before the step is complete are noted when the command comes, under the
+    bus's lock."""
 
     shared: Shared
     _: KW_ONLY
