@@ -197,8 +197,8 @@ def on_this_host(config: RunConfig) -> RunConfig:
 
 
 def _check_in_turn(plan: Placement) -> None:
-    """On CUDA, raise `ValueError` unless engines, and the trainer's processes, have the devices 0,
-    1, 2 and so on, as local processes take them in this order."""
+    """On CUDA, raise `ValueError` unless the plan gives engines devices 0, 1, 2 and so on in order,
+    and the trainer's processes likewise, since local processes take devices in this order."""
     for role in ("rollout", "train"):
         devices = [device for unit in plan.of(role) for device in unit.devices]
         if plan.kind == "cuda" and devices != list(range(len(devices))):

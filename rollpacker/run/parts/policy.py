@@ -202,7 +202,7 @@ def load_policy(
     progress: Progress | None = None,
 ) -> LoadedPolicy:
     """Load prompts and rewards, which fail fast, then the model. `model_path`: other weights and
-    tokenizer than the config's. `threads` is used in place of `train.threads`. `tell` is given
+    tokenizer than the config's. `threads` replaces `train.threads`, unless None. `tell` is given
     lines to show, `progress` shows how far long work is."""
     from rollpacker.engines.embedded.attention import install_attention, other_layers
     from rollpacker.engines.table import BRING_THEIR_OWN_MODEL
