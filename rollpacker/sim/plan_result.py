@@ -22,9 +22,8 @@ NOISE_ERRORS = 3.0
 
 def round_shares(tail: TailBatchingConfig, prompts_per_step: int) -> dict[str, float] | None:
     """Mapping from each kind of round (one batch of generation) to its share of all rounds in the
-    long run; None if the factors of tail batching change during a run. Every prompt launched beyond
-    those that a round trains on is launched again by a round of the next tier, or at last by a long
-    round."""
+    long run; None if the number of prompts that a short round launches changes during a run. Shares
+    follow from numbers of prompts: those that a short round puts off make up the later rounds."""
     if not tail.enabled:
         return {"plain": 1.0}
     if tail.chooses:

@@ -36,8 +36,8 @@ def simulate(
     progress: Callable[[int], None] = lambda steps: None,
 ) -> SystemResult:
     """Simulate `scenario.steps` steps of the scenario's system. `observe` is called with every
-    event and the core's answer, `progress` with the number of steps done. `calibration` None: the
-    default constants. Raises `ConfigError` if a trace of lengths cannot be read."""
+    event and the core's commands in answer, `progress` with the number of steps done. `calibration`
+    None: the default constants. Raises `ConfigError` if a trace of lengths cannot be read."""
     machine = machine_of(scenario, calibration or Calibration())
     simulation = Simulation(
         job_config(scenario, machine),

@@ -65,8 +65,8 @@ class Simulation:
         pools: Port | None = None,
     ) -> None:
         """`unkind`: rates of faults, drawn by `seed`; None: no faults. `observe` is called with
-        every event and the core's answer, as a real run logs them. `pools` obeys `Enter` and
-        `Leave` of a job that shares pools of devices; None: the job has its devices at once."""
+        every event and the core's commands in answer, as a real run logs them. `pools` makes the
+        run wait for devices that it shares with other jobs; None: they are its own."""
         self.job = make_job(config)
         self.clock = clock = VirtualClock()
         self._tally = tally = Tally(machine.gpus, workload, machine.train_gpus or 0)

@@ -149,7 +149,7 @@ class OpenStep:
 
     def __init__(self, began_s: float) -> None:
         self.kind = ""
-        """Kind of the step's latest round; `tensor_parallel` is that round's too."""
+        """Kind of the step's latest round, with the degree `tensor_parallel`; empty before one."""
         self.tensor_parallel = 1
         self.began_s = self.rollout_from_s = began_s
         self.empty_since_s: float | None = None

@@ -193,8 +193,8 @@ class Workload:
     # -- what a response is like -------------------------------------------------------
 
     def lengths(self, prompt: PromptId, attempt: int, count: int | None = None) -> list[int]:
-        """Lengths, in tokens, of at least `count` responses to the prompt in this attempt, by
-        sample index. `count` None: twice the samples per prompt."""
+        """Lengths, in tokens, of at least `count` responses to the prompt at its launch number
+        `attempt` (from 0), by sample index. `count` None: twice the samples per prompt."""
         place = prompt.row if self._rows is None else self._place(prompt)
         block, start = place // BLOCK_ROWS, place % BLOCK_ROWS * CHUNK
         values = self._lengths(block, attempt, 0)[start : start + CHUNK]
