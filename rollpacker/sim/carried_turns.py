@@ -29,8 +29,7 @@ class CarriedTurns:
     def __init__(self, workload: Workload, mismatch: float, responses: Responses) -> None:
         assert workload.trajectories is not None
         self.verified = Verified()
-        """Counts of the policy's tokens, kept from earlier launches, that newer weights
-        verified."""
+        """Counts of the policy's tokens, of earlier launches, that newer weights verified."""
         self.same: dict[int, int] = {}
         """By a sample's key: how many tokens come out the same as in its earlier launch."""
         self._workload, self._mismatch, self._responses = workload, mismatch, responses

@@ -1,7 +1,7 @@
 """Ideas that a plan can try on a scenario or a recorded run, each a few config keys set together.
 The search (`sim/plan.py`) knows a system only by `Base` and `Evaluate`, so that both kinds are
-planned by the same code. Every idea is a setting of the core, keeps training on-policy, and fits a
-config."""
+planned by the same code. Every idea is a setting of real runs too, keeps training on-policy, and
+fits a config."""
 
 from __future__ import annotations
 
@@ -104,11 +104,9 @@ class Base:
     ideas: tuple[Idea, ...]
     """Ideas that the search tries, besides those on the factors of tail batching."""
     oracle: Candidate | None = None
-    """Changes that make the system an oracle, which knows all lengths. None: it is not
-    simulated."""
+    """Changes that make the system an oracle, which knows all lengths. None: not simulated."""
     oracle_period: int = 1
-    """The oracle (system that knows all lengths) is simulated for a multiple of this number of
-    steps."""
+    """The oracle (which knows all lengths) is simulated for a multiple of this number of steps."""
     seed: int = 0
     """First seed of the simulations; further seeds count on from this one."""
     mismatch: float = 0.0

@@ -56,7 +56,7 @@ class Measure:
     """Length shift: mean length of trained responses divided by that of the policy's own responses,
     minus 1, as a long-run mean."""
     kinds_s: Mapping[str, float]
-    """Mapping from a kind of round to the mean, over its steps, of the seconds behind `cost_s`."""
+    """Mapping from a kind of round to what `cost_s` is over the steps of this kind alone."""
     tokens: float
     """Number of response tokens that a step trains on, as a long-run mean."""
 

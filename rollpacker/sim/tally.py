@@ -160,8 +160,7 @@ class OpenStep:
         self.preemptions = 0
         self.tokens_generated = 0
         self.tokens_redrawn = 0
-        """Number of tokens generated up to ends of responses that were then refused and drawn
-        again."""
+        """Number of tokens generated up to ends of responses that were refused and drawn again."""
         self.tokens_trained = 0
         self.num_trained = 0
         self.max_trained = 0
