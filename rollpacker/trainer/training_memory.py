@@ -155,8 +155,7 @@ class Decoder:
         return 0 if self.shape is None else self.shape.layers
 
     def matrices_in(self, stage: int) -> int:
-        """Return the number of elements of the layer matrices in this stage of the model; 0:
-        unknown."""
+        """Return the number of elements of a stage's layer matrices; 0: model's shape not known."""
         return 0 if self.shape is None else self.layers_in(stage) * self.shape.layer_matrices
 
     def in_stage(self, stage: int) -> int:
@@ -175,7 +174,7 @@ class Decoder:
         return count
 
     def mirrored_in(self, stage: int) -> int:
-        """Return a stage's parameters that are a copy of the first stage's tied weight; else 0."""
+        """Return how many parameters of a stage are its copy of the first stage's tied weight."""
         is_last = len(self.layers) > 1 and stage == len(self.layers) - 1
         if is_last and self.has_head and self.shape is not None and self.shape.tied:
             return self.shape.embedding
