@@ -117,8 +117,8 @@ def fit_line(rounds: Sequence[Sequence[Stretch]]) -> DecodeFit:
 
 
 def fit_rounds(rounds: Sequence[Sequence[Stretch]]) -> DecodeFit:
-    """Fit the points of `DecodeFit.knots` to the seconds of whole rounds, for an engine that gives
-    several tokens in a step. Single stretches are too noisy: it is chance which sample leads."""
+    """Fit the points of `DecodeFit.knots` to whole rounds, for an engine that gives several tokens
+    of a sample in a step. Single stretches would be too noisy for that."""
     tables = [_Stretches(of_round) for of_round in rounds]
     counts = _knots(max(int(table.running.max()) for table in tables))
     columns = np.array([_table_columns(table, counts).sum(axis=0) for table in tables])

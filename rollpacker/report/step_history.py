@@ -151,7 +151,7 @@ class Phase:
 
 @dataclass(slots=True)
 class Turns:
-    """Times at which a step passed from one stage to the next. None: the log has no such time."""
+    """Times at which a step began to train, was trained and so on. None: not in the log."""
 
     committed_before_s: float | None = None
     """Time of the commit of the step before. None if an earlier process of the run did it."""
@@ -180,7 +180,8 @@ class StepPrompts:
     """For each prompt, why the last of its lost samples was lost."""
 
     def lose(self, sample: SampleId, reason: str) -> None:
-        """Note that a sample of this prompt was lost."""
+        """Note for the sample's prompt why this sample was lost: its engine, reward or environment
+        failed."""
         self._lost[sample.prompt] = reason
 
     def drop(self, command: Drop) -> None:
@@ -230,8 +231,8 @@ class StepHistory:
 
     @property
     def kind(self) -> RoundKind | None:
-        """The kind of the step's first round. Rounds that refill the step may be of other kinds.
-        None: no round was launched."""
+        """The kind of the step's first round; further rounds, which the step needs if prompts fall
+        short, may be of other kinds. None: no round was launched."""
         return self.rounds[0].kind if self.rounds else None
 
     @property
