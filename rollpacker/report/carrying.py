@@ -156,14 +156,14 @@ class CarryCounts:
     @property
     def mismatch_per_update(self) -> float:
         """Chance, per carried token and weight update, that the token comes out differently. 0 if
-        no token of older weights was verified."""
+        no token of older weights was drawn again."""
         looked_at = sum(age * num for age, num in self.verified.items())
         num = sum(num for age, num in self.mismatches.items() if age)
         return num / looked_at if looked_at else 0.0
 
     def by_age(self) -> dict[int, float]:
-        """Mapping from a token's age in weight updates to the share of verified tokens of this age
-        that came out differently."""
+        """Mapping from an age in weight updates to the share of tokens of this age that came out
+        differently, of those that newer weights drew again."""
         return {age: self.mismatches[age] / self.verified[age] for age in sorted(self.verified)}
 
     def plain(self) -> dict[str, Any]:

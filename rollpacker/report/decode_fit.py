@@ -21,7 +21,7 @@ NUM_BENDS = 16
 """Number of sizes of the key-value cache that are tried as the bend: the size above which reading
 the cache takes longer than launching the kernels."""
 BEND_ROUNDS = 2
-"""Number of searches for the bend: with a better bend other stretches count as outliers."""
+"""Number of searches for the bend (see `NUM_BENDS`): a better bend makes others the outliers."""
 CLOSER_LOOKS = 4
 """Number of refinements of a search for the bend, each in the interval around the best so far."""
 BEND_GAIN = 0.02
@@ -52,8 +52,8 @@ class DecodeFit:
     """Ratio of the measured seconds to those of a machine without disturbances. The constants
     already contain this factor."""
     num_left_out: int
-    """Number of stretches left out of the fit, since each took longer than predicted by more than
-    half the seconds of a typical round."""
+    """Number of stretches of decode steps left out of the fit, since each took longer than it was
+    predicted to by more than half the seconds of a typical round."""
 
     def step_s(self, running: Vector, cached: Vector) -> Vector:
         """Predicted seconds of a decode step for each pair of `running` (number of samples) and
@@ -162,8 +162,8 @@ class _Stretches:
 
 
 def _best_bend(columns: Callable[[float], Matrix], table: _Stretches, weights: Vector) -> float:
-    """The bend (a number of cached tokens) with the smallest squared error under fixed weights of
-    the stretches, found by ever closer searches."""
+    """The bend (number of cached tokens from which on they slow a step down) with the least squared
+    error under fixed weights of the stretches of decode steps, found by ever closer searches."""
     seconds = table.seconds * weights
 
     def loss(bend: float) -> float:

@@ -60,8 +60,8 @@ class CarriedInto(NamedTuple):
     whole: bool
     """Whether the tokens are a complete response, rather than the beginning of one."""
     version: int
-    """Version of the weights that generated the tokens or last verified them; of several versions
-    the oldest."""
+    """Version of the weights that generated the tokens, or last drew the same ones again. If they
+    have several versions, the oldest."""
 
 
 @dataclass(slots=True)
@@ -73,8 +73,8 @@ class SampleHistory:
     start_s: float
     carried: CarriedInto | None = None
     num_kept: int | None = None
-    """Number of carried tokens (of an earlier launch) that came out the same when they were
-    verified. None if they were not verified."""
+    """Number of carried tokens (of an earlier launch) that newer weights drew again, and that came
+    out the same. None if they were not drawn again."""
     num_redraws: int = 0
     end_s: float | None = None
     end: End | None = None

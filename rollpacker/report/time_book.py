@@ -36,8 +36,8 @@ RARE_CAUSES = ("imbalance", ENVIRONMENT, "recovery", "callbacks", *POOL_CAUSES)
 """Causes that a report leaves out if they have no seconds."""
 
 WHILE_AWAY = ("reward_wait", "evaluation", ENVIRONMENT)
-"""Phases in which the run needs no engine. If engines leave a shared pool of devices meanwhile,
-nobody waits for that, and its seconds count as the phase's own, not as a switch."""
+"""Phases in which nothing waits for engines that leave a shared pool of devices (are parked), so
+that the seconds of parking count as the phase's own, not as a switch."""
 
 ROLLOUT_CAUSES = ("decode", "tail_idle", "imbalance")
 
