@@ -21,7 +21,7 @@ NUM_BENDS = 16
 """Number of sizes of the key-value cache that are tried as the bend: the size above which reading
 the cache takes longer than launching the kernels."""
 BEND_ROUNDS = 2
-"""Number of searches for the bend (see `NUM_BENDS`): a better bend makes others the outliers."""
+"""Number of searches for the bend (see `NUM_BENDS`): after the first, outliers are known better."""
 CLOSER_LOOKS = 4
 """Number of refinements of a search for the bend, each in the interval around the best so far."""
 BEND_GAIN = 0.02
