@@ -3,7 +3,7 @@ in which orders are kept.
 
 The file is torch's: `torch.distributed.pipelining` loads it (format `compute_only`), and so does
 torchtitan. It has a row per stage, with cells such as `1F0` (stage, op, micro-batch); an empty cell
-means nothing, and `B` is I with its W.
+is no op. F is a forward, `B` a whole backward; I and W are its parts for inputs and for weights.
 """
 
 from __future__ import annotations

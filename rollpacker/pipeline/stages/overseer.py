@@ -165,7 +165,7 @@ def sweep_times(stages: Sequence[StageTimes], over: LinkKind) -> SweepTimes:
 
 
 def _measured(stages: Sequence[Sequence[StageTimes]]) -> Measured | None:
-    """Return costs of ops and messages, from all shards' times. None: some stage or link has no
+    """Return costs of ops and messages from all shards' times. None: a stage or link has no
     times."""
     messages = [_pooled(stages, number) for number in range(len(stages) - 1)]
     ops = [

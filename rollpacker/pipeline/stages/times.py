@@ -25,7 +25,7 @@ class StageTimes:
     num_layers: int
     """Number of the policy's layers on this stage."""
     ops: Mapping[Kind, tuple[tuple[Load, float], ...]]
-    """By kind, the load (size of the micro-batch) and seconds of each op, waits left out."""
+    """By kind of op, the load (size of the micro-batch) and seconds of each op, waits left out."""
     from_previous: Messages
     from_next: Messages
     direct_lost: bool = False

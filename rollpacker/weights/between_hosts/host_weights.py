@@ -49,7 +49,8 @@ class HostWeights:
             return self._port.address
 
     def send(self, number: int, layout: BufferLayout, head: bytes) -> None:
-        """Offer other hosts the version that the trainer has written here, as shipment `number`."""
+        """Offer other hosts the version that the trainer has written here, as shipment `number`.
+        `head`: the first bytes of its buffer, which tell versions apart."""
         with self._lock:
             self._check_newest(number)
             assert self._port is not None
