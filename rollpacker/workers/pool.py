@@ -304,7 +304,7 @@ class WorkerPool:
             one.settle(Overran(shared=shared, own=one is call))
 
     def _reacted(self, worker: PoolWorker, number: int, content: dict[str, Any]) -> None:
-        """Have a given-up call of an async worker raise `Overran`. Other calls in the worker stay."""
+        """Have a given-up call of an async worker raise `Overran`; other calls there go on."""
         call = worker.calls.pop(number, None)
         if call is not None:
             call.settle(Overran(shared=False, told=content))

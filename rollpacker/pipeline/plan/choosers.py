@@ -209,7 +209,8 @@ class ReadyFirst:
         tokens together, as computed when the sweep had `_known` micro-batches."""
 
     def choose(self, state: StageState) -> Op | None:
-        """Return the next op that has its input, I before F before W. None: the stage waits."""
+        """Return the next op that has its input: a backward for inputs, else a forward, else a
+        backward for weights. None: the stage waits."""
         num_f = state.num_f
         here = len(state.tokens) if state.stage == 0 else state.num_f_arrived
         f_fits = num_f < here and state.live_tokens + state.tokens[num_f] <= self._cap

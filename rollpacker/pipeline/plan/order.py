@@ -74,7 +74,7 @@ def _check_progress(
     tokens: Sequence[int] | None,
     caps: Sequence[int | None] | None,
 ) -> None:
-    """Step through the orders, and raise `ValueError` for a deadlock or a cap that is exceeded."""
+    """Step through the orders, and raise `ValueError` for a deadlock or more tokens than `caps`."""
     stages = len(orders)
     states = [StageState(stage, stages) for stage in range(stages)]
     for state in states:

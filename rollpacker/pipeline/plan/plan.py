@@ -40,8 +40,8 @@ def ready_choosers(
 
 def plan_order(name: str, work: Work, links: Sequence[Link], *, caps: Caps = None) -> list[Order]:
     """Return by stage the order of ops that this name stands for (one of `ORDERS` but `ready`), for
-    a sweep with the times of `work` and `links`. Raises `ValueError` if a micro-batch exceeds a
-    cap; 1f1b heeds no cap otherwise."""
+    a sweep with the times of `work` and `links`. Raises `ValueError` if a micro-batch alone exceeds
+    one of `caps`, which 1f1b heeds no further."""
     if name == "1f1b":
         return plan_1f1b(work.num_stages, work.num_micro_batches)
     if name == "zero-bubble":
@@ -68,7 +68,7 @@ def plan_1f1b(num_stages: int, num_micro_batches: int) -> list[Order]:
 def plan_zero_bubble(work: Work, *, caps: Caps = None) -> list[Order]:
     """Return the zero-bubble order (ZB-H2) of each stage: stage i of S first runs 2 (S - i) - 1
     forwards, then whichever op has its input (backward for inputs, forward, backward for weights),
-    as if links took no time. Raises `ValueError` if a micro-batch exceeds a cap."""
+    as if links took no time. Raises `ValueError` if a micro-batch alone exceeds one of `caps`."""
     stages = work.num_stages
     check_caps(caps or (), work.tokens)
     choosers = ready_choosers(stages, quotas=even_quotas(stages, 2 * stages - 1), caps=caps)
@@ -79,7 +79,7 @@ def plan_adapted(
     work: Work, links: Sequence[Link], *, caps: Caps = None, search_ops: int = SEARCH_OPS
 ) -> list[Order]:
     """Return by stage the best orders that a search finds for these times and links. Raises
-    `ValueError` if a micro-batch exceeds a cap."""
+    `ValueError` if a micro-batch alone exceeds one of `caps`."""
     check_caps(caps or (), work.tokens)
     first = run(ready_choosers(work.num_stages, caps=caps), work, constant(links))
     return improve(first.orders, work, links, caps=caps, budget_ops=search_ops)

@@ -75,7 +75,7 @@ class HostWeights:
         return there
 
     def _check_newest(self, number: int) -> None:
-        """Raise `OSError` for a call about an earlier shipment than the newest: it came late."""
+        """Raise `OSError` for a late call, about an earlier sending of weights than the newest."""
         if number < self._newest:
             raise OSError("the next version is on its way")
         self._newest = number
