@@ -299,7 +299,7 @@ class SupervisedEnvironments:
         self, known: _Episode, life: _Life, what: tuple[Any, Any], timeout_s: float | None
     ) -> dict[str, Any] | Lost:
         """Make a call in the episode's process and return the reply. If there is no reply, or it
-        reports a failure, this life of the episode ends and a `Lost` is returned."""
+        reports a failure, the episode as begun this time ends, and a `Lost` is returned."""
         pool = self._pool
         if pool is None:  # the run closes, and somebody plays an episode to its end
             return self._ended(known, life, _CANCELLED)
@@ -398,8 +398,8 @@ def _calls_in(reply: Mapping[str, Any]) -> tuple[ToolCall, ...]:
 
 
 def _compared(answer: Begun | Answered) -> str:
-    """The parts of an answer that must be the same in every life, as text. The seconds are left
-    out."""
+    """The parts of an answer that must be the same each time that the episode is played, as text.
+    The seconds are left out."""
     values: list[Any] = [answer.messages]
     if isinstance(answer, Answered):
         values += [answer.reward, answer.done, answer.truncated]

@@ -1,11 +1,11 @@
 """Control groups: a limit on memory and number of tasks for all processes of a run together, and
 one share of the processors for all of them.
 
-Every worker has a group of its own. The zygote stays outside; a run enters the group, by
-descriptors that were opened here, before it gives up its rights. Groups must be allowed somewhere:
-in version 2 below (or beside) this process's own group, with the memory controller; in version 1
-below its own groups. Groups are named after their owner, and those of dead owners are removed by
-the next process.
+Every worker has a group of its own. The worker's zygote (the process that forks its runs) stays
+outside; a run enters the group, by descriptors that were opened here, before it gives up its
+rights. Groups must be allowed somewhere: in version 2 below (or beside) this process's own group,
+with the memory controller; in version 1 below its own groups. Groups are named after their owner,
+and those of dead owners are removed by the next process.
 """
 
 from __future__ import annotations

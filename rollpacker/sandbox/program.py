@@ -55,8 +55,8 @@ def run_program(program: bytes) -> None:
 
 
 def _open_standard_streams() -> None:
-    """Give the program standard streams of its own. The zygote's were made for other files, and
-    remember whether those can seek."""
+    """Give the program standard streams of its own. Those that it was forked with were made for
+    other files, and remember whether these can seek."""
     streams = (("stdin", "r", -1, "strict"), ("stdout", "w", -1, "strict"))
     for fd, (name, mode, buffering, errors) in enumerate(
         (*streams, ("stderr", "w", 1, "backslashreplace"))

@@ -75,8 +75,8 @@ _SEPARATOR = chr(0x10FFFF)
 
 @dataclass(slots=True, eq=False)
 class Text:
-    """Tokens as a string, one character a token. Python's string search needs no index to be kept
-    up, and is faster than one on texts of up to 100,000 tokens."""
+    """Tokens as a string, one character a token. Python's string search needs no index, and on
+    texts of up to 100,000 tokens it is faster than an index would be."""
 
     text: str
 
@@ -104,8 +104,8 @@ class RowText(Text):
         return _size_class(self.matched)
 
     def go_on(self, new: str) -> None:
-        """Append new tokens of the row, and move `place` in `source` on by as many. If they differ
-        from the source, only tokens after the last difference count as matched."""
+        """Append new tokens of the row, and move on by as many in the text that its draft is copied
+        from. If the two differ, only tokens after the last difference count as matched."""
         self.text += new
         self.num_seen += len(new)
         if self.source is None:
@@ -138,8 +138,8 @@ class EndedText(Text):
     num_tokens: int = 0
 
     def add(self, tokens: np.ndarray) -> None:
-        """Add a response that has ended. It is appended to `text` by `read` only, since most groups
-        end without anyone looking for drafts."""
+        """Add a response that has ended. Only `read` appends it to `text`, since for most prompts
+        no more drafts are looked for."""
         self.unread.append(tokens)
         self.num_tokens += len(tokens)
 
@@ -165,7 +165,7 @@ class Acceptance:
     _num_notes: int = 0
 
     def note(self, kind: int, size: int, num_drafted: int, num_right: int) -> None:
-        """Note a draft of `num_drafted` tokens of which the first `num_right` were right."""
+        """Note a draft of `num_drafted` tokens, of which the first `num_right` were right."""
         self.right[kind, size] += num_right
         self.tried[kind, size] += num_right + (num_right < num_drafted)
         if self.tried[kind, size] > RECENT_TOKENS:
@@ -231,7 +231,7 @@ class Pacing:
 
 
 class Drafter:
-    """Makes drafts for the live rows of one engine. A row is identified by `Pending.sequence`."""
+    """Makes drafts for the live rows of one engine. Rows are known by `Pending.sequence`."""
 
     def __init__(self, max_tokens: int) -> None:
         self.num_drafted = 0

@@ -40,7 +40,7 @@ MAX_GUESS = 255
 short pass."""
 EXTEND_SCORES = {"cpu": 1 << 24}
 EXTEND_SCORES_ACCELERATOR = 1 << 27
-"""Most attention scores of one head in a pass, which is the number of elements of its mask."""
+"""Most attention scores of one head (elements of the mask) in a pass, on any device but a CPU."""
 
 DRAW_LOGITS = 1 << 24
 """Most logits that tokens are drawn from at once. Drawing makes several float64 copies of them."""

@@ -15,9 +15,8 @@ from rollpacker.core.ids import SampleId
 from rollpacker.engines.embedded.kv_slots import KVSlots, PromptCache
 
 HEADROOM = 1 / 8
-"""Share of the memory budget that `room` does not report as free. From that report the
-core (which schedules samples) decides what is dropped. It learns of a change late: without a
-reserve, rows that end fast would not be kept."""
+"""Share of the memory budget that `room` does not report as free. The core (which schedules
+samples) learns of changes late: without this reserve, rows that end fast would not be kept."""
 
 
 @dataclass(frozen=True, slots=True)

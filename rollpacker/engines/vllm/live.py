@@ -163,8 +163,8 @@ class Live:
 
     def draw_again(self, *, stopped: bool) -> bool:
         """Cut a response that has left vLLM if its length is refused, as in `Extender.draw_again`.
-        Returns whether it was cut and must go on, with new noise. `stopped`: whether it ended by
-        itself."""
+        Returns whether it was cut and must go on, with new random numbers. `stopped`: whether it
+        ended by itself."""
         count = len(self.given)
         floor = self.carried.floor if self.carried.verify else 0
         is_wrong = (stopped and count <= floor) or count > self._ceiling

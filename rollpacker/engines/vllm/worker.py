@@ -29,8 +29,8 @@ class Extension:
     """Methods that are added to vLLM's worker class."""
 
     def take_log_probs(self, numbers: Sequence[int]) -> list[list[float]]:
-        """Return the log-probabilities of each of these ended requests, and forget the requests.
-        Empty for a request of which no token was drawn."""
+        """Return the log-probabilities of the generated tokens of each of these ended requests, and
+        forget the requests. Empty for a request of which no token was drawn."""
         _draws.broken.clear()  # nobody looks at it here
         found = [_draws.by_number.pop(number, None) for number in numbers]
         return [[] if one is None else one.log_probs for one in found]

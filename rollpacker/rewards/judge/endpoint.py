@@ -42,7 +42,7 @@ _REQUEST_ID = "rollpacker-"
 
 
 class _Passing(Exception):
-    """A request failed for a reason that may pass. `after_s`: seconds to wait, if asked for."""
+    """A request failed for a reason that may pass. `after_s`: wait asked for; None: none."""
 
     def __init__(self, why: str, *, after_s: float | None = None, busy: bool = False) -> None:
         super().__init__(why)
