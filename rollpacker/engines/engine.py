@@ -37,7 +37,7 @@ class EngineError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one response are drawn: limit, temperature, truncation, stops and noise."""
+    """How the tokens of one response are drawn: limit, temperature, truncation, stops and seed."""
 
     max_response_tokens: int
     temperature: float = 1.0
@@ -76,8 +76,8 @@ class Carried:
     that many tokens, its tokens after the first that came out differently are drawn again, with new
     random numbers, sixteen times at most. Used with `verify` only. 0: no end is refused."""
     ceiling: int | None = None
-    """Most tokens of a response in which a carried token came out differently. If it gets longer,
-    the tokens after that one are drawn again, as with `floor`. None: any length is accepted."""
+    """Most tokens of a response in which one of these tokens came out differently. If it gets
+    longer, tokens after that one are drawn again, as with `floor`. None: any length will do."""
     redraws: Redraws = ()
     """The sets of random numbers for these tokens, as `Response.redraws` reported them."""
 
@@ -156,7 +156,7 @@ class Response:
 @dataclass(frozen=True, slots=True)
 class EngineOutput:
     """An event of one sample that an engine reports, with the sample's response. The event's
-    `time_s` is 0 until the driver, which receives it, sets it."""
+    `time_s` is 0 until the run's main loop, which receives the event, sets it."""
 
     event: SampleGenerated | SampleAborted | SampleFailed
     response: Response | None = None

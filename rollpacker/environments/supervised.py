@@ -1,4 +1,4 @@
-"""Environments in processes of their own, as the controller uses them (`Environments`).
+"""Environments in processes of their own, as the run's process uses them (`Environments`).
 
 This process imports none of the user's code. Whatever goes wrong in an environment becomes a `Lost`
 with its cause, and is never counted as zero.
@@ -77,8 +77,8 @@ class _Life:
 class _Episode:
     life: _Life | None = None
     said: dict[int, Begun | Answered] = field(default_factory=dict)
-    """The first answer to each turn, in any life of the episode. Later answers are compared with it
-    if environments are deterministic."""
+    """The first answer to each turn, however often the episode was begun. Later answers are
+    compared with it if environments are deterministic."""
 
 
 class SupervisedEnvironments:

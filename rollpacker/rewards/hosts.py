@@ -261,7 +261,7 @@ class HostedReward:
         )
 
     def begun(self, process: _HostProcess, unsandboxed: bool) -> None:
-        """Note that this host's process can judge, so that it is sent samples from now on."""
+        """Send samples to this host from now on. `unsandboxed`: nothing isolates programs there."""
         self._unsandboxed |= unsandboxed
         self.book.ready(process.number)
         self._tell()

@@ -50,9 +50,9 @@ FLAGS = ("-ISB", "-X", "utf8")
 START_CODE = (
     f"import sys; sys.path.append({OWN!r}); from rollpacker.sandbox.zygote import main; main()"
 )
-"""Code that starts the zygote. Its arguments: the profile's name, "cold" or "warm", the modules to
-import, separated by commas, and the descriptors of the socket and of the control groups'
-entrances."""
+"""Code that starts the zygote. Its arguments: the profile's name, "cold" or "warm" (start an
+interpreter for each run, or fork one), the modules to import, separated by commas, and the
+descriptors of the socket and of the control groups' entrances."""
 MAX_TASKS = 128
 _CHUNK, _LARGE = 1 << 16, 1 << 20
 

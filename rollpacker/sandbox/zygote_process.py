@@ -30,8 +30,8 @@ class WorkerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A zygote's reply. The outputs may be one byte longer than their limit, which shows that there
-    was more."""
+    """The reply about one run. The outputs may be one byte longer than their limit, which shows
+    that there was more."""
 
     how: bytes
     exit_code: int

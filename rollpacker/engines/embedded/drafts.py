@@ -94,10 +94,10 @@ class RowText(Text):
     earlier: Text | None = None
     source: Text | None = None
     place: int = 0
-    """Index in `source.text` of the first token of the draft."""
+    """Index of the draft's first token in the text that the draft is copied from (`source`)."""
     kind: int = OWN
     matched: int = 0
-    """Number of tokens before `place` that equal the row's newest tokens."""
+    """Number of tokens before `place` in the source text that equal the row's newest tokens."""
 
     @property
     def size_class(self) -> int:
@@ -165,7 +165,8 @@ class Acceptance:
     _num_notes: int = 0
 
     def note(self, kind: int, size: int, num_drafted: int, num_right: int) -> None:
-        """Note a draft of `num_drafted` tokens, of which the first `num_right` were right."""
+        """Note a draft (kind of text, class of match, number of tokens) and its right first
+        tokens."""
         self.right[kind, size] += num_right
         self.tried[kind, size] += num_right + (num_right < num_drafted)
         if self.tried[kind, size] > RECENT_TOKENS:
@@ -201,7 +202,7 @@ class Pacing:
     num_steps: int = 0
 
     def looks(self, num_rows: int) -> bool:
-        """Count one step, and return whether to look for drafts at that step."""
+        """Count a step over `num_rows` live rows, and return whether to look for drafts for it."""
         if self.pause:
             self.pause -= 1
             return False

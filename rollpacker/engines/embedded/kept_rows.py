@@ -40,8 +40,8 @@ class KeptRows:
         return len(self._rows[sample].tokens) if sample in self._rows else 0
 
     def keep(self, sample: SampleId, tokens: tuple[int, ...], row: int) -> None:
-        """Copy the keys and values that slot `row` holds for `tokens`. Whether the copy can stay is
-        decided by `settle`."""
+        """Copy the keys and values that the cache holds for `tokens` in its row `row`. Whether the
+        copy can stay is decided by `settle`."""
         self.let_go([sample])
         self._rows[sample] = KeptRow(tokens, self._slots.snapshot(row, len(tokens)))
         self.num_tokens += len(tokens)

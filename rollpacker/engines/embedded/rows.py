@@ -78,8 +78,8 @@ class Pending:
         return bool(self.request.carried and self.request.carried.tokens)
 
     def carried_redraw(self, token: int) -> tuple[int, int | None]:
-        """For a carried token (kept from before an abort), return its redraw (set of noise) and the
-        number of the first later token of another redraw (None: there is none)."""
+        """For a carried token (kept from before an abort), return its redraw (set of random
+        numbers) and the number of the first later token of another redraw (None: there is none)."""
         carried = self.request.carried
         redraws = carried.redraws if carried is not None and carried.verify else ()
         redraw = max([redraw for start, redraw in redraws if start <= token], default=0)
@@ -161,7 +161,7 @@ class RowTable:
         self._noise_column = steps
 
     def device_column(self, name: str) -> Tensor:
-        """The column of this name for all slots, as a tensor on the device. It may only be read."""
+        """The column of this name for all rows, as a tensor on the device. It may only be read."""
         return self._seen_as_tensors[name].to(self.device)
 
     def host_column(self, name: str) -> np.ndarray:
@@ -213,7 +213,7 @@ class RowTable:
     # -- rows come, advance, go --------------------------------------------------------------------
 
     def add(self, new: list[Pending]) -> Tensor:
-        """Append rows with no token yet. Returns their first tokens' noise, float64 [new, size]."""
+        """Append rows without tokens. Returns their first random numbers, float64 [new, size]."""
         first, self.num_rows = self.num_rows, self.num_rows + len(new)
         rows = slice(first, self.num_rows)
         self.pending.extend(new)

@@ -41,12 +41,12 @@ class Anew:
         order."""
         self.keys = [_signed(key) for key in keys]
         self.tokens: list[int] = []
-        """The tokens that have been drawn so far in place of the carried ones."""
+        """The tokens drawn so far in place of those generated before the abort."""
         self.log_probs: list[float] = []
 
 
 class Draw:
-    """How one request's tokens are drawn (parameters and noise), and what was drawn so far."""
+    """How one request's tokens are drawn (parameters, random numbers), and those drawn so far."""
 
     __slots__ = ("anew", "key", "log_probs", "offset", "sampling", "tokens")
 

@@ -78,8 +78,8 @@ class Live:
 
     def begin(self) -> list[int]:
         """Make the `Draw` with which vLLM is to go on, and return the response tokens that vLLM's
-        prompt is to end with. If carried tokens are to be verified, the last of them is left for
-        vLLM's first step to generate, which so always has something to do."""
+        prompt is to end with. If carried tokens (from before an abort) are to be verified, the last
+        of them is left for vLLM's first step to generate, which so always has something to do."""
         entry = self.entry
         if not self.is_unseen:
             key = entry.key(entry.redraws[-1][1] if entry.redraws else 0)
@@ -181,8 +181,8 @@ class Live:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Fields of the response's event: numbers of preemptions by vLLM, of carried tokens that
-        came out the same, and of times that tokens were drawn again."""
+        """Fields of the response's event: numbers of preemptions by vLLM, of carried tokens (from
+        before an abort) that came out the same, and of times that tokens were drawn again."""
         return {
             "preemptions": self.num_preemptions,
             "num_kept": self.num_kept,

@@ -1,8 +1,8 @@
 """Code for the worker processes of a vLLM engine that several devices share: how they draw tokens
 and load weights.
 
-Every worker draws every token itself, from logits and noise that all workers have, so that no
-result need be sent around. Only vLLM imports this module, by name; its methods are called by
+Every worker draws every token itself, from logits and random numbers that all workers have, so that
+no result need be sent around. Only vLLM imports this module, by name; its methods are called by
 `engines/vllm/parallel.py`.
 """
 
