@@ -68,7 +68,7 @@ class _Life:
     turn: int = 0
     """Number of the last turn that was answered. 0: the episode has only begun."""
     last: Begun | Answered | None = None
-    """The answer to the last answered turn, or to the beginning. None: there is no answer yet."""
+    """The environment's answer to the last turn, or to the beginning. None: there is none yet."""
     call: PoolCall | None = None
     """The call to the episode's process that is under way. None: no call is."""
 

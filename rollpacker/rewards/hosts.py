@@ -310,7 +310,7 @@ class _HostProcess:
     """The process of one reward host, from its start to its loss. Meets the protocol `Owner`."""
 
     def __init__(self, hosted: HostedReward, number: int) -> None:
-        """Starts the process. Raises `OSError`."""
+        """Starts the process of the host with the index `number`. Raises `OSError`."""
         self.number = number
         self.status = Status()
         self._hosted = hosted

@@ -161,7 +161,7 @@ def _started(pid: int) -> str:
 
 
 def sweep(place: Place) -> None:
-    """Remove the control groups there whose owners (processes of this program) have ended."""
+    """Remove the control groups in `place` whose owners (processes of this program) have ended."""
     pattern = re.compile(rf"{_PREFIX}-{_pid_namespace()}-(\d+)-(\d+)-")
     for folder in place.folders:
         for group in folder.glob(f"{_PREFIX}-*"):
@@ -172,10 +172,10 @@ def sweep(place: Place) -> None:
 
 
 class Group:
-    """The control group of one worker. Its runs enter the group one after the other."""
+    """The control group of one worker, whose runs enter the group one after the other."""
 
     def __init__(self, place: Place, name: str, max_tasks: int) -> None:
-        """Makes the group. Raises `OSError`."""
+        """Makes the group, for at most `max_tasks` tasks. Raises `OSError`."""
         self._version = place.version
         unique = f"{next(_NUMBERS)}-{name}"  # this process may have several pools
         own = _name(unique)

@@ -305,7 +305,7 @@ def _hand_over(source: int, target: int, size: int) -> bool:
 
 
 class Request:
-    """A request as the run's process reads it."""
+    """A request, as the process forked for a run reads it."""
 
     def __init__(self, source: int) -> None:
         header = REQUEST.unpack(receive_exactly(source, REQUEST.size))

@@ -30,8 +30,7 @@ class WorkerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The reply about one run. The outputs may be one byte longer than their limit, which shows
-    that there was more."""
+    """The reply about a run. An output that exceeds its limit is cut one byte beyond it."""
 
     how: bytes
     exit_code: int

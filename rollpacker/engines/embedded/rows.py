@@ -286,8 +286,8 @@ class RowTable:
 
     def cut(self, rows: np.ndarray, counts: Sequence[int]) -> None:
         """Shorten row rows[i] to its first counts[i] tokens; later tokens get the random numbers of
-        the row's present key. What the cache held for the removed tokens stays there as garbage. A
-        row left without tokens feeds its prompt's last token again."""
+        the row's present key. The cache of removed tokens stays as garbage. A row left without
+        tokens feeds its prompt's last token again."""
         for row, count in zip(rows.tolist(), counts, strict=True):
             store, prompt = self._columns["store"][row], self.pending[row].request.prompt_tokens
             assert count <= self._columns["count"][row]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Live:
-    """One response while vLLM generates it, perhaps in several requests one after the other."""
+    """One response while vLLM generates it, perhaps in several requests, one after another."""
 
     draw: Draw
     request: Request

@@ -42,7 +42,8 @@ _REQUEST_ID = "rollpacker-"
 
 
 class _Passing(Exception):
-    """A request failed for a reason that may pass. `after_s`: wait asked for; None: none."""
+    """A request failed, perhaps only for now. `after_s`: seconds to wait if the endpoint says
+    so."""
 
     def __init__(self, why: str, *, after_s: float | None = None, busy: bool = False) -> None:
         super().__init__(why)
