@@ -67,7 +67,7 @@ class Worker:
         self._waited_share = 0.0
 
     async def start(self, program: str, call_filter: bytes) -> None:
-        """Start the zygote and wait for its first report. Raises `WorkerError`."""
+        """Start the process that forks the runs, and wait for its report. Raises `WorkerError`."""
         try:
             await self._spawn(program)
             assert self._writer is not None

@@ -177,8 +177,8 @@ class Acceptance:
             self._expected = None
 
     def expected_tokens(self) -> np.ndarray:
-        """Expected number of tokens that a step gives a row with a draft of k tokens: [kinds,
-        classes, k = 0 ... longest draft]."""
+        """Expected number of tokens that a step gives a row with a draft of k tokens: [kinds of
+        text, classes of match, k = 0 ... longest draft]."""
         if self._expected is None:
             chance = np.minimum(self.right / self.tried, 0.995)[:, :, None]
             self._expected = (1 - chance ** np.arange(1, LENGTHS[-1] + 2)) / (1 - chance)
@@ -347,7 +347,8 @@ class Drafter:
 
     def _point(self, text: RowText, siblings: Sequence[RowText], chance: np.ndarray) -> None:
         """Set the source of the row's draft to the longest match, unless its present source is
-        likelier to be right. `chance` of a drafted token: [kinds, match classes]."""
+        likelier to be right. `siblings`: rows of the same prompt. `chance` of each kind of text and
+        class of match."""
         kept = text.source
         found = self._longest_match(text, siblings)
         if found is None:
