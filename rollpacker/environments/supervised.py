@@ -398,8 +398,7 @@ def _calls_in(reply: Mapping[str, Any]) -> tuple[ToolCall, ...]:
 
 
 def _compared(answer: Begun | Answered) -> str:
-    """The parts of an answer that must be the same each time that the episode is played, as text.
-    The seconds are left out."""
+    """The answer as text, without seconds. It must be the same whenever the episode is played."""
     values: list[Any] = [answer.messages]
     if isinstance(answer, Answered):
         values += [answer.reward, answer.done, answer.truncated]
