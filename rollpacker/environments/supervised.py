@@ -398,7 +398,7 @@ def _calls_in(reply: Mapping[str, Any]) -> tuple[ToolCall, ...]:
 
 
 def _compared(answer: Begun | Answered) -> str:
-    """The answer as text, without seconds. It must be the same whenever the episode is played."""
+    """The parts of an answer, as text, that must be the same whenever its episode is played."""
     values: list[Any] = [answer.messages]
     if isinstance(answer, Answered):
         values += [answer.reward, answer.done, answer.truncated]
