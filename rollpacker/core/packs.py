@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkModel:
-    """Cost of training on a row, by its length, in units of one token's cost without attention."""
+    """Cost of training on a sample by its length. The unit is the cost of one token without
+    attention."""
 
     crossover_tokens: float = 48_000.0
     """Length in tokens at which attention costs as much as everything else.
@@ -31,7 +32,7 @@ class WorkModel:
 
 
 work = WorkModel()
-"""The default cost model, that of a model with a hidden size of 4,096."""
+"""Cost of training on a sample of a given length, for a model with a hidden size of 4,096."""
 
 
 def assign(

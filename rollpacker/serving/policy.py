@@ -23,8 +23,8 @@ class RequestFailed(Exception):
 
 
 class EnginePolicy:
-    """Has one engine generate responses to the prompts of many callers, on one event loop. No other
-    code may listen to the engine."""
+    """Has one engine generate responses to the prompts of many callers, on one event loop. The
+    engine must have no other user, since it reports every response to this object alone."""
 
     def __init__(self, engine: Engine, on_error: Callable[[BaseException], None]) -> None:
         """`on_error` is called in the event loop, with the error, if the engine dies."""

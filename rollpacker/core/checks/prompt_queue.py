@@ -26,7 +26,8 @@ class _Waiting:
         self.tokens: dict[SampleId, int] = {}
         """Tokens of each sample that waits, in the order of arrival."""
         self.entry: _Entry | None = None
-        """The entry by which heaps order this prompt; they skip older ones. None: none yet."""
+        """Heap of prompts of which `rank` gave None: the mean rank, which changes, stands for
+        theirs."""
 
 
 _Entry = tuple[float, int, int, _Waiting]
@@ -34,7 +35,7 @@ _Entry = tuple[float, int, int, _Waiting]
 
 
 class PromptQueue:
-    """Queue of samples by prompt. Call `look_again` for prompts of changed rank before `pop`."""
+    """Prompts whose rank (place in the order) must be computed again, in the order of change."""
 
     __slots__ = ("_arrivals", "_changed", "_known", "_unknown", "_waiting")
 

@@ -59,10 +59,11 @@ ZOMBIE = "zombie"
 """Key under which `Job.num_late` counts events from engines that do not have the sample."""
 
 HEEDED = frozenset({SampleGenerated, SampleAborted, SampleFailed, Committed})
-"""Kinds of event of which the fleet decides, by `Fleet.heeds`, whether the job handles them."""
+"""Kinds of event that are given to `Fleet.heeds`, which returns whether the job handles the
+event."""
 
 DIRECTED = frozenset({Abort, *MOVERS})
-"""Kinds of command that concern engines or their devices; others go on as they are."""
+"""Kinds of command that `Fleet.direct` acts on: those that concern engines or their devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +77,8 @@ class FleetConfig:
     max_losses: int = 3
     """Number of losses of one engine, without a committed step between them, that ends the run."""
     losses_of_all: bool = field(default=False, metadata=absent(True))
-    """True if the losses of all engines are counted together, as in older logs."""
+    """True if `max_losses` bounds the losses of all engines together. False: those of each
+    engine."""
     moves: bool = False
     """True if unfinished samples may move to another engine when one has joined or is released,
     since engines can go on from each other's tokens."""
@@ -110,9 +112,9 @@ class Fleet:
         trainer_apart: bool = False,
         by_turn: bool = False,
     ) -> None:
-        """`late` counts ignored events (`ZOMBIE`), by name. `train_group`: devices of a training
-        replica. `by_turn`: of the tokens that an earlier launch left a sample, at most as many as a
-        mean response has count as work. False: all count."""
+        """`late` counts ignored events, under the key `ZOMBIE`. `train_group`: number of devices of
+        one copy of the model in training. `by_turn`: as the work of a sample, at most as many of
+        its tokens from an earlier launch count as a mean response has. False: all of them count."""
         self.config = config
         self.engines = [Engine(number) for number in range(config.num_engines)]
         """Engines of this round, each with as many devices as the round asks for."""
@@ -139,7 +141,8 @@ class Fleet:
         them."""
         self._round = 0
         self._known = Known()
-        """Number and tokens of the responses finished in the last round that had any."""
+        """Number and tokens of responses finished in the last round that had any. Their mean length
+        is the expected work of a new sample."""
         self._seen = Known()
         """Number and tokens of the responses finished in this round."""
         self._losses = EngineLosses(config.max_losses, of_all=config.losses_of_all)
@@ -159,7 +162,8 @@ class Fleet:
         self._known = known
 
     def nobody(self) -> str:
-        """What samples without an engine wait for, in words. Empty: an engine takes samples."""
+        """Number and tokens of finished responses, from which the work of new samples is estimated:
+        all that a checkpoint holds of the fleet."""
         if self._gathering:
             return f"{len(self._gathering)} of {len(self.engines)} engines to be laid out anew"
         if self._takers():
@@ -171,7 +175,8 @@ class Fleet:
         return f"{which} to be replaced ({str(self._losses) or 'it was lost'})"
 
     def why_kept(self) -> str:
-        """Why no engine can be released now, in words; empty if one can."""
+        """Why no engine can be released (its devices given to the trainer) now, in words; empty if
+        one can."""
         if not self.config.moves:
             return "samples under way cannot move to another engine"
         if self.num_ready < len(self.engines):
@@ -181,8 +186,9 @@ class Fleet:
     # -- what engines say --------------------------------------------------------------
 
     def heeds(self, event: Committed | SampleGenerated | SampleAborted | SampleFailed) -> bool:
-        """Whether the job is to handle this event; false if its engine does not have the sample. To
-        be called once, in order, with every event of a kind in `HEEDED`."""
+        """Whether the job is to handle this event; False for an event from an engine that does not
+        have the sample (any more). To be called once, in order, with every event of a kind in
+        `HEEDED`."""
         # Every response comes by here: benchmarks/fleet_speed.py, benchmarks/sim_speed.py.
         if isinstance(event, Committed):
             self._losses.clear()
@@ -210,8 +216,8 @@ class Fleet:
     def on_engine(
         self, event: EngineLost | EngineReady | SampleMoved, version: int
     ) -> list[Command]:
-        """Commands that answer an event about an engine or a move. `version`: that of the weights
-        that engines should have now. Sets `given_up` if the run cannot go on."""
+        """Commands that answer an event about an engine or a move. `version`: version of the
+        weights that engines should have now. Sets `given_up` if the run cannot go on."""
         match event:
             case EngineLost():
                 return self._on_lost(event, version)
@@ -299,8 +305,9 @@ class Fleet:
         return self._place_waiting()
 
     def _share_with(self, engine: Engine) -> list[Command]:
-        """Commands that move samples of other engines to one that has joined, until it has a fair
-        share: the last launched first, since these have the fewest tokens to take along."""
+        """Commands that move samples of other engines to one that has joined, until it has as much
+        work as the mean engine: the last launched first, since these have the fewest tokens to take
+        along."""
         takers, seats = self._takers(), self._seats
         mean = sum(one.tokens for one in takers) / max(len(takers), 1)
         moved: list[SampleId] = []
@@ -425,8 +432,8 @@ class Fleet:
                 self._settle(sample)
 
     def _settle(self, sample: SampleId) -> None:
-        """Reports the end of a stopped sample that no engine has, with the tokens that it began
-        with."""
+        """Adds to `unanswered` the end of a stopped sample that no engine has. Its tokens are those
+        that an earlier launch had left it."""
         seats = self._seats
         del seats.work[sample]
         seats.engine[sample] = NOWHERE
@@ -462,9 +469,9 @@ class Fleet:
         return self._place(self._seats.under_way({NOWHERE})) if self._takers() else []
 
     def _send(self, samples: Sequence[SampleId]) -> list[Command]:
-        """Commands that move these samples, with the tokens that they have: back to the engine that
-        they come from if it takes samples, else to one that is chosen anew. The caller has taken
-        their work off their engines; it is added to the new ones."""
+        """Commands that move these samples, with their tokens, to other engines; a sample whose own
+        engine takes samples (again) stays there. The caller has subtracted their work from their
+        engines; this method adds it to the new ones."""
         routed: list[SampleId] = []
         seats = self._seats
         for sample in samples:

@@ -44,12 +44,12 @@ SLACK = 0.01
 """Pairs of factors (of prompts, and of samples) with a step within this share of the fastest one's
 seconds count as equally fast; of these the pair that shortens trained lengths least is chosen."""
 MAX_ROUNDS = 64
-"""Maximum number of rounds of each kind, and of trainings with weight sync, whose seconds are
-remembered."""
+"""Maximum number of the last rounds of each kind, and of the last trainings with weight sync, whose
+durations are remembered for the fit of step times."""
 MIN_ROUNDS = 2
 PRIOR_ROUNDS = 1e-3
-"""Weight, in rounds, of the assumption that decoding steps and tokens each cost half of a round. It
-decides while the rounds so far cannot tell their costs apart."""
+"""Number of rounds that count as evidence, in the fit of step times, for decoding steps and tokens
+each taking half of a round. It decides while the real rounds cannot tell the two apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +74,8 @@ class Choice:
     step_s: float
     """Predicted mean seconds of a step, over steps with short and with long rounds."""
     step_sd_s: float
-    """Standard deviation, in seconds, of a step from the mean of its kind, so far as the random
-    length of the longest response causes it."""
+    """Standard deviation, in seconds, of a step's duration from the mean of steps of its kind (with
+    a short or a long round), as far as the longest response's random length causes it."""
     baseline_step_s: float
     """Predicted mean seconds of a step with both factors 1: nothing is launched beyond the need."""
     length_shift: float
@@ -91,14 +91,16 @@ class Choice:
         return 1.0 - self.step_s / self.baseline_step_s
 
     def standard_error_s(self, num_steps: int) -> float:
-        """How far the mean of `num_steps` measured steps may be from `step_s` by chance alone, in
-        seconds, not counting errors of the fitted lengths and times."""
+        """Standard deviation, in seconds, of the mean of `num_steps` measured steps. It tells how
+        far this mean may be from `step_s` by chance, not counting errors of the fitted lengths and
+        times."""
         return self.step_sd_s / math.sqrt(num_steps)
 
 
 class FactorPlanner:
-    """Chooses how much more short rounds launch than they need (the factors of prompts and samples)
-    by what `observe_round` and `observe_fixed` report of a run."""
+    """Chooses the factors (launched over needed numbers) of prompts and of samples per prompt in
+    short rounds, by the durations that `observe_round` and `observe_fixed` report and a fitted
+    `LengthModel`."""
 
     def __init__(
         self,
@@ -116,7 +118,8 @@ class FactorPlanner:
         self.max_length_shift = None if debiased else max_length_shift
         self.grid = tuple(grid)
         self.current: tuple[float, float] | None = None
-        """(prompt_factor, sample_factor) as chosen last. None: none were chosen yet."""
+        """Factors (of prompts, of samples per prompt) that were chosen last. None: none were chosen
+        yet."""
         self._rounds: dict[str, deque[tuple[int, int, float]]] = {}
         """Last rounds by kind of round, so that frequent kinds do not crowd out rare ones: tokens
         of the longest response, all tokens, seconds."""
@@ -140,7 +143,7 @@ class FactorPlanner:
 
     @property
     def ready(self) -> bool:
-        """Whether enough rounds were observed for `choose` to be called."""
+        """Whether at least `MIN_ROUNDS` rounds were observed, so that `choose` may be called."""
         return sum(map(len, self._rounds.values())) >= MIN_ROUNDS
 
     def step_time(self) -> StepTime:
@@ -151,8 +154,8 @@ class FactorPlanner:
         return StepTime(per_step_s=per_step_s, per_token_s=per_token_s, fixed_s=fixed_s)
 
     def choose(self, model: LengthModel) -> Choice:
-        """Chooses how much more short rounds launch than they need from now on. This changes only
-        for a saving of at least `MIN_GAIN`, or if lengths are shortened too much at present."""
+        """Chooses the factors of short rounds from now on. They change only for a saving of at
+        least `MIN_GAIN`, or if the present ones shorten lengths more than `max_length_shift`."""
         now = () if self.current is None else (self.current,)
         choices = predict(
             model,

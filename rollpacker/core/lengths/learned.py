@@ -28,12 +28,15 @@ class Learned:
     def __init__(self, config: JobConfig) -> None:
         tail, cap = config.tail_batching, config.max_response_tokens
         self.factors = tail.factors
-        """Factors of the short rounds now: how much more they launch than they need."""
+        """Factors (launched over needed numbers) of prompts and of samples per prompt in short
+        rounds now."""
         self.debias: Debias | None = None
         self.window: LengthWindow | None = None
-        """Lengths of the last steps' responses. None: nothing is to be learnt from them."""
+        """Lengths of the last steps' responses. None: factors and loss weights do not depend on
+        them."""
         self.planner: FactorPlanner | None = None
-        """Chooses `factors` by measured rounds. None: the configuration gives them."""
+        """Chooses `factors` by the durations of rounds. None: the configuration gives the
+        factors."""
         if tail.enabled and tail.debias != "none":
             self.debias = Debias(cap=cap)
             self.window = self.debias.window
@@ -47,13 +50,15 @@ class Learned:
                 debiased=tail.debias != "none",
             )
         self._continued = tail.selection == "none"
-        """True if a prompt left unfinished goes on with its responses, not with new ones."""
+        """True if a later round goes on with the responses of an unfinished prompt. False: it makes
+        new ones."""
         self._now = 0.0
         """Time of the current event in seconds, rounded to microseconds as in the log."""
         self._since = 0.0
-        """Time in seconds at which the round or the training began that is being timed."""
+        """Time, in seconds, at which the current round began or, if the step trains already, the
+        training."""
         self._rollout_s = 0.0
-        """Seconds that the engines were busy with the current round; 0 while they still are."""
+        """Records the time, in seconds, of the event that the job handles now."""
 
     def take_time(self, time_s: float) -> None:
         """Records the time of the event that is handled now, in seconds."""
@@ -71,7 +76,8 @@ class Learned:
             self._rollout_s = self._seconds()
 
     def end_round(self, round_: Round) -> None:
-        """Records the lengths and the duration of a round that is over."""
+        """Records the lengths of a finished round's responses, and the seconds that its generation
+        took."""
         if self.planner is not None:
             self.planner.observe_round(
                 round_.plan.kind,
@@ -99,7 +105,8 @@ class Learned:
             self.planner.observe_fixed(self._seconds())
 
     def choose_factors(self, step: int) -> None:
-        """Chooses `factors` if they are "auto": once enough is known, and every few steps."""
+        """Chooses `factors` anew every `CHOOSE_EVERY` steps, and as soon as there is a length
+        model. Does nothing if the configuration gives them."""
         planner, window = self.planner, self.window
         if planner is None or not planner.ready or window is None:
             return
@@ -110,7 +117,7 @@ class Learned:
     # -- checkpoints -------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What was learnt, as three entries of the job's saved state."""
+        """Factors, lengths and observed durations, as three entries of the job's saved state."""
         lengths = self.debias or self.window
         return {
             "factors": list(self.factors),
@@ -119,8 +126,8 @@ class Learned:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores what was learnt from the job's saved state. `factors` that the run chose stay;
-        given ones are those of the configuration now."""
+        """Restores factors, lengths and durations from the job's saved state. Factors that the
+        configuration gives are not restored."""
         lengths = self.debias or self.window
         if lengths is not None and state["lengths"] is not None:
             lengths.restore(state["lengths"])

@@ -30,11 +30,13 @@ MAX_UNSEEN = 0.01
 """Largest share of the policy's own responses that may be longer than any complete one for a model
 to be given out: before the first long round nobody knows how long they are."""
 REFIT_SHARE = 0.1
-"""Number of launches, per prompt in the window, after which the model is fitted again."""
+"""The model is fitted again when the launches since the last fit are more than this share of the
+number of prompts in the window."""
 WARM_ITERATIONS = 8
 COLD_ITERATIONS = 100
 COLD_GROWTH = 3
-"""Growth of the window since the last fit from scratch, as a factor, that calls for another."""
+"""The model is fitted from scratch when the window has this many times the prompts that it had at
+the last fit from scratch."""
 
 
 @dataclass(slots=True)
@@ -42,7 +44,8 @@ class _StepLengths:
     prompts: dict[PromptId, PromptLengths]
     """Prompts first launched in this step, with the lengths that all their launches have shown."""
     ignored: list[PromptId]
-    """Prompts of this step that are not watched: their lengths are not kept."""
+    """Prompts of this step whose lengths are not kept, since it has more than
+    `MAX_PROMPTS_PER_STEP`."""
     counts: FloatArray
     """(B,) number of trained samples of the step per bin of length."""
     tokens: FloatArray
@@ -59,7 +62,7 @@ class SavedPrompt(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SavedStep:
-    """Lengths that one step has shown, as a checkpoint holds them."""
+    """Lengths of one step's responses, as a checkpoint holds them."""
 
     prompts: list[SavedPrompt]
     ignored: list[PromptId]
@@ -72,7 +75,7 @@ class SavedWindow:
     """A `LengthWindow` as a checkpoint holds it."""
 
     method: str = "none"
-    """Method of the loss weights that `table` holds. "none": there are no weights."""
+    """Name of the method that made the loss weights in `table`. "none": there are no weights."""
     cap: int | None
     steps: list[SavedStep]
     ignored: list[list[PromptId]]
@@ -109,9 +112,11 @@ class LengthWindow:
         self._cap = self._given_cap or 2
         self._steps: deque[_StepLengths] = deque()
         self._known: dict[PromptId, dict[PromptId, PromptLengths]] = {}
-        """The mapping that holds each watched prompt's lengths: that of its step, or `_new`."""
+        """For each prompt whose lengths are kept: the mapping that holds them, which is `prompts`
+        of its step, or `_new`."""
         self._ignored: deque[list[PromptId]] = deque()
-        """Prompts forgotten, or not watched, in each of the last `window_steps` steps."""
+        """Prompts of which new lengths are ignored, in a list for each of the last `window_steps`
+        steps: their own step has left the window."""
         self._is_ignored: set[PromptId] = set()
         self._new: dict[PromptId, PromptLengths] = {}
         """Lengths of the watched prompts first launched since the last step ended."""
@@ -144,7 +149,8 @@ class LengthWindow:
         )
 
     def close_step(self, trained_lengths: Sequence[int]) -> None:
-        """Ends a step, whose launches were observed. It trained on samples of these lengths."""
+        """Ends a step. `observe` was given all of its launches before; `trained_lengths` are the
+        lengths, in tokens, of the samples that it trained on."""
         self.make_room(trained_lengths)
         self._add_step(trained_lengths)
         self._steps_since_cold_fit += 1
@@ -153,7 +159,8 @@ class LengthWindow:
 
     @property
     def model(self) -> LengthModel | None:
-        """The model of the last fit. None while too little is known."""
+        """Model of the last fit. None: nothing was fitted, or with fewer than `MIN_PROMPTS`
+        prompts, or responses beyond the longest complete one are too frequent (`MAX_UNSEEN`)."""
         return self._model if self._trusted() else None
 
     @property
@@ -175,9 +182,9 @@ class LengthWindow:
     def metrics(self) -> dict[str, float]:
         """Metrics that compare trained lengths with the policy's own, over the window.
         `length/trained_mean` is there as soon as something was trained on, the others once there is
-        a model. `length/shift` is the trained over the own mean, minus 1;
-        `length/tail_trained_share` is the share of the policy's own tail beyond its 95 % quantile
-        that was trained on."""
+        a model. `length/shift` is the mean trained length over the policy's own, minus 1;
+        `length/tail_trained_share` is the share of the policy's responses beyond their 95 %
+        quantile that was trained on."""
         counts, tokens = self.trained()
         if not counts.sum():
             return {}
@@ -217,7 +224,8 @@ class LengthWindow:
     # -- checkpoints -------------------------------------------------------------------
 
     def saved(self) -> SavedWindow:
-        """The whole state for a checkpoint. A window that restores it goes on as this one would."""
+        """State of the window for a checkpoint. A window that restores it continues as this one
+        would."""
         return SavedWindow(
             cap=self._given_cap,
             steps=[
@@ -243,10 +251,10 @@ class LengthWindow:
         return to_plain(self.saved())
 
     def restore(self, state: Mapping[str, Any]) -> SavedWindow:
-        """Restores the `state` of another window, and returns it as `saved` had it. A shorter
-        window forgets the oldest steps, from the next step on. Under a larger cap the old lengths
-        mean something else: they are forgotten, and what later launches of their prompts show is
-        ignored. Raises `ValueError` for a smaller cap."""
+        """Restores another window's `state`, and returns it as a `SavedWindow`. A shorter window
+        forgets the oldest steps when the next step ends. If this window's cap is larger, all
+        lengths are forgotten, since a response cut off at the old cap was not at its end; later
+        launches of their prompts are ignored. Raises `ValueError` for a smaller cap."""
         saved = from_plain(SavedWindow, state)
         if saved.cap != self._given_cap:
             if saved.cap is None or self._given_cap is None or saved.cap > self._given_cap:
@@ -275,7 +283,8 @@ class LengthWindow:
         return saved
 
     def _ignore(self, saved: SavedWindow) -> SavedWindow:
-        """Begins with no lengths; later launches of the saved window's prompts are ignored."""
+        """Starts the window without lengths, and ignores later launches of the saved window's
+        prompts."""
         known = [one.prompt for step in saved.steps for one in step.prompts]
         known += [prompt for step in saved.steps for prompt in step.ignored]
         known += [one.prompt for one in saved.new]
@@ -346,8 +355,8 @@ class LengthWindow:
 
 
 def _tail_is_dark(prompts: Sequence[PromptLengths]) -> bool:
-    """Whether a fit could not be trusted: no response is complete, or too many samples were stopped
-    beyond the longest complete one."""
+    """Whether these prompts do not allow a fit: no response is complete, or more than a share
+    `MAX_UNSEEN` of the samples were stopped beyond the longest complete one."""
     longest = max((max(p.finished) for p in prompts if p.finished), default=None)
     if longest is None:
         return True
@@ -359,7 +368,8 @@ def _tail_is_dark(prompts: Sequence[PromptLengths]) -> bool:
 def _thin_out(
     prompts: dict[PromptId, PromptLengths], most: int
 ) -> tuple[dict[PromptId, PromptLengths], list[PromptId]]:
-    """Splits the prompts into at most `most`, evenly spread over their order, and all others."""
+    """Splits the prompts of a step into at most `most`, evenly spread over their order, and a list
+    of the others."""
     if len(prompts) <= most:
         return prompts, []
     names = list(prompts)

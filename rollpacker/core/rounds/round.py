@@ -46,8 +46,9 @@ class Round:
         rewards: RewardSchedule | None = None,
         late: Counter[str] | None = None,
     ) -> None:
-        """`late` counts, by event name, events about samples that did not matter any more.
-        `rewards` starts the checks of responses; None: one with default settings."""
+        """`late` counts, by event name, events about samples that the round needs no more.
+        `rewards` starts the checks of responses; None: a `RewardSchedule` with default settings is
+        made."""
         self.plan = plan
         self.preemptions = 0
         self.num_launched = 0
@@ -98,7 +99,8 @@ class Round:
         return not (self._num_open_quotas or self.num_under_way or self._num_awaited)
 
     def close(self) -> tuple[tuple[tuple[SampleId, ...], ...], list[Drop]]:
-        """Ends the round. Returns groups to train on, in launch order, and prompts to drop."""
+        """Ends the round. Returns the groups (each the samples of one prompt) to train on, in
+        launch order, and `Drop` commands for prompts with too few responses or verdicts."""
         assert self.closed
         groups: list[tuple[SampleId, ...]] = []
         drops: list[Drop] = []
@@ -119,7 +121,8 @@ class Round:
         return tuple(groups), drops
 
     def deferred(self) -> list[Waiting]:
-        """Prompts left unfinished, in launch order, with the responses to go on from."""
+        """Prompts that the round left unfinished, in launch order, each with the number of tokens
+        that its responses leave to the next launch."""
         carries = self.plan.tail.carries
         return [
             Waiting(g.prompt, g.attempt + 1, g.to_carry() if carries else ())
@@ -129,11 +132,12 @@ class Round:
 
     @property
     def has_complete(self) -> bool:
-        """Whether there are groups for `take_complete` to look at; it may return none of them."""
+        """Whether `take_complete` may return groups."""
         return bool(self._complete)
 
     def take_complete(self) -> list[tuple[SampleId, ...]]:
-        """Groups that are certain to be trained on and have all verdicts, each returned once."""
+        """Returns the groups (each the samples of one prompt to train on) whose samples all have
+        verdicts, if they were not returned before. Each is certain to be trained on."""
         groups = []
         for group in self._complete:
             kept = group.kept()
@@ -190,7 +194,8 @@ class Round:
         return self._generated(group, index, event.num_tokens)
 
     def _generated(self, group: Group, index: int, num_tokens: int) -> list[Command]:
-        """Counts a complete sample as finished. Returns commands for its check and what follows."""
+        """Counts a completely generated sample as finished. Returns commands that ask for its
+        verdict and, if it was the last of its prompt or round, those that end either."""
         group.num_generating -= 1
         group.num_unscored += 1
         self._num_awaited += 1
@@ -209,7 +214,8 @@ class Round:
         return commands
 
     def on_scored(self, event: SampleScored) -> list[Command]:
-        """Handles a verdict. One on a sample that no longer waits for it only counts as late."""
+        """Handles a reward's verdict. If the sample waits for none any more, the event only adds to
+        the count of late ones."""
         sample = event.sample
         index = sample.index
         group = self._groups.get(sample.prompt)
@@ -255,7 +261,7 @@ class Round:
         self, group: Group, index: int, *, is_chance: bool = True, of_place: bool = False
     ) -> list[Command]:
         """Replaces a failed sample if a replacement is allowed and needed; otherwise goes on
-        without it. `is_chance`: another try with the same random numbers may succeed; if not, the
+        without it. `is_chance`: the same random numbers may succeed at another try; if not, the
         replacement has its own. `of_place`: replacements are counted for this sample alone, not for
         its prompt."""
         group.num_generating -= 1
@@ -275,7 +281,8 @@ class Round:
         return self._after_progress(group) + self._after_engine()
 
     def awaits(self, sample: SampleId) -> bool:
-        """Whether the sample is generated, and its verdict is still to come and needed."""
+        """Whether the sample is generated, and the round still needs its verdict, which has not
+        come."""
         index = sample.index
         group = self._groups.get(sample.prompt)
         if group is None or sample.attempt != group.attempt or index >= len(group.states):
@@ -327,15 +334,16 @@ class Round:
         return commands
 
     def _stop(self, running: list[SampleId], unneeded: list[SampleId]) -> list[Command]:
-        """Commands that abort `running` samples, and end the checks of `unneeded` ones."""
+        """Commands that abort the `running` samples, and drop the rewards' checks of `unneeded`
+        ones."""
         commands: list[Command] = [Abort(samples=tuple(running))] if running else []
         if unneeded and self._overlap:
             commands += self._rewards.drop(unneeded)
         return commands
 
     def _let_go(self, group: Group, state: SampleState) -> tuple[list[SampleId], list[SampleId]]:
-        """Moves every sample of the group that is not kept to `state`. Returns the samples that an
-        engine or an environment still runs, and those whose verdicts were awaited."""
+        """Moves to `state` every sample of the group that is not to be trained on. Returns the
+        samples that an engine or environment still runs, and those whose verdicts were awaited."""
         kept = group.finished if group.done else ()
         running: list[SampleId] = []
         unneeded: list[SampleId] = []
