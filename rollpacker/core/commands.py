@@ -1,7 +1,6 @@
-"""Commands, the only output of the core (the scheduling code of `rollpacker/core`): small frozen
-records of what is to be done. Each kind is a subclass of `BaseCommand` and has exactly one port on
-every bus (the method that carries commands of this kind out), which the bus checks when it is
-connected."""
+"""Commands, the only output of the core (the scheduling code here): small frozen records of what is
+to be done. Each kind is a subclass of `BaseCommand` and has exactly one port on every bus (the
+method that carries commands of this kind out), which the bus checks when it is connected."""
 
 from __future__ import annotations
 
@@ -139,8 +138,7 @@ class Continue(BaseCommand, frozen=True, kw_only=True):
 
     samples: tuple[SampleId, ...]
     engines: Omitted[tuple[int, ...]] = ()
-    """Number of the engine of each sample: where possible the one that generated the turn
-    before."""
+    """Number of the engine of each sample: if possible that which generated the turn before."""
 
 
 class LetGo(BaseCommand, frozen=True, kw_only=True):
@@ -218,21 +216,17 @@ class StartGradients(BaseCommand, frozen=True, kw_only=True):
 
 
 class TrainOn(BaseCommand, frozen=True, kw_only=True):
-    """Take one optimizer step on these groups; answered by `Trained`.
-
-    Groups are in the order in which their prompts came to the round, and the samples of a group in
-    index order, whatever order they finished in. Every sample listed has a verdict.
-    """
+    """Take one optimizer step on these groups; answered by `Trained`. Groups are in the order in
+    which their prompts came to the round, and the samples of a group in index order, whatever order
+    they finished in. Every sample listed has a verdict."""
 
     step: int
     groups: tuple[tuple[SampleId, ...], ...]
     weights: tuple[tuple[float, ...], ...] | None = None
-    """Weight of each sample's loss, aligned with `groups`. Where the first samples to finish are
-    kept, long responses are kept too seldom, and weigh more; over many steps the mean is 1. None:
-    all are 1."""
+    """Weight of each sample's loss, as in `groups`. Where the first samples to finish are kept,
+    long responses are too rare and weigh more; over many steps the mean is 1. None: all are 1."""
     num_missing: int = 0
-    """Number of groups that the step lacks of a full batch, because no more prompts were tried in
-    place of dropped ones."""
+    """Number of groups that the step lacks because dropped prompts were not all replaced."""
     num_streamed: int = 0
     """Number of samples whose gradients were computed before, by `StartGradients`."""
     not_streamed: str = ""
@@ -274,8 +268,7 @@ class Commit(BaseCommand, frozen=True, kw_only=True):
 
 class Enter(BaseCommand, frozen=True, kw_only=True):
     """Wait until the run may use this pool's devices, and wake up its engines or trainer, which
-    `Leave` had parked there; answered by `Entered`. Engines then have the weights that were
-    published last."""
+    `Leave` had parked there; answered by `Entered`. Engines then have the newest weights."""
 
     pool: PoolName
     purpose: str

@@ -55,8 +55,7 @@ class SampleGenerated(BaseEvent, frozen=True, kw_only=True):
     """Number of tokens of the context that the engine did not compute for this response, since it
     had kept their keys and values from the sample's earlier turn (message)."""
     num_held: Omitted[int] = 0
-    """Tokens, the prompt's too, whose keys and values the engine keeps for the sample's next
-    turn."""
+    """Tokens, prompt included, whose keys and values the engine keeps for the next turn."""
     room: Omitted[int | None] = None
     """Tokens that the engine can still keep for samples that wait for environments. Negative: so
     many kept tokens should be dropped to make room. None: the engine does not report it."""
@@ -155,8 +154,7 @@ class ToolCall(NamedTuple):
 
 
 class Acted(BaseEvent, frozen=True, kw_only=True):
-    """Answer to `Act`: what the environment said to the model's message, or that the episode was
-    lost."""
+    """Answer to `Act`: the environment's answer to the model's message, or the episode's loss."""
 
     sample: SampleId
     turn: int
@@ -170,17 +168,15 @@ class Acted(BaseEvent, frozen=True, kw_only=True):
     reason: str = ""
     """Why the episode is over, as a finish reason ("" means "done"), or why it was lost."""
     cause: str = ""
-    """Cause of a lost episode: "environment" (it raised), "deadline" (it was too slow),
-    "infrastructure" (its process died: worth a retry), "prompt" (the prompt is unusable) or
-    "cancelled"."""
+    """Cause of a lost episode: "environment" (it raised), "deadline" (too slow), "infrastructure"
+    (its process died: worth a retry), "prompt" (that is unusable) or "cancelled"."""
     calls: Omitted[tuple[ToolCall, ...]] = ()
     """Tool calls that the model's message asked for, in order, without those that the environment
     made on its own account. If the answer was too slow, the last call had not ended."""
 
 
 class SampleScored(BaseEvent, frozen=True, kw_only=True):
-    """The reward's verdict on a sample: `value` is the reward. None: there is no verdict, and
-    `reason` says why."""
+    """The reward's verdict on a sample. Without one `value` is None, and `reason` says why."""
 
     sample: SampleId
     value: float | None
@@ -244,8 +240,7 @@ class PoolNeeded(BaseEvent, frozen=True, kw_only=True):
 
 
 class PoolUnneeded(BaseEvent, frozen=True, kw_only=True):
-    """Takes back the last `PoolNeeded`: the driver (which carries out commands) needs the pool no
-    more."""
+    """Takes back the last `PoolNeeded`: the driver (which carries out commands) is done."""
 
 
 class Reminded(BaseEvent, frozen=True, kw_only=True):

@@ -35,13 +35,11 @@ LEAST_EXPONENT, GREATEST_EXPONENT = -708.0, 709.0
 """Least and greatest argument for which `exp` computes a value. Below the least the result is 0;
 above the greatest it is that of the greatest."""
 _CHUNK = 8192
-"""Number of values that `exps` computes at once, so that values and intermediate results fit into a
-cache."""
+"""Number of values that `exps` computes at once, so that they fit into a cache."""
 
 
 def _split(value: Decimal, bits: int) -> tuple[float, float]:
-    """Splits `value` into the sum of two floats: a multiple of 2**-`bits`, and a small
-    remainder."""
+    """Splits `value` into the sum of two floats: a multiple of 2**-`bits`, and a small rest."""
     high = int(value * 2**bits) / 2**bits
     return high, float(value - Decimal(high))
 
@@ -50,8 +48,7 @@ with localcontext() as _context:
     _context.prec = 60
     _LN2 = Decimal(2).ln()
     _LN2_HIGH, _LN2_LOW = _split(_LN2, 40)
-    """The logarithm of 2 as a sum of two floats. The product of the high one and a whole number of
-    up to 11 bits is exact."""
+    """The logarithm of 2 as two floats; the high one times a whole number of 11 bits is exact."""
     _STEP_HIGH, _STEP_LOW = _split(_LN2 / 64, 42)
     """The logarithm of 2 ** (1/64) as a sum of two floats. The product of the high one and a whole
     number of up to 17 bits is exact."""
@@ -314,8 +311,7 @@ def total(values: FloatArray, axis: int = -1) -> FloatArray:
 
 
 def total_of(values: FloatArray) -> float:
-    """Sum of all elements of an array, added one after the other in memory order (last axis
-    fastest)."""
+    """Sum of all elements of an array, added one by one in memory order (last axis fastest)."""
     return float(total(values.reshape(-1))) if values.size else 0.0
 
 

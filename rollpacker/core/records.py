@@ -21,8 +21,7 @@ POOL_SWITCH = "switch"
 """Name of the `Note` with the seconds that engines or trainer took to leave the devices ("park") to
 another job, where jobs share pools of devices. `Entered` has the seconds of waking up again."""
 CALLBACK_SECONDS = "timing_s/callbacks"
-"""Metric of the `Note` on an evaluation: seconds that the program's callbacks took when the
-evaluation was done."""
+"""Metric of the `Note` on an evaluation: seconds of the program's callbacks at its end."""
 EVALUATION_ROLLOUT = "timing_s/testing_gen"
 """Metric of the `Note` on an evaluation: seconds for which the evaluation held the rollout pool,
 while responses were generated and environments answered."""
@@ -33,8 +32,7 @@ class LogError(ValueError):
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Entry that says that a process began or resumed the run: the first line of a log, and one
-    more line at every resume."""
+    """Entry for a process that began or resumed the run: the first line, and one per resume."""
 
     started_at: str
     """Wall-clock time at which the process began or resumed the run, ISO 8601, UTC."""
@@ -56,8 +54,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Entry with an event, the commands that answer it, and the seconds that the core took for the
-    answer (`cost_s`)."""
+    """Entry of an event, the commands that answer it, and the core's seconds (`cost_s`)."""
 
     time_s: float
     event: Event
@@ -67,8 +64,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 class Note(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Entry for a span of time that no event reports; `time_s` is its end. Its name is "startup",
-    "evaluation", "switch", or "gradients" (the work on `StartGradients` commands, with their number
-    of groups as a metric)."""
+    "evaluation", "switch", or "gradients" (work on `StartGradients`, with its number of groups)."""
 
     time_s: float
     name: str

@@ -73,8 +73,7 @@ class Service:
 
     def _until(self, started: float) -> float:
         """Return the loop time after which the caller that began at `started` waits no longer. One
-        that begins late in an outage may still wait for one probe; without this none would see the
-        service return."""
+        that begins late in an outage may still wait for one probe, to see the service return."""
         since = self.breaker.failing_since
         if since is None:
             return started + self.outage_s
@@ -86,8 +85,7 @@ class Service:
         self.breaker.succeeded()
 
     def failed(self, why: str, *, after_s: float | None = None) -> None:
-        """Record that an attempt was not answered. `after_s`: the pause that the service asked
-        for."""
+        """Record that an attempt was not answered. `after_s`: pause that the service asked for."""
         self.breaker.failed(why)
         if after_s is not None:
             now = asyncio.get_running_loop().time()

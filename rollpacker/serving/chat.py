@@ -25,8 +25,7 @@ _WITHOUT_EFFECT = {
     *("tool_choice", "response_format", "frequency_penalty", "presence_penalty"),
     *("top_logprobs", "logit_bias"),
 }
-"""Names of request parameters that have no effect here. One is accepted only with a value that asks
-for nothing."""
+"""Names of request parameters without effect, accepted only with a value that asks for nothing."""
 _MEANS_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "tool_choice": ("auto", "none"),
     "response_format": ({"type": "text"},),

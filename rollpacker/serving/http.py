@@ -73,11 +73,9 @@ class Limits:
 
     connections: int | None = None
     """Maximum number of connections at once. For one more, the connection that has been without an
-    admitted request for the longest is ended; if all have such a request, the new one gets status
-    503."""
+    admitted request for the longest is ended; if all have one, the new one gets status 503."""
     head_s: float | None = None
-    """Seconds within which the whole head of a request must come, from the start of the connection
-    or from the last response."""
+    """Seconds for the whole head of a request, from the connection's start or last response."""
     body_s: float | None = None
     """Seconds within which the whole body of a request must come, from the end of its head."""
 
@@ -101,8 +99,7 @@ def token_of(request: Request) -> str:
 
 
 class Server:
-    """HTTP server of one ASGI application on one address. `admit` refuses requests by their
-    heads."""
+    """HTTP server of an ASGI application on one address. `admit` refuses requests by heads."""
 
     def __init__(
         self, app: ASGIApp, *, admit: Admit = lambda request: None, limits: Limits = Limits()
@@ -251,8 +248,7 @@ class _Connection(H11Protocol):
         self._num_bytes = 0
         """Number of bytes that the client has sent since the last response."""
         self._awaited: str | None = None
-        """The part of a request that the client has to send next: "head" or "body". None while the
-        server has to answer."""
+        """Part of a request that the client has to send next: "head" or "body"; None: no part."""
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:

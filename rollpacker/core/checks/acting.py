@@ -23,8 +23,7 @@ class TurnLimits:
     max_turns: int | None = None
     """Maximum number of messages of the model in a trajectory. None: no limit."""
     max_trajectory_tokens: int | None = None
-    """Limit on the tokens of model and environment in a trajectory; the prompt's do not count.
-    None: no limit."""
+    """Limit on the tokens of a trajectory, without its prompt's. None: no limit."""
     max_environment_s: float | None = None
     """Limit on the seconds that an environment takes for all answers of a trajectory. None: no
     limit. Each answer has a deadline besides; if one is too late, the sample has failed."""
@@ -70,8 +69,7 @@ class ActingConfig:
     a time, and the answer's deadline. A source that is not named has no limits."""
     work_by_turn: bool = field(default=True, metadata=absent(False))
     """Whether, of a sample's tokens from an earlier launch, at most as many as a mean response has
-    count as its work, by which samples are spread over engines. False: all of those tokens
-    count."""
+    count as its work, for the choice of engines. False: all of those tokens count."""
     leaves_pool: bool = field(default=True, metadata=absent(False))
     """Whether a job lends its shared rollout pool to others while all samples of its round wait for
     slow environments. False: it keeps the pool."""
@@ -83,10 +81,9 @@ class ActingConfig:
 
 @dataclass(slots=True)
 class Retracing:
-    """Compares a trajectory that is generated again with the tokens that an earlier launch
-    (submission to an engine) of its prompt left: they are kept up to the first token that differs.
-    A position is a number of tokens after the prompt; environments' tokens count in all calls or in
-    none."""
+    """Compares a trajectory, generated again, with the tokens that an earlier launch (submission to
+    an engine) of its prompt left: they are kept up to the first token that differs. A position is a
+    number of tokens after the prompt; environments' tokens count in all calls or in none."""
 
     carried: int = 0
     """Tokens that an earlier launch (submission to an engine) left, up to the last sampled one."""
@@ -100,8 +97,7 @@ class Retracing:
 
     def drawn(self, start: int, num_tokens: int, num_kept: int | None) -> None:
         """Records a finished message that began at position `start`. `num_kept`: how many of its
-        tokens equal those of the earlier launch. None: not compared, since a token before was
-        different."""
+        tokens are the earlier launch's. None: not compared, since a token before was different."""
         if not self.goes_on:
             return
         self.kept = (self.kept or 0) if num_kept is None else start + num_kept
@@ -109,8 +105,7 @@ class Retracing:
 
     def stopped(self, start: int, num_tokens: int, num_kept: int | None) -> bool:
         """Records a message that was stopped, with the arguments of `drawn`. Returns True if the
-        trajectory now ends with this message, and False if it is still all that the earlier launch
-        left."""
+        trajectory now ends here, and False if it is still all that the earlier launch left."""
         if num_kept is not None:
             self.drawn(start, num_tokens, num_kept)
         return num_tokens > 0 and not (self.goes_on and num_kept is None)
@@ -133,8 +128,7 @@ class Episode:
     is_open: bool = False
     """True from the first `Act` command until the environment is told of the episode's end."""
     replaces: tuple[SampleId, ...] = ()
-    """Failed sample that this one replaces, whose random numbers it uses; empty if there is
-    none."""
+    """Failed sample that this one replaces, whose random numbers it uses. Empty: there is none."""
     retracing: Retracing = field(default_factory=Retracing)
 
 

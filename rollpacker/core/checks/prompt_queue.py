@@ -26,8 +26,7 @@ class _Waiting:
         self.tokens: dict[SampleId, int] = {}
         """Tokens of each sample that waits, in the order of arrival."""
         self.entry: _Entry | None = None
-        """Heap of prompts of which `rank` gave None: the mean rank, which changes, stands for
-        theirs."""
+        """Heap of prompts of which `rank` gave None: a mean rank, which changes, is used."""
 
 
 _Entry = tuple[float, int, int, _Waiting]

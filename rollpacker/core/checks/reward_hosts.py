@@ -52,7 +52,7 @@ class RewardHosts:
         self._ready.discard(number)
 
     def deal(self, num_samples: int) -> int | None:
-        """Assigns samples to the ready host with the fewest; returns its number. None: none is
+        """Gives samples to the ready host with the fewest. Returns its number; None: none is
         ready."""
         if not self._ready:
             return None

@@ -32,8 +32,7 @@ class RewardScheduleConfig:
     max_retries: int = 1
     """How often a check whose worker or endpoint failed is repeated at most; then: no verdict."""
     kinds: Mapping[str, RewardKindConfig] = field(default_factory=dict)
-    """Limits of the checks of prompts with this `source`. A source that is not named has no
-    limits."""
+    """Limits of the checks of prompts with this `source`. A source without limits is not named."""
 
     def __post_init__(self) -> None:
         if self.max_retries < 0:

@@ -74,11 +74,9 @@ class _Kind:
         """Samples in `queue` whose check or answer is not needed any more; they are skipped."""
         self.ranks: dict[PromptId, float] = {}
         """Minus the seconds of the longest check or answer so far of each prompt of this round: the
-        prompt with the longest is expected to take longest again, and comes first. Empty unless the
-        order is "longest"."""
+        longest comes first. Empty unless the order is "longest"."""
         self.num_seen = 0
-        """Number of checks or answers that ended by themselves, counted with the order
-        "longest"."""
+        """Number of checks or answers that ended by themselves. 0 unless the order is "longest"."""
         self.total_s = 0.0
         """Seconds that the checks or answers counted in `num_seen` took together."""
 
@@ -117,8 +115,7 @@ class Schedule(Generic[E]):
         """Samples whose reward check or environment's answer runs, in order of starting, each with
         the number of times that it was started before."""
         self.num_waiting = 0
-        """Number of reward checks or environments' answers in all queues, including unneeded ones
-        that are not removed yet."""
+        """Number of checks or answers in all queues; unneeded ones may be among them."""
         self._configs = kinds
         self.max_retries = max_retries
         """How often a reward check or environment's answer is started again at most because a

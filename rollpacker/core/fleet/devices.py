@@ -45,8 +45,7 @@ class Devices:
     def __init__(
         self, num_engines: int, degree: int, *, train_group: int = 1, trainer_apart: bool = False
     ) -> None:
-        """`degree`: number of devices of an engine. `train_group`: number of devices of one copy of
-        the model in training."""
+        """`degree`: devices per engine. `train_group`: devices per copy of the trained model."""
         self.owners: list[Owner | None] = [None] * (num_engines * degree)
         self._degree = degree
         self._train_group = train_group

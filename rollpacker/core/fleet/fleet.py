@@ -59,8 +59,7 @@ ZOMBIE = "zombie"
 """Key under which `Job.num_late` counts events from engines that do not have the sample."""
 
 HEEDED = frozenset({SampleGenerated, SampleAborted, SampleFailed, Committed})
-"""Kinds of event that are given to `Fleet.heeds`, which returns whether the job handles the
-event."""
+"""Kinds of event given to `Fleet.heeds`, which returns whether the job handles the event."""
 
 DIRECTED = frozenset({Abort, *MOVERS})
 """Kinds of command that `Fleet.direct` acts on: those that concern engines or their devices."""
@@ -77,8 +76,7 @@ class FleetConfig:
     max_losses: int = 3
     """Number of losses of one engine, without a committed step between them, that ends the run."""
     losses_of_all: bool = field(default=False, metadata=absent(True))
-    """True if `max_losses` bounds the losses of all engines together. False: those of each
-    engine."""
+    """True if `max_losses` bounds the losses of all engines together. False: of each engine."""
     moves: bool = False
     """True if unfinished samples may move to another engine when one has joined or is released,
     since engines can go on from each other's tokens."""
@@ -137,7 +135,7 @@ class Fleet:
         self.unanswered = deque[SampleAborted]()
         """Aborted samples that no engine will answer for, which `direct` reports to the job."""
         self._gathering: set[int] = set()
-        """Numbers of the engines still missing after a regrouping of devices; all samples wait for
+        """Engines still missing, by number, after devices were regrouped; all samples wait for
         them."""
         self._round = 0
         self._known = Known()
@@ -175,8 +173,7 @@ class Fleet:
         return f"{which} to be replaced ({str(self._losses) or 'it was lost'})"
 
     def why_kept(self) -> str:
-        """Why no engine can be released (its devices given to the trainer) now, in words; empty if
-        one can."""
+        """Why no engine can give up its devices to the trainer now, in words; empty if one can."""
         if not self.config.moves:
             return "samples under way cannot move to another engine"
         if self.num_ready < len(self.engines):
@@ -186,9 +183,8 @@ class Fleet:
     # -- what engines say --------------------------------------------------------------
 
     def heeds(self, event: Committed | SampleGenerated | SampleAborted | SampleFailed) -> bool:
-        """Whether the job is to handle this event; False for an event from an engine that does not
-        have the sample (any more). To be called once, in order, with every event of a kind in
-        `HEEDED`."""
+        """Whether the job is to handle this event; False if the event's engine does not have the
+        sample. To be called once, in order, with every event of a kind in `HEEDED`."""
         # Every response comes by here: benchmarks/fleet_speed.py, benchmarks/sim_speed.py.
         if isinstance(event, Committed):
             self._losses.clear()
@@ -257,8 +253,7 @@ class Fleet:
 
     def _place_again(self, lost: int) -> list[Command]:
         """Commands that restart the samples that the lost engine had, or that were moving to or
-        from it. A sample that was moving to it goes on in the engine that it was leaving, if that
-        still has it."""
+        from it. A sample that was moving to it stays where it was, if it is still there."""
         homeless: list[SampleId] = []
         going_on: list[SampleId] = []
         anyone = bool(self._takers())
@@ -305,9 +300,8 @@ class Fleet:
         return self._place_waiting()
 
     def _share_with(self, engine: Engine) -> list[Command]:
-        """Commands that move samples of other engines to one that has joined, until it has as much
-        work as the mean engine: the last launched first, since these have the fewest tokens to take
-        along."""
+        """Commands that move samples of other engines to one that has joined, until it has the mean
+        work: the last launched first, since these have the fewest tokens to take along."""
         takers, seats = self._takers(), self._seats
         mean = sum(one.tokens for one in takers) / max(len(takers), 1)
         moved: list[SampleId] = []

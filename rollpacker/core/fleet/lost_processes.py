@@ -59,9 +59,8 @@ class TrainerLosses:
         """Reason of each loss of the trainer since the last committed step."""
 
     def on_lost(self, event: TrainerLost, version: int) -> list[RestoreTrainer]:
-        """Commands that start the trainer's processes anew after a loss, with the weights of
-        `version`, which the last optimizer step made. Sets `given_up` instead if there were too
-        many losses."""
+        """Commands that start the trainer's processes anew, with the weights of `version`, which
+        the last optimizer step made. Sets `given_up` instead if there were too many losses."""
         assert self.max_losses is not None, f"{event} in a run whose trainer cannot be lost"
         if event.incarnation != self.incarnation:
             return []  # known already

@@ -86,8 +86,7 @@ class KnownKind(msgspec.Struct, forbid_unknown_fields=True):
     last_rate: float | None = None
     """Preemptions per launched sample in the last round of this kind. None before the first."""
     num_calm: int = 0
-    """Rounds of this kind in a row, up to the last, without preemption at this number of devices
-    per engine."""
+    """Number of the last rounds of this kind, in a row, without preemption at this `degree`."""
     num_failures: dict[int, int] = msgspec.field(default_factory=dict)
     """How often this kind of round had to go from each tensor-parallel degree to a higher one."""
 

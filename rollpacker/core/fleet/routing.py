@@ -35,8 +35,7 @@ class Engine:
 
     number: int
     incarnation: int = 0
-    """How often the engine was replaced. Each loss is counted at once, before the new engine is
-    there."""
+    """How often the engine was replaced. A loss counts at once, before the new engine is there."""
     ready: bool = True
     """True if the engine has the weights of the round and generates."""
     released: bool = False
@@ -67,8 +66,7 @@ class Router:
     def __init__(self, routing: Routing) -> None:
         self._routing = routing
         self._homes: dict[PromptId, int] = {}
-        """Number of the engine that each prompt's last sample was given. Empty unless the routing
-        is "group"."""
+        """Number of the engine of each prompt's last sample. Empty unless routing is "group"."""
 
     def begin_round(self) -> None:
         self._homes.clear()

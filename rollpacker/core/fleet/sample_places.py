@@ -22,8 +22,7 @@ class Seats:
         count as a mean response has. False: all of them count."""
         self._by_turn = by_turn
         self.engine: dict[SampleId, int] = {}
-        """Number of the engine that has, or had, each sample; `NOWHERE`: the sample waits for an
-        engine."""
+        """Number of the engine that has, or had, each sample; `NOWHERE`: none has it yet."""
         self.work: dict[SampleId, int] = {}
         """Expected cost, in tokens, of each sample that has not ended, in launch order."""
         self.source: dict[SampleId, int] = {}
@@ -45,8 +44,7 @@ class Seats:
         self, samples: Sequence[SampleId], carried: Sequence[int], mean_tokens: int
     ) -> Sequence[int]:
         """Records and returns the expected work of these samples, which have no engine yet.
-        `carried`: tokens that each sample is launched with, or empty. `mean_tokens`: expected
-        length of a response."""
+        `carried`: tokens of each to begin with. `mean_tokens`: expected length of a response."""
         work = [mean_tokens] * len(samples)
         if carried:
             self.carried.update(zip(samples, carried, strict=True))

@@ -49,8 +49,7 @@ class StreamConfig:
     kinds: tuple[str, ...] = ("long", "flush")
     """Kinds of round in which devices may be released to the trainer before the round is over."""
     window: tuple[float, float] = (0.2, 0.5)
-    """Devices are released only while the share of finished samples in a round is between these
-    two."""
+    """Devices are released only while the finished samples' share in a round is between these."""
     every: float = 0.05
     """A release is tried anew whenever the share of finished samples has grown by this much."""
     released_share: float = 0.5
@@ -110,9 +109,9 @@ class DeviceLayout:
             raise ValueError(f"kv_tokens must be at least 1, not {self.kv_tokens}")
 
     def releasable(self, share: float) -> tuple[int, ...]:
-        """Numbers of the devices that engines can give to the trainer: the last ones, at most
-        `share` of all, such that no engine and no training replica is split and one engine stays.
-        Empty: impossible."""
+        """Numbers of devices for engines to give to the trainer: the last ones, at most `share` of
+        all, so that no engine or training replica is split and one engine stays. Empty:
+        impossible."""
         unit = math.lcm(self.tensor_parallel, self.train_group)
         if self.gpus % unit:
             return ()
@@ -168,21 +167,17 @@ class StreamPlan:
         self.num_tries = 0
         self.num_releases = 0
         self.num_refused_kv = 0
-        """Number of times that no devices were released, since the other engines would have run out
-        of key-value cache."""
+        """Number of tries to release devices that the key-value cache of other engines forbade."""
         self.num_refused_layout = 0
-        """Number of times that no devices were released, since an engine or a training replica
-        would have been split."""
+        """Number of tries to release devices that would have split an engine or replica."""
         self._histories: dict[str, deque[int]] = {}
-        """Tokens of samples when they left the engine, finished or stopped, in earlier rounds, by
-        the keys of `_history_of`."""
+        """Tokens of samples that left an engine in earlier rounds, by kind of round
+        (`_history_of`)."""
         self._left: list[int] = []
-        """Tokens of samples when they left the engine in this round; added to `_histories` when the
-        next round begins."""
+        """Tokens of this round's samples that left the engine, for `_histories` after the round."""
         self._round: _RoundUnderWay | None = None
         self.active = False
-        """True if gradients of the current round's groups may be computed before the round is
-        over."""
+        """True if gradients of the round's groups may be computed before the round is over."""
         self.may_release = False
         """True if engines' devices may be given to the trainer in this round; each sample's end
         must then be reported by `on_finished` or `on_stopped`."""
@@ -212,8 +207,7 @@ class StreamPlan:
         prompt_tokens: float,
         layout: DeviceLayout,
     ) -> None:
-        """Calls `begin`, with these arguments, if groups of a round of this kind may be trained on
-        before the round is over."""
+        """Calls `begin` if groups of a round of this kind may be trained on before its end."""
         by_kind = self.config.reward_wait or kind in self.config.kinds
         self.active = self.config.enabled and (by_kind or self.trainer_apart)
         self.may_release = self.may_stream_early = False
@@ -282,9 +276,8 @@ class StreamPlan:
     def take_up(
         self, complete: Sequence[tuple[SampleId, ...]], *, engine_empty: bool
     ) -> tuple[tuple[SampleId, ...], ...]:
-        """Takes groups (of a prompt's samples) that have become complete. Returns those groups, of
-        these and earlier ones, whose gradients the trainer may compute now; no group is returned
-        twice."""
+        """Takes groups (of a prompt's samples) that have become complete. Returns those, of these
+        and earlier ones, whose gradients may be computed now; none is returned twice."""
         self._waiting += complete
         chosen = self.groups_to_stream(self._waiting, engine_empty=engine_empty)
         self._waiting = self._waiting[len(chosen) :]
@@ -434,9 +427,8 @@ class SavedPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def _history_of(kind: RoundKind) -> str:
-    """Key of the remembered lengths for this kind of round. A kind that keeps the first samples to
-    finish and stops the others has its own key: its lengths say nothing about rounds that wait for
-    every sample."""
+    """Key of the remembered lengths for this kind of round. A kind that stops all but the first to
+    finish has its own key: its lengths say nothing about the other rounds."""
     is_race = kind in (RoundKind.SHORT, RoundKind.CASCADE)
     return kind.value if is_race else WHOLE
 
@@ -451,8 +443,7 @@ def _tries(config: StreamConfig, num_samples: int) -> list[int]:
 def _peak_demand(lengths: IntArray, num_live: int, prompt_tokens: float) -> float:
     """Largest number of tokens that `num_live` samples of one engine hold at once, with a margin.
     All samples are at the same position, and end at lengths drawn from `lengths` (ascending).
-    Between two of these lengths no sample ends and the demand grows, so that it is greatest just
-    before one of them."""
+    Between two of these no sample ends and the demand grows: it is greatest just before one."""
     alive = 1.0 - np.arange(lengths.size) / lengths.size
     expected = num_live * alive
     bound = np.minimum(expected + NUM_SDS * np.sqrt(expected * (1.0 - alive)), num_live)

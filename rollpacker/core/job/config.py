@@ -19,14 +19,12 @@ from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobConfig:
-    """Settings by which the core (`rollpacker/core`) schedules a run. Every event log holds
-    them."""
+    """Settings by which the core (`rollpacker/core`) schedules a run. Event logs hold them."""
 
     prompts_per_step: int
     samples_per_prompt: int
     max_steps: int | None
-    """Maximum number of steps; more may follow for prompts that earlier rounds left unfinished.
-    None: until the data ends."""
+    """Maximum number of steps, except for prompts left unfinished. None: until the data ends."""
     max_response_tokens: int | None = None
     prompt_tokens: int = 0
     """Mean number of tokens of a prompt, by which the use of the key-value cache is estimated."""
@@ -38,14 +36,12 @@ class JobConfig:
     trainer_apart: bool = False
     """True if the trainer has devices of its own, and may work while the engines generate."""
     layouts: tuple[DeviceLayout, ...] = (DeviceLayout(),)
-    """How engines and trainer share the devices: one layout for each degree of tensor
-    parallelism."""
+    """How engines and trainer share the devices: a layout for each degree of tensor parallelism."""
     max_retries: int = 2
     """Maximum number of replacements per prompt and round for samples that the engine failed on."""
     min_verdicts: int = 2
     """Least number of samples with a verdict of the rewards for a group (a prompt's samples) to be
-    trained on, rather than dropped: 2 where the algorithm compares the samples of a prompt, else
-    1."""
+    trained on, not dropped: 2 where the algorithm compares the samples of a prompt, else 1."""
     cadence: Cadence | None = field(default=None, metadata=OMIT_DEFAULT)
     """When checkpoints and evaluations are due. None: never; a simulation has neither, and a log
     from before this field does not say."""

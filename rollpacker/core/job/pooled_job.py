@@ -96,8 +96,8 @@ class PooledJob(Job):
         self._begins = False
         """True if a step begins as soon as the job has the rollout pool."""
         self._refill: NextRound | None = None
-        """Round that brings groups that a step lacks, held back until the rollout pool is there.
-        None: no such round waits."""
+        """Round for groups that a step lacks, held back until the rollout pool is there; else
+        None."""
         self._answered: list[Launch | Continue] = []
         """`Launch` and `Continue` commands for samples whose environments answered after the job
         left the rollout pool. Their engines are named when the job has the pool again."""
@@ -149,8 +149,7 @@ class PooledJob(Job):
 
     def _without_pool(self, round_: Round, commands: list[Command]) -> list[Command]:
         """Those of the round's `commands` that can be given without the rollout pool. `Launch` and
-        `Continue` go to `_answered`; a sample that is aborted before its own is given counts as
-        stopped."""
+        `Continue` go to `_answered`; a sample aborted before its own is given counts as stopped."""
         said: list[Command] = []
         for command in commands:
             if isinstance(command, Launch | Continue):
@@ -230,8 +229,7 @@ class PooledJob(Job):
 
     def _turn(self, commands: list[Command], now_s: float) -> list[Command]:
         """Returns those of `commands` that need no pool or the pool that the job has, and holds
-        back the others. Adds the commands that leave a pool the job has no more use for and ask for
-        the next one."""
+        back the others. Adds those that leave a pool no longer used and ask for the next one."""
         said: list[Command] = []
         after_s = self._stay.look(now_s, rests=self.pool == "rollout" and self._only_acts())
         if after_s is not None:
@@ -276,8 +274,7 @@ class PooledJob(Job):
         return 0 < round_.num_acting == round_.num_under_way
 
     def _wanted(self) -> list[tuple[PoolName, str]]:
-        """Pools that the job needs now, each with its purpose (`Enter.purpose`), in the order in
-        which to ask for them."""
+        """Pools that the job needs now, with purposes (`Enter.purpose`), in order of asking."""
         wanted: list[tuple[PoolName, str]] = []
         if self.phase is Phase.DONE:
             return wanted

@@ -27,8 +27,7 @@ class Stay:
         self._began_s = 0.0
         """Time at which the last training began, in seconds."""
         self._trained_s: float | None = None
-        """Seconds from the last training's start until the engines had the new weights. None: the
-        job has not trained yet."""
+        """Seconds of the last training, until engines had the new weights. None: there was none."""
         self._switch_s = 0.0
         """Seconds that the engines took to wake up last time."""
         self._due_s: float | None = None
@@ -50,8 +49,7 @@ class Stay:
         self._trained_s = now_s - self._began_s
 
     def reminded(self) -> None:
-        """Records that the reminder came for which `look` had given the seconds. It may have come
-        early."""
+        """Records the reminder for which `look` gave the seconds. It may have come early."""
         self._is_reminded = False
 
     def look(self, now_s: float, *, rests: bool) -> float | None:

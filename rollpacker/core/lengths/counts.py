@@ -69,7 +69,7 @@ class LengthCounts:
 
     def totals(self, shares: FloatArray) -> tuple[FloatArray, FloatArray]:
         """(C, B) number of complete and of stopped responses by class of prompts and bin of length.
-        (N, C, BLOCK) `shares`: probability of each class for each prompt, rounded so that sums are
+        (N, C, BLOCK) `shares`: chance of each class for a prompt, rounded so that sums are
         exact."""
         shares = to_grid(shares, self.num_samples)
         ended = np.zeros((shares.shape[1], self.starts.size))

@@ -22,8 +22,7 @@ from rollpacker.core.lengths.window import LengthWindow
 from rollpacker.core.portable import total_of
 
 METHOD = "moments"
-"""Name of the method of loss weights (`tail_batching.debias`) in a checkpoint; there is no other
-that gives weights."""
+"""Name of the only method of loss weights (`tail_batching.debias`), as checkpoints hold it."""
 
 
 class Debias:
@@ -46,19 +45,16 @@ class Debias:
         """(B,) weight of a sample, by bin of length. None: there are no weights yet."""
 
     def observe(self, prompt: PromptId, finished: Sequence[int], stopped: Sequence[int]) -> None:
-        """Records the lengths, in tokens, of the complete and of the stopped responses that one
-        launch of a prompt gave."""
+        """Records lengths, in tokens, of one launch of a prompt: complete and stopped responses."""
         self.window.observe(prompt, finished, stopped)
 
     def step(self, trained_lengths: Sequence[int]) -> list[float] | None:
         """Ends a step, after `observe` was given all of its launches. Returns the loss weight of
-        each trained sample. None before the first weights were computed.
-
-        Over the trained samples of the window the weights have the mean 1; over one step they need
-        not. The weights are those that the steps before led to: a step that happens to hold many
-        long responses would otherwise weigh them less for that very reason, and the weighted
-        lengths would come out short.
-        """
+        each trained sample. None before the first weights were computed. Over the trained samples
+        of the window the weights have the mean 1; over one step they need not. The weights are
+        those that the steps before led to: a step that happens to hold many long responses would
+        otherwise weigh them less for that very reason, and the weighted lengths would come out
+        short."""
         self.window.make_room(trained_lengths)
         early = self.weigh(trained_lengths)
         self.window.close_step(trained_lengths)
@@ -69,8 +65,7 @@ class Debias:
         return self.weigh(trained_lengths) if early is None else early
 
     def weigh(self, lengths: Sequence[int]) -> list[float] | None:
-        """Loss weights of samples of these lengths in tokens. None before the first weights were
-        computed."""
+        """Loss weights of samples of these lengths in tokens. None before the first weights."""
         table = self._table_in_force()
         if table is None:
             return None
@@ -78,8 +73,7 @@ class Debias:
         return weights
 
     def metrics(self) -> dict[str, float]:
-        """Metrics by name: of the window's lengths, of their weighted mean, and of the loss
-        weights."""
+        """Metrics, by name, of the window's lengths, their weighted mean, and the loss weights."""
         metrics, table = self.window.metrics(), self._table_in_force()
         if table is None or not metrics:
             return metrics
@@ -94,16 +88,14 @@ class Debias:
         }
 
     def _table_in_force(self) -> FloatArray | None:
-        """(B,) loss weights by bin of length. None: none were computed, or a longer response has
-        added bins since."""
+        """(B,) loss weights by bin of length. None: there are none, or bins were added since."""
         table = self._table
         return None if table is None or table.size != self.window.num_bins else table
 
     # -- checkpoints -------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Window and weights as plain JSON values; an instance that restores these continues as
-        this one."""
+        """Window and weights as plain JSON values, for another instance to go on as this one."""
         saved = replace(self.window.saved(), method=METHOD, table=self._table_in_force())
         return to_plain(saved)
 

@@ -91,16 +91,14 @@ class Choice:
         return 1.0 - self.step_s / self.baseline_step_s
 
     def standard_error_s(self, num_steps: int) -> float:
-        """Standard deviation, in seconds, of the mean of `num_steps` measured steps. It tells how
-        far this mean may be from `step_s` by chance, not counting errors of the fitted lengths and
-        times."""
+        """Standard deviation, in seconds, of the mean of `num_steps` measured steps: how far it may
+        be from `step_s` by chance. Errors of the fitted lengths and times are left out."""
         return self.step_sd_s / math.sqrt(num_steps)
 
 
 class FactorPlanner:
     """Chooses the factors (launched over needed numbers) of prompts and of samples per prompt in
-    short rounds, by the durations that `observe_round` and `observe_fixed` report and a fitted
-    `LengthModel`."""
+    short rounds, by reported durations and a fitted `LengthModel`."""
 
     def __init__(
         self,
@@ -118,8 +116,7 @@ class FactorPlanner:
         self.max_length_shift = None if debiased else max_length_shift
         self.grid = tuple(grid)
         self.current: tuple[float, float] | None = None
-        """Factors (of prompts, of samples per prompt) that were chosen last. None: none were chosen
-        yet."""
+        """Factors (of prompts, of samples per prompt) chosen last. None: none were chosen yet."""
         self._rounds: dict[str, deque[tuple[int, int, float]]] = {}
         """Last rounds by kind of round, so that frequent kinds do not crowd out rare ones: tokens
         of the longest response, all tokens, seconds."""
@@ -129,8 +126,7 @@ class FactorPlanner:
         self, kind: RoundKind, *, longest_tokens: int, tokens: int, seconds: float
     ) -> None:
         """Records that a round's rollout took `seconds`, that its longest response (finished or
-        stopped) has `longest_tokens`, and that all responses, thrown away ones too, have
-        `tokens`."""
+        stopped) has `longest_tokens`, and that all responses together have `tokens`."""
         assert longest_tokens >= 0 and tokens >= 0 and math.isfinite(seconds)
         if longest_tokens and seconds > 0:
             history = self._rounds.setdefault(kind.value, deque(maxlen=MAX_ROUNDS))
@@ -245,9 +241,8 @@ def predict(
     samples_per_prompt: int,
     pairs: Sequence[tuple[float, float]] = tuple(itertools.product(GRID, GRID)),
 ) -> list[Choice]:
-    """Predicts step times and lengths for each (prompt_factor, sample_factor) of `pairs`, in that
-    order. A pair that launches the same numbers as one before it is left out. Raises `ValueError`
-    for a factor below 1."""
+    """Predicts step times and lengths for each (prompt_factor, sample_factor) in `pairs`. A pair
+    with the numbers of an earlier one is left out. Raises `ValueError` for a factor below 1."""
     if min(itertools.chain.from_iterable(pairs)) < 1:
         raise ValueError("a factor cannot be less than 1")
     launched: dict[tuple[int, int], tuple[float, float]] = {}

@@ -45,9 +45,8 @@ from rollpacker.core.portable import (
 )
 
 PRIOR_SHARE = 0.005
-"""Size of the prior on the classes' lengths, in imagined samples per observed sample. It is large
-enough to steady the tail of a class with few complete long responses, and too small to matter
-elsewhere."""
+"""Size of the prior on the classes' lengths, in imagined samples per observed sample. It steadies
+the tail of a class with few long responses, and is too small to matter elsewhere."""
 PRIOR_EVEN = 0.01
 """Share of the prior that is spread evenly over all bins, so that none is ruled out for good."""
 PRIOR_PROMPTS = 1.0
@@ -114,15 +113,13 @@ def fit_length_model(
     max_iterations: int = 150,
     tolerance: float = 1e-6,
 ) -> LengthModel:
-    """Maximum a posteriori fit of `num_classes` classes to all launches of `prompts`.
-
-    With `hard_prompts` every class has a twin of prompts whose responses go astray now and then.
-    `start` is an earlier fit, with the same cap and classes, to go on from; without it the EM
-    starts from the one of a few Gaussian copulas that explains the prompts best. It ends after
+    """Maximum a posteriori fit of `num_classes` classes to all launches of `prompts`. With
+    `hard_prompts` every class has a twin of prompts whose responses go astray now and then. `start`
+    is an earlier fit, with the same cap and classes, to go on from; without it the EM starts from
+    the one of a few Gaussian copulas that explains the prompts best. It ends after
     `max_iterations`, or when an iteration adds less than `tolerance` per sample to the objective.
     Raises `ValueError` if no response is complete, if a length lies below 0 or above the cap, or if
-    `start` does not match.
-    """
+    `start` does not match."""
     if num_classes < 1:
         raise ValueError(f"a length model needs at least one class, not {num_classes}")
     data = LengthCounts.of(prompts, bin_starts(cap))

@@ -20,23 +20,19 @@ from rollpacker.core.rounds.round import Round
 from rollpacker.core.rounds.tail_batching import Factors
 
 CHOOSE_EVERY = 10
-"""Number of steps after which a run with factors "auto" chooses anew how much more its short rounds
-launch than they need."""
+"""Steps after which a run with factors "auto" chooses the factors of short rounds anew."""
 
 
 class Learned:
     def __init__(self, config: JobConfig) -> None:
         tail, cap = config.tail_batching, config.max_response_tokens
         self.factors = tail.factors
-        """Factors (launched over needed numbers) of prompts and of samples per prompt in short
-        rounds now."""
+        """Factors (launched over needed) of prompts and of samples per prompt in short rounds."""
         self.debias: Debias | None = None
         self.window: LengthWindow | None = None
-        """Lengths of the last steps' responses. None: factors and loss weights do not depend on
-        them."""
+        """Lengths of the last steps' responses. None: neither factors nor weights need them."""
         self.planner: FactorPlanner | None = None
-        """Chooses `factors` by the durations of rounds. None: the configuration gives the
-        factors."""
+        """Chooses `factors` by durations of rounds. None: the configuration gives the factors."""
         if tail.enabled and tail.debias != "none":
             self.debias = Debias(cap=cap)
             self.window = self.debias.window
@@ -50,13 +46,11 @@ class Learned:
                 debiased=tail.debias != "none",
             )
         self._continued = tail.selection == "none"
-        """True if a later round goes on with the responses of an unfinished prompt. False: it makes
-        new ones."""
+        """True if a later round goes on with an unfinished prompt's responses. False: not."""
         self._now = 0.0
         """Time of the current event in seconds, rounded to microseconds as in the log."""
         self._since = 0.0
-        """Time, in seconds, at which the current round began or, if the step trains already, the
-        training."""
+        """Time, in seconds, at which the round (or the training, if that has begun) began."""
         self._rollout_s = 0.0
         """Records the time, in seconds, of the event that the job handles now."""
 
@@ -76,8 +70,7 @@ class Learned:
             self._rollout_s = self._seconds()
 
     def end_round(self, round_: Round) -> None:
-        """Records the lengths of a finished round's responses, and the seconds that its generation
-        took."""
+        """Records a finished round's lengths of responses, and seconds of generation."""
         if self.planner is not None:
             self.planner.observe_round(
                 round_.plan.kind,
@@ -90,8 +83,7 @@ class Learned:
                 self.window.observe(prompt, finished, stopped, continued=self._continued)
 
     def weights(self, trained_lengths: Sequence[int]) -> list[float] | None:
-        """Loss weights of the samples that a step trains on, given their lengths in tokens. None:
-        all weigh the same."""
+        """Loss weights of a step's samples of these lengths in tokens. None: all weigh the same."""
         self._since = self._now
         if self.debias is not None:
             return self.debias.step(trained_lengths)

@@ -21,8 +21,7 @@ from rollpacker.core.portable import (
 POINTS_PER_BIN = 4
 """Number of points per bin of length at which the chance that the round is over is computed."""
 NUM_SDS = 8.0
-"""A count of successes among trials that is this many standard deviations from its mean counts as
-impossible."""
+"""Standard deviations from the mean beyond which a binomial count is taken as impossible."""
 
 
 class Law:
@@ -45,8 +44,7 @@ class Law:
         """(M, X + 1) share of each class's responses that are no longer than each point."""
 
     def integral(self, values: FloatArray) -> float:
-        """Integral over the length, from 0 to the cap, of a function that has these `values` (X +
-        1,) at the points."""
+        """Integral from 0 to the cap of a function with these `values` (X + 1,) at the points."""
         return total_of((values[1:] + values[:-1]) * np.diff(self.points)) / 2
 
 
@@ -59,8 +57,7 @@ class PromptRace:
     done: FloatArray
     """(M, X + 1) chance that a prompt has its R0 samples by each point of length."""
     running: FloatArray
-    """(M, X + 1) mean number of samples still running at each point; 0 counts for a prompt that has
-    its R0 samples."""
+    """(M, X + 1) mean number of samples running at each point; 0 once the prompt has its R0."""
     kept: FloatArray
     """(M, X) mean sum of a prompt's R0 kept lengths if it is done between a point and the next."""
 

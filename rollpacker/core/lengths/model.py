@@ -100,8 +100,7 @@ class LengthModel:
         return self.tail_share_of(self.counts(lengths), q)
 
     def tail_share_of(self, counts: FloatArray, q: float = 0.95) -> float:
-        """As `tail_share`, how much of the policy's own tail is among lengths, given as `counts`
-        (B,) per bin."""
+        """As `tail_share`, for lengths given by their number in each bin, `counts` (B,)."""
         if not counts.sum():
             raise ValueError("no lengths to compare with the policy's own")
         first = int(self.bins([self.quantile(q)])[0])

@@ -10,8 +10,7 @@ from rollpacker.core.lengths.model import LengthModel
 from rollpacker.core.portable import interpolated, total_of
 
 MIN_EFFECTIVE = 0.71
-"""Least effective sample size (see `effective_sample_size`) that `moment_weights` leaves, where
-that is possible."""
+"""Least effective sample size (`effective_sample_size`) that `moment_weights` aims to leave."""
 MIN_WEIGHT = 0.05
 """Least weight that `moment_weights` gives, since a negative one would turn a sample's sign."""
 
@@ -31,12 +30,9 @@ def effective_sample_size(weights: FloatArray, counts: FloatArray | None = None)
 def density_weights(
     model: LengthModel, counts: FloatArray, *, max_weight: float = 10.0
 ) -> FloatArray:
-    """(B,) weights by bin of length: the policy's own density over the trained one.
-
-    `counts` (B,) are the trained samples in every bin. Over them the weights have the mean 1, and
-    none is above `max_weight`. A bin without trained samples gets a weight between those of its
-    neighbours.
-    """
+    """(B,) weights by bin of length: the policy's own density over the trained one. `counts` (B,)
+    are the trained samples in every bin. Over them the weights have the mean 1, and none is above
+    `max_weight`. A bin without trained samples gets a weight between those of its neighbours."""
     share = _shares(counts, max_weight)
     seen = share > 0
     bins = np.arange(share.size, dtype=np.float64)
@@ -110,8 +106,7 @@ def _to_mean_length(
     max_weight: float,
 ) -> FloatArray:
     """The weights plus the linear function of `lengths` that gives them the mean 1 and the weighted
-    mean length `own_mean`. Weights are then bounded, so this is repeated until the mean length is
-    right."""
+    mean length `own_mean`. Then weights are bounded; so this is repeated until the mean fits."""
     centred = lengths - total_of(share * lengths)
     variance = total_of(share * (centred * centred))
     if not variance > 0:

@@ -35,8 +35,7 @@ number of prompts in the window."""
 WARM_ITERATIONS = 8
 COLD_ITERATIONS = 100
 COLD_GROWTH = 3
-"""The model is fitted from scratch when the window has this many times the prompts that it had at
-the last fit from scratch."""
+"""Growth of the window since the last fit from scratch, as a factor, that calls for another."""
 
 
 @dataclass(slots=True)
@@ -44,8 +43,7 @@ class _StepLengths:
     prompts: dict[PromptId, PromptLengths]
     """Prompts first launched in this step, with the lengths that all their launches have shown."""
     ignored: list[PromptId]
-    """Prompts of this step whose lengths are not kept, since it has more than
-    `MAX_PROMPTS_PER_STEP`."""
+    """Prompts of this step whose lengths are not kept, above `MAX_PROMPTS_PER_STEP`."""
     counts: FloatArray
     """(B,) number of trained samples of the step per bin of length."""
     tokens: FloatArray
@@ -112,8 +110,7 @@ class LengthWindow:
         self._cap = self._given_cap or 2
         self._steps: deque[_StepLengths] = deque()
         self._known: dict[PromptId, dict[PromptId, PromptLengths]] = {}
-        """For each prompt whose lengths are kept: the mapping that holds them, which is `prompts`
-        of its step, or `_new`."""
+        """Mapping that holds the lengths of each prompt: `prompts` of its step, or `_new`."""
         self._ignored: deque[list[PromptId]] = deque()
         """Prompts of which new lengths are ignored, in a list for each of the last `window_steps`
         steps: their own step has left the window."""
@@ -202,8 +199,7 @@ class LengthWindow:
         }
 
     def make_room(self, lengths: Sequence[int]) -> None:
-        """Raises `ValueError` for lengths below 0 or above the cap. Without a cap, adds bins up to
-        the longest of them."""
+        """Raises `ValueError` for lengths below 0 or above the cap; without a cap, adds bins."""
         shortest, longest = min(lengths, default=0), max(lengths, default=0)
         if shortest < 0 or (self._given_cap is not None and longest > self._given_cap):
             wrong = shortest if shortest < 0 else longest
@@ -224,8 +220,7 @@ class LengthWindow:
     # -- checkpoints -------------------------------------------------------------------
 
     def saved(self) -> SavedWindow:
-        """State of the window for a checkpoint. A window that restores it continues as this one
-        would."""
+        """State for a checkpoint. A window that restores it continues as this one would."""
         return SavedWindow(
             cap=self._given_cap,
             steps=[
@@ -283,8 +278,7 @@ class LengthWindow:
         return saved
 
     def _ignore(self, saved: SavedWindow) -> SavedWindow:
-        """Starts the window without lengths, and ignores later launches of the saved window's
-        prompts."""
+        """Keeps no lengths, and ignores later launches of the saved window's prompts."""
         known = [one.prompt for step in saved.steps for one in step.prompts]
         known += [prompt for step in saved.steps for prompt in step.ignored]
         known += [one.prompt for one in saved.new]
@@ -368,8 +362,7 @@ def _tail_is_dark(prompts: Sequence[PromptLengths]) -> bool:
 def _thin_out(
     prompts: dict[PromptId, PromptLengths], most: int
 ) -> tuple[dict[PromptId, PromptLengths], list[PromptId]]:
-    """Splits the prompts of a step into at most `most`, evenly spread over their order, and a list
-    of the others."""
+    """Splits a step's prompts into at most `most`, evenly spread over their order, and a rest."""
     if len(prompts) <= most:
         return prompts, []
     names = list(prompts)

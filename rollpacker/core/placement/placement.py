@@ -36,8 +36,7 @@ _MOST_HOSTS = 4
 
 
 def plan_placement(hosts: Sequence[Host], request: PlacementRequest) -> Placement:
-    """Returns a plan that gives every role its devices. Raises `PlacementError` if no plan was
-    found."""
+    """Returns a plan that gives every role its devices, or raises `PlacementError`."""
     _check_lines(hosts, request)
     fill = _Fill(hosts, request)
     for role, wanted in _in_order(request):
@@ -64,8 +63,7 @@ class _Fill:
     def __init__(
         self, hosts: Sequence[Host], request: PlacementRequest, *, endless: bool = False
     ) -> None:
-        """`endless`: the memory of hosts and devices counts as unlimited, to see whether a plan
-        fails for lack of memory."""
+        """`endless`: memory counts as unlimited, to see whether a plan fails for lack of memory."""
         self.hosts, self.request, self.endless = hosts, request, endless
         sizes = [host.num_devices(request.kind) for host in hosts]
         self.host_of = [number for number, size in enumerate(sizes) for _ in range(size)]
@@ -116,8 +114,8 @@ class _Fill:
 
     def _tries(self, role: Role) -> Iterator[list[int]]:
         """Yields lists of devices from which a unit may be made, the best first: on one host, those
-        used by roles that take turns with this one; then all of one host; then, if the role allows
-        it, all of all hosts."""
+        used by roles that take turns with this one; then all of one host; then all of all hosts, if
+        allowed."""
         devices = list(role.pinned or range(len(self.on)))
         if role.count is not None and not role.pinned and self._is_after_all(role):
             devices.reverse()

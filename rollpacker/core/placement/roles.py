@@ -49,8 +49,7 @@ class Need(NamedTuple):
     stays: int
     """Bytes held all the time, also while another role on the device works."""
     turn: int
-    """Bytes held in addition while the role works. Of roles that share devices by turns only one
-    works at a time."""
+    """Bytes held besides while the role works. Of roles on one device only one works at a time."""
     of: str = ""
     """Name of the part of the role, such as "stage 1", that takes this much, the most of all parts.
     Empty: all parts take the same."""
@@ -212,8 +211,7 @@ def as_line(devices: Literal["all"] | int | Sequence[int]) -> str:
 
 
 def text_of_bytes(size_bytes: int) -> str:
-    """Text of a number of bytes, in the largest unit (such as GiB) of which there is at least
-    one."""
+    """Text of a number of bytes, in the largest unit of KiB, MiB and GiB that fits."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
         if size_bytes >= unit:
             return f"{size_bytes / unit:.1f} {name}"

@@ -39,8 +39,7 @@ class DynamicSamplingConfig:
 def split_by_signal(
     groups: Iterable[Group], has_signal: Callable[[Group], bool]
 ) -> tuple[tuple[Group, ...], list[Drop]]:
-    """Returns the groups whose rewards differ (`has_signal` returns True), and commands that drop
-    the prompts of the others."""
+    """Returns groups whose rewards differ (`has_signal`), and `Drop` commands for the others."""
     groups = tuple(groups)
     drops = [Drop(prompt=g[0].prompt, reason=NO_SIGNAL) for g in groups if not has_signal(g)]
     return tuple(group for group in groups if has_signal(group)), drops
@@ -67,8 +66,7 @@ class StepGroups:
 
     def may_refill(self, config: DynamicSamplingConfig) -> bool:
         """Whether the step lacks groups and may replace them by a further round, if prompts are
-        left. A request to stop the run changes nothing here, so that the step is the same as
-        without the request."""
+        left. A request to stop the run changes nothing here, so the step is the same."""
         return config.enabled and self.num_refills < config.max_refills and self.missing > 0
 
     def add(self, groups: Iterable[tuple[SampleId, ...]], lengths: Iterable[int]) -> None:
@@ -104,7 +102,6 @@ class StepGroups:
 def updates_of(num_groups: int, num_updates: int) -> tuple[int, ...]:
     """Number, from 0, of the optimizer step in which each group is trained on, where a training
     step makes `num_updates` optimizer steps. Groups are dealt out in turn, so that counts differ by
-    at most one. With fewer groups than `num_updates`, there are as many optimizer steps as
-    groups."""
+    at most one. With fewer groups there are fewer optimizer steps."""
     assert num_groups >= 0 and num_updates >= 1, (num_groups, num_updates)
     return tuple(group % num_updates for group in range(num_groups))

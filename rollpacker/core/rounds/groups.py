@@ -25,8 +25,7 @@ class CarriedLength(NamedTuple):
 
     def under(self, cut_off_at: int | None) -> CarriedLength:
         """Returns this length, marked as incomplete if the response has at least `cut_off_at`
-        tokens. `cut_off_at`: limit on responses at the time, which was raised since; None: it was
-        not."""
+        tokens. `cut_off_at`: former limit on responses; None: it was not raised."""
         is_over = cut_off_at is not None and self.tokens >= cut_off_at
         return CarriedLength(self.tokens, whole=False) if is_over else self
 
@@ -45,8 +44,7 @@ class Waiting(NamedTuple):
     """Number of earlier launches of the prompt, each of which left it unfinished; the next launch's
     samples have this number as `SampleId.attempt`."""
     carried: tuple[CarriedLength, ...] = ()
-    """Number of tokens that earlier launches left of each response, by the response's index. Empty
-    if no tokens are kept."""
+    """Number of tokens that earlier launches left of each response, by index. Empty: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,14 +87,12 @@ class Quota:
     def __init__(self, num_missing: int) -> None:
         self.num_missing = num_missing
         self.num_awaited = 0
-        """Number of places reserved for groups that the round must wait for (`Group.awaited`) and
-        that are not complete yet."""
+        """Places reserved for unfinished groups that the round waits for (`Group.awaited`)."""
         self.groups: list[Group] = []
 
     def join(self, group: Group) -> None:
-        """Adds a group that competes for this quota's places in training. A group that the round
-        must wait for (`awaited`) gets a reserved place; if none is left to reserve, its `awaited`
-        becomes False."""
+        """Adds a group that competes for this quota's places in training. One that must be awaited
+        gets a reserved place; if none is left, its `awaited` becomes False."""
         group.quota = self
         self.groups.append(group)
         group.awaited = group.awaited and self.num_awaited < self.num_missing
@@ -126,28 +122,24 @@ class Group:
     def __init__(self, waiting: Waiting, awaited_after: int | None) -> None:
         self.prompt, self.attempt, self.carried = waiting
         self.awaited = awaited_after is not None and self.attempt >= awaited_after
-        """True if the round must wait for this group, since earlier rounds left it unfinished too
-        often."""
+        """True if the round must wait for this group: earlier ones deferred it too often."""
         self.quota: Quota
         self.places: list[int] = []
-        """For each sample the index by which its random numbers and its tokens from earlier
-        launches are found: its own index or, if it replaces a failed sample, that sample's entry
-        here."""
+        """For each sample the index of its random numbers and its tokens from earlier launches: its
+        own index or, if it replaces a failed sample, that sample's entry here."""
         self.kept_tokens: list[int | None] = []
         """For each sample the number of tokens from an earlier launch that were sampled again as
         they were. None: not compared."""
         self.samples: list[SampleId] = []
         self.states: list[SampleState] = []
         self.lengths: list[int] = []
-        """Number of tokens that each sample had when it left the engine; `UNDER_WAY` if it has not
-        left."""
+        """Tokens that each sample had when it left the engine; `UNDER_WAY` if it has not left."""
         self.whole: list[bool] = []
         """Whether each response is complete, rather than stopped by an abort."""
         self.values: list[float | None] = []
         """Reward of each sample. None: the sample has no verdict yet, or judging it failed."""
         self.finished: list[int] = []
-        """Indices of the first samples to finish, in that order; at most as many as the group
-        needs."""
+        """Indices of the first samples to finish, in order; at most as many as the group needs."""
         self.num_generating = 0
         self.num_unscored = 0
         """Number of samples that are generated and have no verdict yet."""
@@ -181,19 +173,16 @@ class Group:
         return self.num_retries <= most
 
     def kept(self) -> list[int]:
-        """Indices, ascending, of the samples that finished first and have a verdict: those to train
-        on."""
+        """Indices, ascending, of the samples to train on: first to finish, and with a verdict."""
         values = self.values
         return sorted([index for index in self.finished if values[index] is not None])
 
     def most_carried(self) -> int:
-        """Number of tokens of the prompt's longest response that an earlier launch left. 0: none is
-        left."""
+        """Tokens of the prompt's longest response that an earlier launch left. 0: none is left."""
         return max([carried.tokens for carried in self.carried], default=0)
 
     def carried_at(self, index: int) -> CarriedLength:
-        """Tokens of an earlier launch that this sample began with. A sample that replaces a failed
-        one began with none."""
+        """Tokens of an earlier launch that this sample began with: none if it is a replacement."""
         if index < len(self.carried) and self.places[index] == index:
             return self.carried[index]
         return NOTHING_CARRIED
@@ -206,8 +195,7 @@ class Group:
 
     def to_carry(self) -> tuple[CarriedLength, ...]:
         """Number of tokens that each response of an unfinished group leaves to the prompt's next
-        launch. Indices are those in `places`, so that a failed sample's replacement stands in its
-        place."""
+        launch. Indices are those in `places`: a replacement stands in a failed sample's place."""
         left = [NOTHING_CARRIED] * (max(self.places) + 1)
         for index, place in enumerate(self.places):
             if self.states[index] is not SampleState.FAILED:

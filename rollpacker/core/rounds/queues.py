@@ -79,15 +79,13 @@ class Queues:
         self.tiers: tuple[deque[Waiting], ...] = tuple(deque() for _ in self.races)
         self.fresh: list[PromptId] = []
         self.draining = False
-        """True while an epoch or the run ends: no prompts are fetched before the queues are
-        empty."""
+        """True while an epoch or the run ends: nothing is fetched before the queues are empty."""
         self.without_races = not tail.enabled
         self._pooled = tail.pooled
         self._carries = tail.carries
         self._max_response_tokens = config.max_response_tokens
         self.cut_off_at: int | None = None
-        """Former limit on responses, in tokens, if a run was resumed with a higher one. None: it
-        was not."""
+        """Former limit on responses, in tokens, if it was raised at a resume. None: it was not."""
 
     def __len__(self) -> int:
         """Number of deferred prompts (left unfinished by an earlier round), in all queues."""

@@ -43,8 +43,7 @@ class Factors(NamedTuple):
 
 
 AUTO_START = Factors(1.25, 1.125)
-"""Factors of the first short rounds where the run chooses factors ("auto"), until the lengths of
-its responses are known."""
+"""Factors of the first short rounds with "auto", until the run knows its responses' lengths."""
 NO_RACE = Factors(1.0, 1.0)
 """Factors of a round that launches nothing beyond what is needed."""
 
@@ -73,12 +72,10 @@ class Tier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TailBatchingConfig:
-    """Launch more than needed, keep the first to finish, and gather the rest in rounds of their own
-    (`tail_batching.*`)."""
+    """Launch more than needed, keep the first to finish, and gather the rest in later rounds."""
 
     enabled: bool = True
-    """Whether rounds launch more than needed and keep the first to finish. False: every round waits
-    for all that it launches."""
+    """Whether rounds launch more than needed and keep the first to finish. False: none does."""
     selection: Selection = field(default="none", metadata=absent("published"))
     """Whether rounds select which responses are trained on. none: no response is thrown away, and
     only the order of training changes; a sample keeps its random numbers when its prompt is
@@ -91,8 +88,7 @@ class TailBatchingConfig:
     1.5, or 1.25 with selection=published."""
     sample_factor: Factor | None = None
     """eta_r: where R0 samples of each prompt are needed, a short round launches ceil(sample_factor
-    * R0). None: 1 with selection=none, which allows no other value, and 1.25 with
-    selection=published."""
+    * R0). None: 1, the only value with selection=none, or 1.25 with selection=published."""
     carry: Carry | None = field(default=None, metadata=absent("none"))
     """What becomes of the tokens of a deferred prompt. exact: its next launch samples all of them
     anew in one pass, with the same random numbers, keeps those before the first that differs, and
@@ -122,17 +118,15 @@ class TailBatchingConfig:
     a prompt into a long round, and runs are no longer repeatable bit by bit."""
     balance_sources: bool = False
     """Whether each source of prompts (`PromptId.source`) keeps its share of the step's prompts, so
-    that one with slow rewards or long answers is not left out where the first to finish are
-    kept."""
+    that slow rewards or long answers do not leave it out where the first to finish are kept."""
     debias: DebiasMethod = "none"
     """Loss weights of samples, so that training sees the policy's own response lengths where the
     first to finish are kept. none: all weights are 1. moments: weights that depend on the length
     and restore the mean length."""
     max_length_shift: float | None = None
     """Bound on the factors where the run chooses them ("auto"): trained responses may be shorter,
-    on average, than the policy's own by at most this share (0.35 is 35 %). With debias there is no
-    bound, since loss weights undo the shift. None: 0.02 with selection=none, 0.35 with
-    selection=published."""
+    on average, than the policy's own by at most this share. With debias there is no bound, since
+    loss weights undo the shift. None: 0.02 with selection=none, 0.35 with selection=published."""
     flush_each_epoch: bool = True
     """Whether unfinished prompts are trained on at the end of every epoch, not only of the run."""
 

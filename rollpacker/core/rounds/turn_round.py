@@ -47,15 +47,13 @@ class TurnRound(Round):
         acting: Acting,
         stream: StreamPlan,
     ) -> None:
-        """`stream`: plan of gradients before the round's end; the round reports each sample's end
-        to it."""
+        """`stream`: plan of gradients before the round's end, which hears of each sample's end."""
         super().__init__(plan, rewards, late)
         self._acting = acting
         self._stream = stream
         self._begins = acting.config.begins
         self._ended: list[tuple[int, bool]] = []
-        """Tokens of each sample that ended since `stream` was last told, and whether it was
-        complete."""
+        """Tokens of each sample ended since `stream` was last told, and whether it was complete."""
         self._num_told = 0
         """Number of launched samples that `stream` knows of."""
         self.num_acting = 0
@@ -191,8 +189,7 @@ class TurnRound(Round):
     def _lost(self, event: Acted, group: Group, index: int) -> list[Command]:
         """Fails the sample of a lost episode, and replaces it if that is allowed. If the
         environment raised or was too slow, the replacement has other random numbers, since the same
-        messages would bring the same end. If the prompt is unusable, no sample of it is
-        replaced."""
+        messages would end alike. If the prompt is unusable, no sample of it is replaced."""
         self._leave_engine(event.sample, 0, 0)
         self._ended.append((0, False))
         if event.cause == "prompt":
@@ -253,9 +250,8 @@ class TurnRound(Round):
     def _told(
         self, commands: list[Command], num_tokens: int | None = None, *, is_complete: bool = True
     ) -> list[Command]:
-        """Reports to `stream` all samples that ended, and with `num_tokens` one more with so many
-        tokens (None: no other). Returns `commands`, and `Release` if devices are to be released
-        now."""
+        """Reports to `stream` all samples that ended, and one more with `num_tokens` tokens (None:
+        no other). Returns `commands`, and `Release` if devices are to be released now."""
         if num_tokens is not None:
             self._ended.append((num_tokens, is_complete))
         ended, self._ended = self._ended, []
@@ -286,8 +282,7 @@ class TurnRound(Round):
 
 def _let_go(episode: Episode, group: Group, index: int) -> tuple[int, int | None]:
     """Returns the number of tokens of a stopped trajectory that can be kept, and how many of these
-    equal those of an earlier launch. None: they were not compared, and all of the earlier launch's
-    tokens are kept."""
+    equal those of an earlier launch. None: not compared, and all of the earlier ones are kept."""
     kept = episode.retracing.kept
     if kept is None and episode.retracing.carried:
         return group.carried_at(index).tokens, None
