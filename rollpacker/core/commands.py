@@ -138,7 +138,7 @@ class Continue(BaseCommand, frozen=True, kw_only=True):
 
     samples: tuple[SampleId, ...]
     engines: Omitted[tuple[int, ...]] = ()
-    """Number of the engine of each sample: if possible that which generated the turn before."""
+    """Number of each sample's engine: where possible the one that generated the last turn."""
 
 
 class LetGo(BaseCommand, frozen=True, kw_only=True):

@@ -240,7 +240,7 @@ class PoolNeeded(BaseEvent, frozen=True, kw_only=True):
 
 
 class PoolUnneeded(BaseEvent, frozen=True, kw_only=True):
-    """Takes back the last `PoolNeeded`: the driver (which carries out commands) is done."""
+    """Takes back the last `PoolNeeded`: the driver (which carries out commands) needs no pool."""
 
 
 class Reminded(BaseEvent, frozen=True, kw_only=True):

@@ -99,7 +99,7 @@ def token_of(request: Request) -> str:
 
 
 class Server:
-    """HTTP server of an ASGI application on one address. `admit` refuses requests by heads."""
+    """HTTP server of an ASGI application on one address. `admit` may refuse a request."""
 
     def __init__(
         self, app: ASGIApp, *, admit: Admit = lambda request: None, limits: Limits = Limits()

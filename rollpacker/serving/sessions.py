@@ -45,7 +45,7 @@ class Asked:
     """A hash object of the session's name, tools and messages, which takes further messages."""
     session: str | None
     trajectory: Trajectory
-    """Tokens and turns up to the place where the model's answer begins."""
+    """Trajectory up to the place where the model's answer begins."""
     head: Head | None = None
     """The earlier dialogue that the call continues. None: it begins a new one."""
 

@@ -26,7 +26,7 @@ class _Waiting:
         self.tokens: dict[SampleId, int] = {}
         """Tokens of each sample that waits, in the order of arrival."""
         self.entry: _Entry | None = None
-        """Heap of prompts of which `rank` gave None: a mean rank, which changes, is used."""
+        """Entry by which heaps order this prompt; older entries are skipped. None: none yet."""
 
 
 _Entry = tuple[float, int, int, _Waiting]
@@ -34,7 +34,8 @@ _Entry = tuple[float, int, int, _Waiting]
 
 
 class PromptQueue:
-    """Prompts whose rank (place in the order) must be computed again, in the order of change."""
+    """Queue of samples by the rank of their prompts. Before `pop`, call `look_again` for every
+    prompt whose rank has changed."""
 
     __slots__ = ("_arrivals", "_changed", "_known", "_unknown", "_waiting")
 

@@ -152,7 +152,8 @@ class Fleet:
 
     @property
     def known(self) -> Known:
-        """Number and tokens of finished responses: all that a checkpoint holds of the fleet."""
+        """Number and tokens of finished responses, from which the work of new samples is estimated:
+        all that a checkpoint holds of the fleet."""
         return self._seen if self._seen.num_finished else self._known
 
     @known.setter
@@ -160,8 +161,7 @@ class Fleet:
         self._known = known
 
     def nobody(self) -> str:
-        """Number and tokens of finished responses, from which the work of new samples is estimated:
-        all that a checkpoint holds of the fleet."""
+        """What samples without an engine wait for, in words. Empty: an engine takes samples."""
         if self._gathering:
             return f"{len(self._gathering)} of {len(self.engines)} engines to be laid out anew"
         if self._takers():

@@ -44,7 +44,8 @@ class Seats:
         self, samples: Sequence[SampleId], carried: Sequence[int], mean_tokens: int
     ) -> Sequence[int]:
         """Records and returns the expected work of these samples, which have no engine yet.
-        `carried`: tokens of each to begin with. `mean_tokens`: expected length of a response."""
+        `carried`: tokens that each begins with; empty: none. `mean_tokens`: expected length of a
+        response."""
         work = [mean_tokens] * len(samples)
         if carried:
             self.carried.update(zip(samples, carried, strict=True))

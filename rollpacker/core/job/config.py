@@ -24,7 +24,7 @@ class JobConfig:
     prompts_per_step: int
     samples_per_prompt: int
     max_steps: int | None
-    """Maximum number of steps, except for prompts left unfinished. None: until the data ends."""
+    """Maximum number of steps. Left-over prompts may add more. None: until the data ends."""
     max_response_tokens: int | None = None
     prompt_tokens: int = 0
     """Mean number of tokens of a prompt, by which the use of the key-value cache is estimated."""

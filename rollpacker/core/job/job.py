@@ -186,7 +186,7 @@ class Job:
         return self.progress.evaluation_is_due(self.config.cadence, last=self.nothing_left())
 
     def nothing_left(self) -> bool:
-        """Whether no fresh prompts are to be fetched and no prompt is left unfinished."""
+        """Whether the run is over: no fresh prompts follow, and none is left unfinished."""
         ends = self.progress.data_ended or self.progress.out_of_steps(self.config.max_steps)
         return ends and not self.num_queued
 

@@ -46,13 +46,13 @@ class Learned:
                 debiased=tail.debias != "none",
             )
         self._continued = tail.selection == "none"
-        """True if a later round goes on with an unfinished prompt's responses. False: not."""
+        """Whether a later round goes on with the responses of an unfinished prompt."""
         self._now = 0.0
         """Time of the current event in seconds, rounded to microseconds as in the log."""
         self._since = 0.0
         """Time, in seconds, at which the round (or the training, if that has begun) began."""
         self._rollout_s = 0.0
-        """Records the time, in seconds, of the event that the job handles now."""
+        """Seconds that the engines were busy with the current round; 0 while they still are."""
 
     def take_time(self, time_s: float) -> None:
         """Records the time of the event that is handled now, in seconds."""
@@ -70,7 +70,7 @@ class Learned:
             self._rollout_s = self._seconds()
 
     def end_round(self, round_: Round) -> None:
-        """Records a finished round's lengths of responses, and seconds of generation."""
+        """Records the lengths of a finished round's responses, and its seconds of generation."""
         if self.planner is not None:
             self.planner.observe_round(
                 round_.plan.kind,

@@ -30,7 +30,7 @@ MAX_UNSEEN = 0.01
 """Largest share of the policy's own responses that may be longer than any complete one for a model
 to be given out: before the first long round nobody knows how long they are."""
 REFIT_SHARE = 0.1
-"""The model is fitted again when the launches since the last fit are more than this share of the
+"""The model is fitted again when the launches since the last fit are at least this share of the
 number of prompts in the window."""
 WARM_ITERATIONS = 8
 COLD_ITERATIONS = 100
@@ -43,7 +43,7 @@ class _StepLengths:
     prompts: dict[PromptId, PromptLengths]
     """Prompts first launched in this step, with the lengths that all their launches have shown."""
     ignored: list[PromptId]
-    """Prompts of this step whose lengths are not kept, above `MAX_PROMPTS_PER_STEP`."""
+    """Prompts of this step without kept lengths, if it has over `MAX_PROMPTS_PER_STEP`."""
     counts: FloatArray
     """(B,) number of trained samples of the step per bin of length."""
     tokens: FloatArray

@@ -122,7 +122,7 @@ class Group:
     def __init__(self, waiting: Waiting, awaited_after: int | None) -> None:
         self.prompt, self.attempt, self.carried = waiting
         self.awaited = awaited_after is not None and self.attempt >= awaited_after
-        """True if the round must wait for this group: earlier ones deferred it too often."""
+        """True if the round must wait for this group, deferred too often by earlier rounds."""
         self.quota: Quota
         self.places: list[int] = []
         """For each sample the index of its random numbers and its tokens from earlier launches: its
