@@ -23,7 +23,7 @@ from rollpacker.cluster.decide.turns import Order
 MAX_CANDIDATES = 6
 """Number of places for a waiting job that are examined, those in the least loaded groups first."""
 _NUM_TRIES = 3
-"""Most SLOs tried for a job. A higher SLO may change the turns and with them the slowdown."""
+"""Most SLOs that are tried to find one with which a job could start (`_possible`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ class _Try:
     layout: Layout
     order: Order
     rest: Mapping[str, Rest]
-    """By job, the iterations that it has left and the seconds that it may wait, where known."""
+    """Iterations left and seconds that it may wait, by job; a job not in it has all steps left."""
     breaks: Mapping[str, tuple[float, float]]
-    """By name, the jobs whose SLO would break: the slowdown of each and the highest allowed."""
+    """By name, the jobs whose SLO this would break: each one's slowdown and the highest allowed."""
 
     @property
     def excess(self) -> float:
@@ -94,7 +94,7 @@ def _breaks(
 
 
 def _load(layout: Layout) -> float:
-    """Return the share of the training nodes' time that jobs take if as slow as SLOs allow."""
+    """Return the share of the training nodes' time that jobs need to keep their SLOs just so."""
     pairs = zip(layout.jobs, layout.holds(), layout.works_s(), strict=True)
     return math.fsum(holds.train_s / work / job.slo for job, holds, work in pairs)
 

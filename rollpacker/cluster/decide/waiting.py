@@ -46,7 +46,7 @@ class Waiting:
         """The waiting jobs by name, the first to come first, each with the time when it came."""
 
     def grow(self, pools: Sequence[Pool]) -> None:
-        """Record the size of pools that may have grown, to compute owners' shares of them."""
+        """Record the pools' present sizes, of which an owner without a quota may use all."""
         self._all = {
             phase: sum(pool.nodes * pool.devices_per_node for pool in pools if pool.phase == phase)
             for phase in PHASES
@@ -92,7 +92,7 @@ class Waiting:
         return self._in_order(_used(running)) if self._jobs else []
 
     def next(self, running: Iterable[ClusterJob]) -> ClusterJob | None:
-        """Return the first waiting job that its owner's quota lets start, or None."""
+        """Return the first waiting job that its owner's quota lets start; None if no job may."""
         if not self._jobs:
             return None
         used = _used(running)

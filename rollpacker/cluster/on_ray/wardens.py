@@ -30,7 +30,7 @@ ANSWER_S = 1.0
 MUTE_S = 1.0
 """Seconds without an answer from a host after which further calls no longer wait for it."""
 HOSTS_S = 1.0
-"""Seconds for which ray's list of hosts is used again where a slightly old one will do."""
+"""Seconds for which ray's list of hosts is used again, if a caller needs no fresh one."""
 MARGIN_S = 5.0
 """Seconds added to `FENCE_S` until a lost host counts as free of jobs: kills take a while."""
 
@@ -50,7 +50,8 @@ class Wardens:
         self._name, self._head, self._folder = name, head, folder
         self._actors: dict[str, Any] = {}
         self._calls: dict[tuple[str, str, Hashable], tuple[Any, float]] = {}
-        """Calls without an answer yet, by host, method and key, each with the time of its begin."""
+        """Calls still without an answer, each with the time of its begin. The keys are host,
+        method, and the `key` that distinguishes calls of one method."""
         self._hosts: dict[str, dict[str, float]] = {}
         self._looked_s = -math.inf
         self._away: dict[str, tuple[frozenset[str], float]] = {}
@@ -95,8 +96,8 @@ class Wardens:
     # -- calls ---------------------------------------------------------------------------
 
     def begin(self, address: str, method: str, *arguments: Any, key: Hashable = None) -> None:
-        """Begin a call of a method of this host's warden (actor), unless the same call has no
-        answer yet. `key`: distinguishes calls of the same method with other arguments."""
+        """Begin a call of a method of this host's warden (actor), unless a call of the method with
+        the same `key` has no answer yet. `key`: distinguishes calls with different arguments."""
         call = (address, method, key)
         if call not in self._calls:
             function = getattr(self._actor(address), method)
@@ -126,7 +127,7 @@ class Wardens:
         return [self._answer(address, method, key) for address in addresses]
 
     def forget(self, address: str, method: str, key: Hashable = None) -> None:
-        """Drop a call whose answer nobody needs any more."""
+        """Forget a call that has no answer yet: its answer will not be asked for."""
         self._calls.pop((address, method, key), None)
 
     def _answer(self, address: str, method: str, key: Hashable) -> Any:

@@ -81,10 +81,10 @@ _PUNCH_HOLE = 0x01 | 0x02
 
 
 class FileMailbox:
-    """A `Mailbox` with a file for each box. It returns a letter (message) sent twice only once."""
+    """A `Mailbox` with a file for each box. A letter (message) posted twice is read only once."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises `ValueError` if the folder is on a network file system: letters might mix."""
+        """Raises `ValueError` if the folder is on a network file system: writes might be mixed."""
         check_local(folder)
         self.folder = folder.absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -195,8 +195,8 @@ def _lines(path: Path, after: int) -> list[tuple[int, bytes]]:
 
 
 def _data(file: int, place: int) -> int:
-    """Return the position of the first data in the file from `place` on, after a hole that may be
-    there. Without data it is the file's size."""
+    """Return the first position in the file, from `place` on, that is in no hole. If there is
+    nothing but a hole, return the file's size."""
     try:
         return os.lseek(file, place, os.SEEK_DATA)
     except OSError as error:  # all of the rest is a hole, or this disk knows none

@@ -12,7 +12,7 @@ SERVICE = "service"
 
 
 ALL = sys.maxsize
-"""Value for `forget` in place of a letter's number: remove all letters of a box no longer read."""
+"""Value for `forget` as the number of the last letter: all letters go, as the box is not needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Mailbox(Protocol):
 
     @property
     def address(self) -> str:
-        """Address at which other processes open this mailbox, by `open_mailbox` of its module."""
+        """Address from which another process opens this mailbox: its kind, and where it is."""
         ...
 
     @property

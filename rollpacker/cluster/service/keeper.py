@@ -81,8 +81,8 @@ def silent_s(contact: str | os.PathLike[str]) -> float:
 
 
 def _is_first(folder: str) -> bool:
-    """Whether this is the first keeper (parent process) of this start of the job. Its file is
-    locked before others see it."""
+    """Whether this process is the first keeper (parent process) of this start of the job: it could
+    make the start's file, which it holds locked for as long as it lives."""
     own = os.path.join(folder, f"{KEEPER}.{os.getpid()}")
     lock = os.open(own, os.O_CREAT | os.O_RDWR, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)

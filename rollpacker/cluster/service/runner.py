@@ -39,7 +39,8 @@ class Runner(Protocol):
     if an earlier service started it. Calls may be repeated; `OSError`: a host does not answer."""
 
     def start(self, order: JobOrder) -> None:
-        """Start the job, unless this start was made before. Raises `NoHost` without a host."""
+        """Start the job, unless it was started by this order before. Raises `NoHost` if one of its
+        nodes has no host (machine) at present."""
         ...
 
     def has_host(self, node: Node) -> bool:

@@ -19,17 +19,18 @@ class HostWeights:
 
     def __init__(self) -> None:
         self._copies: dict[tuple[str, str, int], Memory] = {}
-        """The memory with the copy (one at most), by the trainer's buffer's host, path, inode."""
+        """This host's memory for a copy of the trainer's buffer, one entry at most. The key is the
+        host, path and inode of the buffer."""
         self._port: WeightPort | None = None
         self._arriving: Arriving | None = None
         self._newest = 0
-        """Number of the newest version sent between hosts that this host was told of."""
+        """Highest number of a shipment (sending of a version) that was sent or received here."""
         self._lock = threading.Lock()
 
     def copy(self, source: BufferLayout) -> BufferLayout:
-        """Return a layout with this host's memory for a copy of the buffer. The memory is made at
-        the first call and serves all versions. If `source` has no memory (`BufferLayout.of`), a
-        trainer on this host writes it. Raises `ValueError` if there is no room."""
+        """Return a layout of this host's memory for a copy of the buffer `source`, made at the
+        first call and used for all versions. A layout without memory yet is filled by a trainer on
+        this host. Raises `ValueError` if there is no room."""
         key = source.host, source.path, source.inode
         if key not in self._copies:
             self._copies.clear()  # one trainer, one buffer: those before are gone
@@ -41,8 +42,8 @@ class HostWeights:
         return read(layout, start, size)
 
     def port(self, address: str) -> PortAddress:
-        """Return the port at which other hosts can ask for weights, after opening it on `address`
-        if need be. Raises `OSError`."""
+        """Return the port at which other hosts ask for weights. The first call opens it on
+        `address`. Raises `OSError` if that fails."""
         with self._lock:
             if self._port is None:
                 self._port = WeightPort(address)
@@ -75,7 +76,7 @@ class HostWeights:
         return there
 
     def _check_newest(self, number: int) -> None:
-        """Raise `OSError` for a late call, about an earlier sending of weights than the newest."""
+        """Raise `OSError` if a shipment with a higher `number` was sent or received already."""
         if number < self._newest:
             raise OSError("the next version is on its way")
         self._newest = number
