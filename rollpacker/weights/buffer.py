@@ -174,7 +174,7 @@ class WeightReader:
 
 
 def read(layout: BufferLayout, start: int, size: int) -> bytes:
-    """Return `size` bytes of a buffer on this machine. Raises `OSError` if the buffer is gone."""
+    """Return `size` bytes from byte `start` of a buffer here. Raises `OSError` if it is gone."""
     with opened(layout) as file:
         return os.pread(file.fileno(), size, start)
 

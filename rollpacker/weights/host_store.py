@@ -34,7 +34,7 @@ class HostStore:
         self.source = source
         self._copies: list[tuple[torch.UntypedStorage, Tensor]] = []
         self._away: dict[int, tuple[Tensor, Tensor]] = {}
-        """For each tensor without storage, by its `id`: the tensor, and the copy of its storage."""
+        """For each tensor moved to the host, by its `id`: the tensor, the copy of its storage."""
         self.is_readable = False
 
     def offload(self, tensors: Iterable[Tensor]) -> int:

@@ -76,9 +76,8 @@ def serve(
     began: Callable[[], None] = lambda: None,
     is_over: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Run the service until `is_over` returns true. `began` is called once it can be asked. Raises
-    `ValueError` if the folder's stored events would lead to other decisions than the stored
-    ones."""
+    """Run the service until `is_over` returns true; `began` is called once it can be asked. Raises
+    `ValueError` if the folder's stored events lead to other decisions than those stored."""
     from rollpacker.cluster.commands.desk import ServiceFacts, write_facts
     from rollpacker.cluster.decide.cluster import Cluster
     from rollpacker.cluster.service.service import Service

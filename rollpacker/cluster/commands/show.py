@@ -225,7 +225,7 @@ def _screen(status: Status, height: int) -> RenderableType:
 
 def show_top(ask: Callable[[], Status], console: Console) -> None:
     """Show the jobs on a terminal until Ctrl-C; if the output is no terminal, print them once.
-    `ask` gets the service's status; its `ValueError`s are shown, except one of the first call."""
+    `ask` gets the service's status; its `ValueError`s are shown, except at the first call."""
     from rich.live import Live
     from rich.text import Text
 

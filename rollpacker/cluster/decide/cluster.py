@@ -78,8 +78,9 @@ class Cluster:
         quotas: Mapping[str, Devices] | None = None,
         ageing_s: float = AGEING_H * 3600,
     ) -> None:
-        """`quotas`: most devices, by owner and phase; None: no bounds. `ageing_s`: seconds of
-        waiting that one unit of a job's priority is worth."""
+        """`link_gb_s`: 1e9 bytes/s of the link between pools, per device. `max_group`: most jobs
+        that share nodes. `quotas`: most devices, by owner and phase; None: no bounds. `ageing_s`:
+        seconds of waiting that one unit of a job's priority is worth."""
         self.state = State(nodes=Nodes(pools), link_gb_s=link_gb_s, max_group=max_group)
         self._policy = policy
         self._running: dict[str, Running] = {}
@@ -91,7 +92,7 @@ class Cluster:
         """Times in seconds since when jobs have waited for nodes, by the job's name. A job's entry
         goes when the job, on nodes again, asks for its first turn."""
         self._num_changes = 0
-        """Number of changes of the jobs or their nodes so far: older results are outdated."""
+        """Number of changes of jobs or their nodes so far. A change makes earlier results old."""
         self._obstacle = ("", 0, "")
         """Last answer of `awaits`, to be used again until the cluster changes: the job, the number
         of changes at that time, and the text."""

@@ -81,7 +81,7 @@ class Running(msgspec.Struct):
 
     @property
     def patience_s(self) -> float:
-        """Seconds for which others wait for the job while it neither holds nor wants nodes."""
+        """Seconds for which others wait for the job between two phases, before its turn goes on."""
         worst = self.job.worst
         return max(PATIENCE_S, PATIENCE * max(worst.between_s, worst.after_s))
 
@@ -90,7 +90,7 @@ class ClusterTurns:
     """The turns of all groups of jobs that share nodes. Methods return the `Grant`s that follow."""
 
     def __init__(self, running: Mapping[str, Running]) -> None:
-        """Seconds for which others wait for the job between two phases, before its turn goes on."""
+        """`running`: records of all jobs that have nodes, kept up to date by the cluster."""
         self._running = running
         self._groups: dict[int, Turns] = {}
         self._num_grants = 0

@@ -91,8 +91,7 @@ class Outlook:
 
     def is_hopeless(self, limits: Sequence[float], most: float = math.inf) -> bool:
         """Return whether, after a third of the short simulation, a job's slowdown is over
-        `HOPELESS` times its limit in `limits`, or the price of work over `HOPELESS` times
-        `most`."""
+        `HOPELESS` times its limit (`limits`), or the price of work over `HOPELESS` times `most`."""
         if self._early is None:
             self._early = self._run(STRETCH, NUM_STRETCHES // 3)
         pairs = zip(self._early, limits, strict=True)
@@ -303,8 +302,9 @@ def bounds(
 def broken(
     layout: Layout, forecasts: Sequence[Forecast], rest: Mapping[str, Rest], confidence: float
 ) -> dict[str, tuple[float, float]]:
-    """Return by name the jobs whose SLO (highest slowdown promised) would not be kept, each with
-    the slowdown that it would have (`bounds`) and the highest that would keep its SLO."""
+    """Return by name the jobs whose SLO (highest slowdown promised) would not be kept with
+    probability `confidence`: the slowdown of each (`bounds`) and the highest that keeps its SLO.
+    `rest`: iterations and seconds to wait that jobs have left, by name."""
     pairs = zip(bounds(layout, forecasts, rest, confidence), limits(layout, rest), strict=True)
     return {
         job.name: (bound, limit)

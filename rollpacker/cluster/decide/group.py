@@ -59,8 +59,7 @@ class Holds(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
-    """How a job's times in its group (jobs that share nodes) differ from those alone: factors and
-    seconds to add."""
+    """How a job's times in its group (jobs that share nodes) differ from those alone."""
 
     rollout_scale: float = 1.0
     """Factor: rollout seconds on this group's GPUs over those that the job was submitted with."""
@@ -73,8 +72,7 @@ class Sharing:
     publish_s: float = 0.0
     """Seconds after training to send the weights over the link, with the training pool held."""
     tail: float = 0.0
-    """Share of a rollout, its last part (tail), for which most of its nodes are left to the next
-    job; times the share of nodes left. 0: the job keeps them all."""
+    """Share of a rollout's node seconds that its last part (tail) leaves to the next job."""
 
     def work_s(self, times: Times) -> float:
         """Seconds of the job's iteration in this group, less waits and switches between jobs."""
@@ -128,7 +126,8 @@ def sharing(
     tail_release: bool = True,
 ) -> Sharing:
     """Return what sharing costs a job in a group of so many rollout nodes and training devices.
-    `rollout_scale` and `train_scale`: seconds here over those the job was submitted with."""
+    `rollout_scale` and `train_scale`: seconds here over those the job was submitted with.
+    `tail_release`: whether a rollout's last part leaves nodes to the next job."""
     assert train_devices >= job.train_devices
     lanes = min(job.train_devices, job.rollout_devices)
     publish_s = LINK_OVERHEAD * job.model_gb / (lanes * link_gb_s)
@@ -172,7 +171,8 @@ def load_s(holds: Sequence[Holds], pins: Pins) -> float:
 
 
 def closed_period_s(holds: Sequence[Holds], pins: Pins) -> float:
-    """Return a lower bound of the seconds for one turn of each job (see `closed_form_holds`)."""
+    """Return a lower bound of the seconds for one turn of each job, exact if
+    `closed_form_holds`."""
     return max(cycle_s(holds), load_s(holds, pins))
 
 
@@ -238,7 +238,7 @@ def largest_cycle_mean(edges: Edges) -> float:
 
 
 def _cycle_above(edges: Edges, nodes: Sequence[int], mean: float) -> float | None:
-    """Return the seconds per turn of some cycle that has more of them than `mean`, else None."""
+    """Return the seconds per turn of some cycle that has more than `mean`; None without one."""
     slack = 1e-13 * max(mean, *(seconds for seconds, _ in edges.values()))
     reach = dict.fromkeys(nodes, 0.0)
     before: dict[int, int] = {}

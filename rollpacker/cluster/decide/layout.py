@@ -143,7 +143,7 @@ class Layout:
         return closed_period_s(self.holds(), self.pins)
 
     def slowdowns(self) -> list[float]:
-        """Return each job's seconds of a mean iteration in round robin over those without waits."""
+        """Return each job's slowdown in round robin: mean seconds with waits over those without."""
         period = self.period_s()
         return [period / work for work in self.works_s()]
 

@@ -30,8 +30,8 @@ iterations from the profile."""
 
 
 class LearnedTimes:
-    """Learns the times of a job's phases from its latest iterations. Before these are enough, the
-    times that it was submitted with fill up the number."""
+    """Learns the times of a job's phases from its latest `WINDOW` iterations. Until there are so
+    many, iterations drawn from the times that it was submitted with take their place."""
 
     def __init__(self, job: ClusterJob) -> None:
         self._job = job
@@ -90,8 +90,7 @@ class LearnedTimes:
 
 
 def _differs(seconds: Sequence[float], known_s: float, least: float) -> bool:
-    """Whether the mean of `seconds` differs from `known_s` by more than `least`, and by more than
-    chance explains."""
+    """Whether the mean of `seconds` is more than `least`, and more than chance, off `known_s`."""
     mean = math.fsum(seconds) / len(seconds)
     change = abs(mean - known_s)
     if change <= least:

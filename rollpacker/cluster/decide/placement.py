@@ -68,7 +68,7 @@ class Summary:
     spare_devices: int
 
     def could_take(self, job: ClusterJob) -> bool:
-        """Whether the job might join the group: devices suffice, and some speed keeps all SLOs."""
+        """Whether the job might join: the group has devices enough, and time to keep all SLOs."""
         mean = job.mean
         return (
             job.train_devices <= self.spare_devices
@@ -171,8 +171,9 @@ class Standing:
         return self._without[job]
 
     def outlook(self, choice: Choice, job: ClusterJob, order: Order) -> Outlook:
-        """Return the forecasts of the group with this job in it. They are kept for the next time:
-        jobs are examined after each change of the cluster, and most changes are in other groups."""
+        """Return the forecasts of the group with this job at the place `choice`, in this order.
+        They are kept: jobs are examined after each change of the cluster, often in another
+        group."""
         key = (job.name, choice.pin, order)
         found = self._outlooks.get(key)
         if found is None or found.layout != choice.layout:  # another job of that name
@@ -215,7 +216,8 @@ class State:
         self, job: ClusterJob, choice: Choice, *, tail_release: bool, rest: Rest | None = None
     ) -> Settled:
         """Put the job on the chosen nodes, and return its group's number and its nodes. `rest`:
-        iterations that it has left and seconds that it may wait; None: all of its steps."""
+        iterations that it has left and seconds that it may wait; None: all of its steps.
+        `tail_release`: whether a rollout's last part leaves nodes to the next job."""
         layout, nodes = choice.layout, self.nodes
         taken = opened = nodes.take(layout.rollout_pool.name, choice.new_nodes)
         named = dict(zip(sorted((n for n in choice.pin if is_new(n)), key=str), taken, strict=True))
@@ -243,7 +245,7 @@ class State:
         return Settled(number, rollout_nodes, standing.train_nodes, opened)
 
     def unsettle(self, name: str, number: int) -> tuple[Node, ...]:
-        """Take the job out of this group. Returns the nodes that become free by that."""
+        """Take the job `name` out of group `number`. Returns the nodes that become free by that."""
         standing, nodes = self.groups[number], self.nodes
         layout = standing.layout
         pin = next(
@@ -337,7 +339,7 @@ class Policy(Protocol):
 
     def move(self, state: State, number: int, job: ClusterJob, *, rest: Rest) -> Choice | None:
         """Choose a new place for a running job of group `number` at its commit (end of an
-        iteration). None: it stays. If it is in its own group, only the order of turns changes."""
+        iteration). None: it stays. A place in its own group: only the order of turns changes."""
 
 
 class Stays:

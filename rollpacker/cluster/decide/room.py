@@ -64,8 +64,9 @@ def pays(state: State, number: int, job: ClusterJob, waits: ClusterJob, restarts
 def by_moving(
     policy: Policy, state: State, number: int, job: ClusterJob, rest: Rest, waits: Late
 ) -> Sequence[tuple[Late, Choice]]:
-    """Return places for the running job and the waiting one, in the order in which to start them,
-    once the running job has left its group. Empty if they do not fit, or it would miss its SLO."""
+    """Return places for the running `job` of group `number` and the waiting one, in the order in
+    which to start them, once `job` has left. Empty if they do not fit, or `job` would miss its SLO.
+    `rest`: iterations that `job` has left and seconds that it may wait."""
     moved = Late(job, restarted(job, rest))
     without = state.copy()
     without.unsettle(job.name, number)

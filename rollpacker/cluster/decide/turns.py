@@ -146,7 +146,7 @@ class Turns:
         return self._grant(now_s)
 
     def withdraw(self, job: str, now_s: float) -> list[tuple[str, Phase]]:
-        """Record that the job waits no more. Returns the grants: pairs of job and phase."""
+        """Record that the job wants no nodes now. Returns the grants: pairs of job and phase."""
         if self._waiting.pop(job, None) is not None:
             self._members[job].waits_for = None
             self._members[job].away_since_s = now_s
@@ -263,7 +263,7 @@ class Turns:
 
 
 def _slack(member: _Member, now_s: float) -> float:
-    """Return the seconds for which the job may still wait by its SLO; negative if it is broken."""
+    """Return the seconds for which the job's SLO still lets it wait; below 0: it is broken."""
     elapsed_s = now_s - member.since_s
     waited_s = member.waited_s + now_s - member.asked_s
     return (member.slo - 1) * (elapsed_s - waited_s) - waited_s

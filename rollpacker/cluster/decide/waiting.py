@@ -60,7 +60,7 @@ class Waiting:
         return iter([job for job, _ in self._jobs.values()])
 
     def add(self, job: ClusterJob, at_s: float) -> None:
-        """Add a job. Raises `ValueError` if it asks for more than its owner's whole quota."""
+        """Add a job that came at `at_s`. Raises `ValueError` if it needs more than its quota."""
         check_quota(job, self._quotas)
         self._jobs[job.name] = (job, at_s)
 
@@ -126,7 +126,7 @@ class Waiting:
         return [job for job, _ in entries]
 
     def _share(self, owner: str, used: Mapping[str, Devices]) -> float:
-        """Return the share of its quota that an owner's running jobs use, from 0 to 1."""
+        """Return the share of its quota that an owner uses, 0 to 1. `used`: devices by owner."""
         if owner not in used:
             return 0.0
         most = {**self._all, **self._quotas.get(owner, {})}

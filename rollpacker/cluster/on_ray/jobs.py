@@ -81,8 +81,7 @@ class RayRunner:
         self._gone_s: dict[Start, float] = {}
         """For each start of a job, the time in seconds since when its first process is gone."""
         self._said_codes: dict[str, tuple[float, Mapping[Start, int | None]]] = {}
-        """For each host, the time of its last answer, and the exit codes in it; None: the job
-        runs."""
+        """For each host, the time of its last answer, and exit codes in it (None: the job runs)."""
 
     def _read_starts(self) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -108,8 +107,7 @@ class RayRunner:
     # -- where ---------------------------------------------------------------------------
 
     def hosts(self, *, fresh: bool = True) -> dict[str, dict[str, float]]:
-        """Return the resources of ray's hosts, by their address. `fresh`: ask ray anew each
-        time."""
+        """Return the resources of ray's hosts, by address. `fresh`: ask ray anew each time."""
         return self._wardens.hosts(fresh=fresh)
 
     def host_of(self, node: Node) -> str | None:
@@ -155,8 +153,8 @@ class RayRunner:
     # -- jobs ----------------------------------------------------------------------------
 
     def start(self, order: JobOrder) -> None:
-        """Start the job, unless it was started by this order already. Its first process runs on the
-        host of its first training node, and writes checkpoints there."""
+        """Start the job, unless the start of this number (incarnation) was made before. Its first
+        process runs on the host of its first training node, and writes checkpoints there."""
         start = (order.job, order.incarnation)
         rollout = [self._address(node) for node in order.rollout_nodes]
         train = [self._address(node) for node in order.train_nodes]
@@ -191,7 +189,7 @@ class RayRunner:
         self._left.pop(address, None)
 
     def stop(self, job: str, incarnation: int) -> None:
-        """Ask the job to save a checkpoint and end, once its present iteration is finished."""
+        """Ask this start of the job to save a checkpoint and end after its present iteration."""
         start = (job, incarnation)
         if start in self._places and start not in self._codes:
             self._wardens.tell([self._places[start][0]], "stop", job, incarnation, key=start)

@@ -61,7 +61,7 @@ class RayMailbox:
         return self._epoch
 
     def post(self, box: str, sender: str, key: str, kind: str, facts: Mapping[str, Any]) -> None:
-        """Put a letter (message) into a box, unless its sender has used this key before."""
+        """Put a letter (message) into a box. One whose `key` its sender used before is ignored."""
         self._epoch = self._call("post", box, sender, key, kind, dict(facts))
 
     def read(self, box: str, after: int, within_s: float) -> list[Letter]:

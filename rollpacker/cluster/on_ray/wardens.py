@@ -45,8 +45,7 @@ class Wardens:
     connected to ray. All methods raise `OSError` if ray's head does not answer."""
 
     def __init__(self, name: str, *, head: str, folder: Path) -> None:
-        """`name`: the cluster's. `head`: ray's address. `folder`: on each host, for files of
-        jobs."""
+        """`name`: the cluster's. `head`: ray's address. `folder`: on each host, for jobs' files."""
         self._name, self._head, self._folder = name, head, folder
         self._actors: dict[str, Any] = {}
         self._calls: dict[tuple[str, str, Hashable], tuple[Any, float]] = {}
@@ -112,7 +111,8 @@ class Wardens:
         within_s: float = ANSWER_S,
     ) -> list[Any]:
         """Call a method of these hosts' wardens (actors), and return the answers. Raises `OSError`
-        for the first host that does not answer yet (the call goes on), or answers an error."""
+        for the first host without an answer after `within_s` seconds (the call goes on), or with an
+        error. `key`: distinguishes calls with different arguments."""
         for address in addresses:
             self.begin(address, method, *arguments, key=key)
         mute = self._mute()
@@ -127,7 +127,7 @@ class Wardens:
         return [self._answer(address, method, key) for address in addresses]
 
     def forget(self, address: str, method: str, key: Hashable = None) -> None:
-        """Forget a call that has no answer yet: its answer will not be asked for."""
+        """Forget the call of this method and `key`: its answer will not be asked for."""
         self._calls.pop((address, method, key), None)
 
     def _answer(self, address: str, method: str, key: Hashable) -> Any:

@@ -102,7 +102,8 @@ def job_of_run(
 
 
 def steps_of(config: RunConfig, steps: int | None, folder: str | Path) -> int:
-    """Return the job's number of steps. Raises `ValueError` if the config has only epochs."""
+    """Return the job's number of steps: `steps`, or if None the config's. Raises `ValueError` if
+    the config has only epochs; the message names `folder`."""
     steps = config.train.steps if steps is None else steps
     if steps is None:
         raise ValueError(
@@ -265,8 +266,7 @@ class _Book:
             self._parked_s.setdefault(self._left, []).append(entry.seconds)
 
     def switch_s(self) -> dict[PoolName, float]:
-        """Return by pool the median seconds of coming onto it and leaving it; empty if not
-        shared."""
+        """Return by pool the median seconds of coming onto it and leaving it; unshared: empty."""
         return {
             pool: statistics.median(woke) + statistics.median(self._parked_s.get(pool, [0.0]))
             for pool, woke in self._woke_s.items()

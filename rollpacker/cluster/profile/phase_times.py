@@ -64,7 +64,7 @@ class PhaseTimes:
         """The current step. None if an earlier session of the run began it: its time is unknown."""
         self._last_step = 0
         self._incarnation = Counter[int]()
-        """Latest incarnation (number of the start) of each engine; older ones are ignored."""
+        """Latest incarnation (start's number) of each engine; log entries of others are ignored."""
 
     def feed(self, entry: Entry) -> Iteration | None:
         if isinstance(entry, Record):

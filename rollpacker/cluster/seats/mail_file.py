@@ -37,7 +37,8 @@ MOUNTS = Path("/proc/self/mountinfo")
 
 
 def check_local(folder: Path, mounts: Path = MOUNTS) -> None:
-    """Raises `ValueError` if the folder, which may not exist yet, is on a network file system."""
+    """Raises `ValueError` if the folder, which may not exist yet, is on a network file system.
+    `mounts`: file with the host's mounts."""
     kind = file_system(folder, mounts)
     if kind in _ELSEWHERE:
         raise ValueError(
@@ -47,7 +48,8 @@ def check_local(folder: Path, mounts: Path = MOUNTS) -> None:
 
 
 def file_system(folder: Path, mounts: Path = MOUNTS) -> str:
-    """Return the type of the folder's file system, such as ext4 or nfs. Empty if it is unknown."""
+    """Return the type of the folder's file system, such as ext4 or nfs, by the file `mounts` of the
+    host's mounts. Empty if it is unknown."""
     place = str(folder.resolve())
     found, kind = "", ""
     try:

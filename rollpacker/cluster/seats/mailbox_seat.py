@@ -34,7 +34,7 @@ START_LEASE_S = 30.0
 process that loads a model sends letters late: other threads wait for Python's lock."""
 BEAT_S = 1.0
 UNHEARD_S = 60.0
-"""Seconds without reaching the mailbox after which `enter` stops waiting for a pool: `OSError`."""
+"""Seconds out of reach of the mailbox after which a waiting `enter` raises `OSError`."""
 _LOOK_S = 0.02
 """Most seconds until a waiting `enter` notices that its caller has given the pool up."""
 _READ_S = 1.0
@@ -64,8 +64,8 @@ class MailboxSeat:
     """A `Seat` (a job's side of the cluster) that reaches the service by a mailbox."""
 
     def __init__(self, mailbox: Mailbox, job: str, incarnation: int) -> None:
-        """`incarnation`: number of this start of the job. Raises `OSError` if no mailbox
-        answers."""
+        """`incarnation`: number of this start of the job. Raises `OSError` if the mailbox is
+        lost."""
         self._mailbox = mailbox
         self._job = job
         self._incarnation = incarnation
@@ -73,8 +73,8 @@ class MailboxSeat:
         self._ask: _Ask | None = None
         """The job's request for the pool that it waits for or holds. None if it does neither."""
         self._untold: list[Iteration] = []
-        """Iterations that ended while a pool was held, to be reported to the service after
-        `leave`."""
+        """Iterations that ended while a pool was held; they are reported to the service after
+        it."""
         self._num_asked = 0
         self._num_posted = 0
         self._beaten_s = time.monotonic()
@@ -121,8 +121,7 @@ class MailboxSeat:
             self.committed(iteration)
 
     def committed(self, iteration: Iteration) -> None:
-        """Report an iteration, so that the service may move the job; after `leave` if a pool is
-        held."""
+        """Report an iteration (if a pool is held, after `leave`): the service may move the job."""
         with self._changed:
             if self._ask is not None and self._ask.is_granted:
                 self._untold.append(iteration)
@@ -171,7 +170,7 @@ class MailboxSeat:
                     raise
 
     def _try_to_post(self, kind: str, facts: dict[str, Any], tries: int = 1) -> None:
-        """Post a letter (message) in up to so many tries. Failure is no error."""
+        """Post a letter (message), in up to `tries` attempts. Failure is no error."""
         with contextlib.suppress(OSError):
             self._post(kind, facts, tries)
 

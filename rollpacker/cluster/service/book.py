@@ -125,8 +125,7 @@ class Book:
         self.notes: deque[Note] = deque(maxlen=NUM_NOTES)
         self.drained: set[Node] = set()
         self.hostless: set[Node] = set()
-        """Nodes drained (closed to jobs) because they have no host (machine), until they have
-        one."""
+        """Nodes drained (closed to jobs) for want of a host (machine), until they have one."""
 
     def placed(self) -> Sequence[JobRecord]:
         """Return the records of all jobs that have nodes."""

@@ -54,7 +54,8 @@ def main(folder: str, contact: str, command: list[str]) -> NoReturn:
 
 
 def _wait(job: subprocess.Popen[bytes], contact: str) -> int:
-    """Wait until the job has ended, or end it once this host is cut off. Returns its exit code."""
+    """Wait until the job has ended, or end it once this host is cut off by the file `contact`.
+    Returns its exit code."""
     ended = select.poll()
     ended.register(os.pidfd_open(job.pid), select.POLLIN)
     while not ended.poll(1000 * LOOK_S):

@@ -78,8 +78,8 @@ class Forgetting:
 LOOK_S = 0.1
 """Seconds between two checks whether processes have ended."""
 AWAY_S = LEASE_S / 2
-"""Seconds between two rounds of the service's work above which jobs do not count as silent in that
-time: the service was stopped, or nobody could write to the mailbox."""
+"""Seconds between two rounds of the service above which jobs do not count as silent in that time:
+the service was stopped, or nobody could write to the mailbox."""
 HOPELESS = (2, 3)
 """Exit codes of `rollpacker train` after which a restart is no use: 2 for bad input, 3 for NaN."""
 BUSY = 75
@@ -201,8 +201,8 @@ class Service:
             self._want()
 
     def _dealt_with(self) -> Position:
-        """Return the position of the last letter (message) that a new service need not read again.
-        Of letters with a question it is none before the answer is posted."""
+        """Return the position of the last letter (message) that a new service need not read again:
+        the one before the first unanswered question, if there is any."""
         if not self._answers:
             return self._position
         return Position(self._position.epoch, self._answers[0][0].number - 1)
@@ -210,8 +210,8 @@ class Service:
     # -- letters -----------------------------------------------------------------------
 
     def _receive(self, within_s: float) -> None:
-        """Read the letters (messages) that have come, and act on each. Raises `OSError` if the
-        mailbox is out of reach."""
+        """Read the letters (messages) that come within `within_s` seconds, and act on each. Raises
+        `OSError` if the mailbox is out of reach."""
         epoch = self._mailbox.epoch
         if epoch != self._position.epoch:
             self._position = Position(epoch, 0)
@@ -466,7 +466,7 @@ class Service:
         self._happen(events.Ended(self._now_s, record.job.name), facts)
 
     def _start_due(self) -> None:
-        """Start the jobs on whose nodes no earlier start of any job is left."""
+        """Start the jobs that are due (`Alive.due`): no earlier start is left on their nodes."""
         failed = set[Node]()
         for record in list(self._alive.due(self._now_s)):
             name, incarnation = record.job.name, record.incarnation

@@ -46,7 +46,7 @@ class StoredEvent(msgspec.Struct, frozen=True):
 
 
 class Position(msgspec.Struct, frozen=True):
-    """Place of a letter (message): the mailbox's epoch (another if letters are lost), a number."""
+    """Place of a letter (message): its number, and the mailbox's epoch (new after a loss)."""
 
     epoch: str
     number: int
@@ -93,8 +93,8 @@ class Store:
             with self._errors():
                 self._base.execute("UPDATE facts SET value = ? WHERE name = 'format'", (FORMAT,))
         self.id = self._fact("id", uuid.uuid4().hex)
-        """Random name of this cluster, made with the file. It begins keys of the service's
-        letters."""
+        """Random name of this cluster, made with the file; keys of its service's letters begin
+        so."""
         known = json.loads(self._fact("left_out", "[]"))
         self.left_out = {Position(*one) for one in known}
         """Places of letters (messages) that a service must skip: acting on them failed by a bug."""

@@ -72,7 +72,7 @@ class MostIdle(Stays):
 
 
 def policy(name: str, spec: ClusterSpec) -> Policy:
-    """Return the policy of this name, which is one of `POLICIES`."""
+    """Return the policy of this name, one of `POLICIES`, with the cluster's settings `spec`."""
     match name:
         case "rollmux":
             return AsPublished()

@@ -39,7 +39,8 @@ class Profile(NamedTuple):
 
 
 def profile_of_run(folder: str | Path, pools: Sequence[PoolSpec]) -> Profile:
-    """Return the profile of the run in this folder. Raises `ValueError` if it cannot be used."""
+    """Return the profile (phases' times, needs) of the run in this folder. Raises `ValueError` if
+    it cannot be used: it is no run, or was measured on CPUs and a pool has GPUs."""
     found = read_profile(folder)
     check_device(found, on_gpus=any(pool.gpu is not None for pool in pools))
     needs = run_needs(found, core_pools(pools))

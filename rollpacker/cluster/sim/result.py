@@ -83,8 +83,7 @@ class Bill:
         self._peak[pool] = max(self._peak[pool], self._open[pool])
 
     def work(self, pool: str, node_s: float) -> None:
-        """Add to a pool's busy time the seconds in which nodes generated or trained, over all
-        nodes."""
+        """Add to a pool's busy time the seconds, over all nodes, of generating or training."""
         self._busy_s[pool] += node_s
 
     def price(self) -> float:

@@ -62,7 +62,7 @@ class _Life:
     seen: Times = field(default_factory=lambda: Times(0, 0, 0, 0))
     """Seconds of the present iteration by phase, less waits and moves onto devices and off."""
     has_moved: bool = False
-    """Whether the cluster moved or stopped the job at its last commit, so that it pauses."""
+    """Whether the cluster moved or stopped the job at its last commit: no rollout follows yet."""
     stopped_s: float | None = None
     """Time in seconds when the cluster stopped the job, to wait for nodes. None if it has nodes."""
 
@@ -77,8 +77,8 @@ class Simulation:
         name: str,
         chosen: Policy | None = None,
     ) -> None:
-        """`name`: the policy's, also for the pools. `chosen`: policy to use; None: the one
-        named."""
+        """`name`: the policy's; pools depend on it, too (`pools_of`). `chosen`: policy that places
+        the jobs; None: the one of that name."""
         self._spec = spec
         self._arrivals = arrivals
         self._pools = pools_of(spec, name)
@@ -226,8 +226,8 @@ class Simulation:
 
 
 def pools_of(spec: ClusterSpec, name: str) -> tuple[Pool, ...]:
-    """Return the pools for a policy. Under "colocated", jobs roll out on their training nodes: the
-    rollout pool is the cheapest training pool again, at no price, with that GPU's rollout speed."""
+    """Return the pools for the policy `name`. Under "colocated", jobs roll out on their training
+    nodes: the rollout pool is the cheapest training pool again, at no price, at its GPU's speed."""
     pools = spec.core_pools()
     if name != "colocated":
         return pools

@@ -169,7 +169,7 @@ class ClusterSpec:
 
 
 def core_pools(pools: Sequence[PoolSpec]) -> tuple[Pool, ...]:
-    """Return the pools as `Cluster` takes them; `scale` is against the phase's first pool."""
+    """Return the pools as `Cluster` takes them, with `scale` from their GPUs (`seconds_scale`)."""
     return tuple(
         Pool(
             name=pool.name,

@@ -191,7 +191,7 @@ class Arriving:
                 self._changed.notify_all()
 
     def _check(self, _: int = 0) -> None:
-        """Raise the error that has ended the transfer, if there was one."""
+        """Raise the error that has ended the transfer, if any. The argument is ignored."""
         if isinstance(self._error, StaleWeightsError):
             raise StaleWeightsError("the weights changed on their way") from self._error
         if self._error is not None:

@@ -38,7 +38,8 @@ class HostWeights:
         return source.at(self._copies[key])
 
     def read(self, layout: BufferLayout, start: int, size: int) -> bytes:
-        """Return `size` bytes of a buffer on this host. Raises `OSError` if the buffer is gone."""
+        """Return `size` bytes from byte `start` of a buffer here. Raises `OSError` if it is
+        gone."""
         return read(layout, start, size)
 
     def port(self, address: str) -> PortAddress:
@@ -50,17 +51,17 @@ class HostWeights:
             return self._port.address
 
     def send(self, number: int, layout: BufferLayout, head: bytes) -> None:
-        """Offer other hosts the version that the trainer has written here, as shipment `number`.
-        `head`: the first bytes of its buffer, which tell versions apart."""
+        """Offer other hosts the version that the trainer has written in the buffer `layout` on this
+        host, as shipment `number`. `head`: the buffer's first bytes, which tell versions apart."""
         with self._lock:
             self._check_newest(number)
             assert self._port is not None
             self._port.stream(number, Written(layout, head))
 
     def take(self, shipment: Shipment, own: int) -> BufferLayout:
-        """Receive this version here, as receiving host number `own`, and pass it on to others.
-        Returns the layout of its memory once it is complete. Raises what `Arriving.wait` does, and
-        `ValueError` if there is no room."""
+        """Receive this version here, as number `own` of the receiving hosts, and pass it on to
+        others. Returns its memory's layout once complete. Raises `OSError` or `StaleWeightsError`
+        if it does not come (`Arriving.wait`), `ValueError` without room."""
         with self._lock:
             self._check_newest(shipment.number)
             there = self.copy(shipment.layout)

@@ -53,9 +53,8 @@ class Streamed(Protocol):
         ...
 
     def arrived(self, start: int, end: int, within_s: float) -> int:
-        """Return the end of the bytes from `start` that have arrived: `end` at most, and `start` if
-        none came within these seconds. Raises `OSError` or `StaleWeightsError` if they never
-        come."""
+        """Return the end of the bytes from `start` that have arrived: at most `end`, and `start` if
+        none came in these seconds. Raises `OSError` or `StaleWeightsError` if they never come."""
         ...
 
 
@@ -82,7 +81,7 @@ class WeightPort:
     """A host's port, at which it sends the newest shipment (version of the weights) on request."""
 
     def __init__(self, host: str) -> None:
-        """Listen on any free port of this address. Raises `OSError`."""
+        """Listen on any free port of this address. Raises `OSError` if that is impossible."""
         self._listener = Listener(host)
         self.address = PortAddress(host, self._listener.port, self._listener.token)
         self._changed = threading.Condition()

@@ -214,8 +214,8 @@ class OwnHost(ThisHost):
         return self._spread.bring(source, self, self._do, self.address)
 
     def agent(self) -> tuple[object, Call]:
-        """Return this object as the agent, and the function that calls `HostWeights` on this
-        host."""
+        """Return this object as the agent, and the function that calls this host's
+        `HostWeights`."""
         return self, self._do
 
     def close(self) -> None:
