@@ -19,7 +19,8 @@ class CallbackError(RuntimeError):
 
 
 class RunningRun(Protocol):
-    """A run as callbacks see it: facts of the run, and what a callback may do with it."""
+    """A run as its callbacks see it: its name, folder and config, and the methods that callbacks
+    may call."""
 
     @property
     def name(self) -> str: ...

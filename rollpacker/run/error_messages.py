@@ -146,7 +146,8 @@ def _is_ours(error: ValueError) -> bool:
 
 
 def _innermost(error: BaseException) -> BaseException:
-    """Returns the first error inside an exception group, since several tasks may fail at once."""
+    """Returns the error itself, or of an exception group (several tasks may fail at once) the first
+    error inside."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

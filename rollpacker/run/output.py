@@ -21,7 +21,8 @@ LINE_EVERY_S = 3.0
 
 
 class _Output(io.TextIOBase):
-    """Writes text to standard output; to nowhere once that fails (reader gone, or disk full)."""
+    """Writes text to standard output. Once a write fails (reader gone, or disk full), standard
+    output leads to /dev/null."""
 
     def __init__(self) -> None:
         # A live display puts something in the place of `sys.stdout` that leads back here.
@@ -58,9 +59,9 @@ def _write_to_nowhere(stream: IO[str], error: OSError) -> None:
 
 
 def console(*, goes_on: bool = False, stderr: bool = False, highlight: bool = True) -> Console:
-    """Returns a rich console for a command's output. `goes_on`: whether the command continues when
-    the reader of its output has gone. Output that is no terminal is never taken for one, even if a
-    notebook's kernel has set FORCE_COLOR."""
+    """Returns a rich console for a command's output. `goes_on`: once nobody reads the output any
+    more, drop it and continue; False: raise the `OSError`. Output that is no terminal is never
+    taken for one, even if a notebook's kernel has set FORCE_COLOR."""
     from rich.console import Console
 
     file = sys.stderr if stderr else sys.stdout

@@ -63,7 +63,8 @@ def row_text(columns: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SampleRows:
-    """Makes a training step's rows of `samples/*.parquet` while the trainer computes that step."""
+    """Makes a training step's rows of `samples/*.parquet`. `add` is called while the trainer
+    computes that step."""
 
     desk: Desk
     writer: SampleWriter
@@ -71,8 +72,9 @@ class SampleRows:
     reward_names: Sequence[str]
 
     def add(self, command: TrainOn, samples: Sequence[TrainSample]) -> None:
-        """Give the writer a row for each sample trained on, and for each whose rewards took
-        longest. `command`: the core's command that the step was trained by."""
+        """Give `writer` a row for each sample trained on, and for each whose rewards took longest.
+        `command`: the core's command to train, with the step, its groups and their weights.
+        `samples`: what was trained on."""
         trained = {sample.sample: sample for sample in samples}
         asked = list(chain(*command.groups))
         weights = (
@@ -124,7 +126,8 @@ class SampleRows:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRows:
-    """Makes rows of `evaluations/*.parquet`, one for each sample that an evaluation generated."""
+    """Makes the rows of `evaluations/*.parquet`, one for each sample that an evaluation generated.
+    `write` is called at the end of the evaluation."""
 
     writer: SampleWriter
     prompts: PromptColumns
@@ -187,7 +190,8 @@ def _sample_columns(
 
 
 def _said_first(response: Response, render: Decode, episode: Episode | None) -> dict[str, Any]:
-    """Returns columns for the prompt that the environment gave; empty if it gave none."""
+    """Returns the columns `prompt` and `rendered_prompt` for a sample whose prompt came from its
+    environment. Empty if the prompt is the data row's."""
     if episode is None or episode.prompt is None:
         return {}
     return {
@@ -197,8 +201,8 @@ def _said_first(response: Response, render: Decode, episode: Episode | None) -> 
 
 
 def _turn_columns(verdict: Scored | Failed | None) -> dict[str, str | None]:
-    """Returns two columns for a trajectory that was not trained on: the rewards of its turns as a
-    JSON list (None if turns got none), and None for the turns' advantages."""
+    """Returns the columns `turn_rewards` (the rewards of a trajectory's turns as a JSON list; None
+    if turns got none) and `turn_advantages`: None, as only samples trained on have advantages."""
     rewards = verdict.turns if isinstance(verdict, Scored) else None
     return {
         "turn_rewards": None if rewards is None else plain_text(rewards),

@@ -93,7 +93,8 @@ def _type_of(column: str) -> str:
 
 
 def _typed(column: str, value: Any) -> Any:
-    """Returns the value, as text in a column `extra/...`, whose values may have any types."""
+    """Returns the value of this column as it is stored: as text in columns `extra/...`, since their
+    values may have any types; else unchanged."""
     return str(value) if column.startswith("extra/") and value is not None else value
 
 

@@ -31,7 +31,8 @@ def load_reward(config: RunConfig) -> WeightedReward:
 
 
 def _engine_completer(model_path: str, *, max_reply_tokens: int, concurrency: int) -> Any:
-    """Load a model that judges responses, and return an engine of its own for its replies."""
+    """Load the model of a reward that asks a model to judge responses. Returns its engine, which
+    generates the judge's replies, `concurrency` at a time."""
     from rollpacker.engines.completer import EngineCompleter
     from rollpacker.engines.embedded.attention import install_attention
     from rollpacker.trainer.model import load_model
@@ -66,8 +67,9 @@ def as_input(row: PromptRow, config: RunConfig, num_steps: int) -> RewardInput:
 
 
 def reward_kinds(reward: WeightedReward) -> dict[str, RewardKindConfig]:
-    """Returns the number of workers and the deadline of reward checks, by task of the prompts
-    (`train` without tasks). Tasks whose rewards have neither are left out."""
+    """Returns how many reward checks may run at once and their deadline, by task of the prompts
+    (`train` without tasks). A task without a limit of workers and without a deadline is left
+    out."""
     kinds = {}
     for task, (workers, deadline) in reward.kinds().items():
         if workers is not None or deadline is not None:

@@ -65,8 +65,8 @@ class Generation:
     episodes: Episodes | None = None
     """Plays samples that take turns with environments. None if samples are single responses."""
     _collecting: Collecting | None = field(default=None, init=False)
-    """Gathers the outputs of an evaluation, which the core does not see. None between
-    evaluations."""
+    """Gathers engines' outputs during an evaluation, whose samples the core does not know. None
+    between evaluations."""
     _policy_is_broken: bool = field(default=False, init=False)
     """Whether the weights have become NaN: the run ends, and outputs are ignored."""
 
@@ -114,8 +114,8 @@ class Generation:
             self._collecting = self.shared.main.awaited = None
 
     def let_go(self, samples: Sequence[SampleId]) -> None:
-        """Tell engines to discard their caches of these samples, which the core does not know (as
-        in an evaluation)."""
+        """Tell engines to discard their caches of these samples. For evaluations, which do not go
+        through the core: in training the command `LetGo` does this."""
         with self.shared.bus.lock:
             self.engines.let_go(samples)
 
@@ -140,7 +140,8 @@ class Generation:
         self._fetch_engines()
 
     def _fetch_engines(self) -> None:
-        """If calls wait for engines whose devices the trainer has, have devices given back soon."""
+        """If requests wait for an engine whose device the trainer has, have the main task move the
+        devices back to the engines."""
         if self.devices.are_awaited:
             self.shared.main.later(self.devices.to_engines)
 
@@ -168,8 +169,9 @@ class Generation:
             self.shared.main.post(self.scoring.start)
 
     def _take(self, event: EngineEvent | None, response: Response | None) -> None:
-        """Tell the core of an engine's event (None: there is nothing to tell), and keep the
-        response."""
+        """Tell the core of an engine's event, and keep the response: its tokens, in case its prompt
+        is put off, and a finished one on the desk. `event` None: the output means nothing to the
+        core, and nothing is done."""
         if event is None:
             return
         if self.episodes is not None:
@@ -188,8 +190,9 @@ class Generation:
             handle.salvage = self.salvage
 
     def _tell_salvaged(self) -> None:
-        """Tell the core the recorded results of samples that had ended before the resume. Samples
-        that were aborted then, and are not now, are given to engines. Used on the event loop."""
+        """Tell the core the results that `salvage.bin` has for samples launched after a resume. A
+        sample that was aborted in the killed run, but not in this one, is given to its engine. Used
+        on the event loop."""
         told: list[int] = []
         with self.shared.bus.lock:
             for handle, output in self.salvage.outputs():

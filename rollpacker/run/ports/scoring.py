@@ -47,8 +47,8 @@ class Scoring:
     _tasks: dict[asyncio.Task[None], tuple[list[Score], set[SampleId], bool]] = field(
         default_factory=dict, init=False
     )
-    """Running reward checks: each task with its commands, the samples whose verdicts are still
-    wanted, and whether it is a batch."""
+    """Running reward checks by task: the core's commands that it carries out, the samples whose
+    verdicts are still wanted, and whether it is a batch."""
     _num_batches: int = field(default=0, init=False)
     _closed: bool = field(default=False, init=False)
 
@@ -92,7 +92,9 @@ class Scoring:
         (self._single if self._is_alone(command) else self._batched).append(command)
 
     def _is_alone(self, command: Score) -> bool:
-        """Whether the reward check of this command's sample runs singly, and not in a batch."""
+        """Whether this command's sample is judged in a call of its own, not in a batch: if its
+        environment still has to give a final reward, or its task has its own workers or
+        deadline."""
         known = self.shared.desk.get(command.sample)
         if known is not None and known.finish is not None:
             return True  # nobody else waits for its environment
@@ -164,7 +166,8 @@ class Scoring:
             self._answer(_event(command.sample, verdict, seconds), verdict)
 
     def _answer(self, event: SampleScored, verdict: Verdict | None) -> None:
-        """Store the verdict and tell the core. `verdict`: None if the check was cancelled."""
+        """Put the verdict and its seconds on the desk, and give `event` to the core. `verdict`:
+        None if the check was cancelled."""
         known = self.shared.desk.get(event.sample)
         if known is not None:
             if isinstance(verdict, Scored):

@@ -28,7 +28,8 @@ class Collecting:
         self._responses: list[Response] = []
 
     def add(self, event: Event, response: Response | None) -> None:
-        """Add an engine's output, in the engine's thread. A failed sample has no `response`."""
+        """Add an engine's output, in the engine's thread. `response`: None if the engine failed on
+        the sample, which is then logged and left out."""
         self._missing -= 1
         if isinstance(event, SampleFailed):
             logger.warning("evaluation: %s: %s", event.sample, event.reason)
