@@ -48,8 +48,7 @@ class Clock(Protocol):
 
 
 class Port(Protocol):
-    """An object that carries out some kinds of the core's commands. `routes` returns the function
-    for each of these kinds."""
+    """An object that carries out some kinds of the core's commands, which `routes` names."""
 
     def routes(self) -> Routes: ...
 
@@ -70,8 +69,7 @@ class Bus:
         self._sinks = list(sinks)
         self._is_busy = False
         self._answers: deque[Event] = deque()
-        """Events that came from ports (by `take`) while the commands of another event were carried
-        out; they are handled next."""
+        """Events that ports brought while a command was carried out; `take` handles them next."""
         if ports:
             self.connect(*ports)
 
@@ -148,8 +146,7 @@ class Bus:
 
 
 class Recorded:
-    """A port (object that carries out the core's commands) that does nothing for the given kinds of
-    commands: they only appear in the event log."""
+    """A port (carries out the core's commands) that does nothing: its commands are only logged."""
 
     def __init__(self, *kinds: type[Command]) -> None:
         self._kinds = kinds
@@ -159,8 +156,7 @@ class Recorded:
 
 
 class Unsaid:
-    """A port for kinds of commands that the core never gives in this configuration. If one comes,
-    an `AssertionError` is raised."""
+    """A port for commands that the core never gives in this configuration: each raises an error."""
 
     def __init__(self, *kinds: type[Command]) -> None:
         self._kinds = kinds

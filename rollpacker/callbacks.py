@@ -19,8 +19,8 @@ class CallbackError(RuntimeError):
 
 
 class RunningRun(Protocol):
-    """A run as its callbacks see it: its name, folder and config, and the methods that callbacks
-    may call."""
+    """A run as its callbacks see it: facts such as its folder, and methods for callbacks to
+    call."""
 
     @property
     def name(self) -> str: ...

@@ -84,8 +84,7 @@ class _Form(NamedTuple):
     writers: tuple[tuple[str, Convert], ...]
     """Fields whose values must be converted for the plain form, each with the function for that."""
     left_out: tuple[tuple[str, Any], ...]
-    """Fields that are left out of the plain form while they have a certain value, each with this
-    value."""
+    """Fields left out of the plain form at a certain value, each with this value."""
     readers: tuple[tuple[str, Convert], ...]
     absent: Mapping[str, Any]
     """Values of fields that the plain form lacks, by field name. Fields that are not in here have
@@ -189,8 +188,8 @@ def _without_extras(hint: Any) -> Any:
 
 
 def _writer(hint: Any) -> Convert | None:
-    """Returns the function that converts a value with this type hint to its plain form (JSON
-    values). None if the value is plain already."""
+    """Returns the function from a value with this type hint to its plain form (JSON values). None
+    if the value is plain already."""
     origin, arguments = get_origin(hint), get_args(hint)
     if _is_union(origin):
         return _optional(arguments, _writer)
@@ -215,8 +214,7 @@ def _writer(hint: Any) -> Convert | None:
 
 
 def _reader(hint: Any) -> Convert | None:
-    """Returns the function that converts the plain form (JSON values) to a value with this type
-    hint. None if the plain form is the value itself."""
+    """Returns a function from plain form to a value with this hint. None if they are the same."""
     origin, arguments = get_origin(hint), get_args(hint)
     if _is_union(origin):
         return _optional(arguments, _reader)
@@ -251,8 +249,7 @@ def _is_union(origin: Any) -> bool:
 
 
 def _optional(members: Sequence[Any], converter: Callable[[Any], Convert | None]) -> Convert | None:
-    """Returns the conversion for the type hint `X | None`; None if no member needs one. `members`:
-    hints in the union. `converter`: returns the conversion for a hint, as `_writer` does."""
+    """Returns `converter`'s conversion of `X | None`. None if no hint in `members` needs one."""
     found = {id(c): c for c in map(converter, members) if c is not None}
     if not found:
         return None
@@ -265,8 +262,7 @@ def _elements(
     arguments: Sequence[Any], converter: Callable[[Any], Convert | None], make: Callable[..., Any]
 ) -> Convert:
     """Returns the conversion for a sequence. `arguments`: one type hint for all elements, or one
-    for each, as in a tuple of fixed length. `converter`: returns the conversion for a hint. `make`:
-    makes the sequence from a list of its elements."""
+    each. `converter`: conversion for a hint. `make`: makes the sequence of a list of elements."""
     if len(arguments) == 1 or arguments[-1] is Ellipsis:
         convert = converter(arguments[0])
         if convert is None:
@@ -338,8 +334,7 @@ class Kind:
 
 
 def by_field(of: type) -> Kind:
-    """Returns a `Kind` that encodes a dataclass as the list of its fields' values; these are not
-    checked against its hints."""
+    """Returns a `Kind` that encodes a dataclass as the list of its values, without checks."""
     names = [field.name for field in _fields(of)]
     return Kind(
         of,
@@ -465,8 +460,7 @@ def _is_plain(values: Collection[Any]) -> bool:
 
 
 def _is_number(values: Collection[Any]) -> bool:
-    """Whether MessagePack can hold all of these values without a conversion, and none is a text (a
-    text may have characters that UTF-8 lacks)."""
+    """Whether MessagePack can hold all of these values without a conversion, and none is a text."""
     return _is_plain(values) and not any(type(one) is str for one in values)
 
 

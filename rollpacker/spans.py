@@ -44,8 +44,8 @@ def outside(values: Sequence[T], spans: Spans) -> Sequence[T]:
 
 
 def within(spans: Spans, first: int, behind: int) -> Spans:
-    """Returns the parts of these ranges that lie from token `first` to before token `behind`,
-    counted from `first` as 0."""
+    """Returns the parts of these ranges from token `first` to before `behind`, with `first` as
+    0."""
     cut = ((max(start, first), min(end, behind)) for start, end in spans)
     return tuple((start - first, end - first) for start, end in cut if start < end)
 
@@ -53,10 +53,9 @@ def within(spans: Spans, first: int, behind: int) -> Spans:
 def rows_in(
     prompt: tuple[int, ...], count: int, given: Spans, rewritten: Rewritten
 ) -> Iterator[tuple[tuple[int, ...], int, int]]:
-    """Yields the training rows of a response: its parts that have a context of their own, since the
-    chat template changed earlier turns (`rewritten`). Each is (context, first token, one after the
-    last). `count`: tokens of the response. `given`: those not sampled, which are left out at a
-    row's end; so are rows without a sampled token."""
+    """Yields a response's training rows: parts with a context of their own, since the chat template
+    changed earlier turns (`rewritten`). Each is (context, first token, one after the last). Tokens
+    `given` (not sampled) at a row's end, and rows without a sampled token, are left out."""
     starts = [(0, prompt), *rewritten]
     ends = [first for first, _ in rewritten]
     gaps = {behind: first for first, behind in given}
@@ -67,8 +66,8 @@ def rows_in(
 
 
 def num_in_rows(prompt: tuple[int, ...], count: int, given: Spans, rewritten: Rewritten) -> int:
-    """Returns the number of tokens that training on a response of `count` tokens computes: those of
-    its rows (see `rows_in`), contexts included. Without `rewritten` that is prompt and response."""
+    """Returns the number of tokens in all training rows of a response (`rows_in`), with
+    contexts."""
     if not rewritten:
         return len(prompt) + count
     rows = rows_in(prompt, count, given, rewritten)

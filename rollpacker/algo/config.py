@@ -95,14 +95,12 @@ class AlgorithmConfig:
     the same advantage. turn: all tokens of a turn have the advantage of the rewards from that turn
     on. See docs/algorithms.md."""
     turn_discount: float = 1.0
-    """With credit=turn: factor by which each later turn's reward counts less than that of the turn
-    before it. 1: all count alike."""
+    """With credit=turn: factor of a reward for each turn that it lies ahead. 1: all count alike."""
     overlong_buffer_tokens: int = 0
     """DAPO's soft punishment: a response that reaches into the last so many tokens before the limit
     loses up to `overlong_penalty` of reward, linearly. 0: off."""
     overlong_penalty: float = 1.0
-    """Reward that a response loses if it reaches the limit of tokens. Used if
-    `overlong_buffer_tokens` is above 0."""
+    """Reward that a response loses at the limit of tokens, if `overlong_buffer_tokens` is set."""
     mask_truncated: bool = False
     """Whether responses cut off at the limit are left out of the loss and its denominators."""
 
@@ -119,8 +117,7 @@ class AlgorithmConfig:
     clip_high: float | None = None
     """The probability ratio is clipped above at 1 + clip_high. None: as in the algorithm `name`."""
     clip_dual: float | None = None
-    """Bound above 1 (dual clip): where the advantage is negative, a larger probability ratio counts
-    as this. None: no bound."""
+    """Dual clip: most that a ratio counts if the advantage is negative (above 1). None: off."""
     loss_aggregation: LossAggregation | None = None
     """How tokens add up to one loss. token-mean: the mean of all tokens of the step.
     sequence-mean-token-mean: the mean of each response's mean. sequence-mean-token-sum: the mean of
@@ -199,8 +196,7 @@ class AlgorithmConfig:
 
     @property
     def is_as_named(self) -> bool:
-        """Whether the algorithm is just what its name says: all switches as in its row, no
-        functions of the user's."""
+        """Whether all switches are as in the row of `name`, without functions of the user's."""
         own = (self.function, self.advantage_function, self.loss_function)
         return not self.not_its_row and own == (None, None, None)
 
@@ -279,20 +275,18 @@ class AlgorithmConfig:
 
     @property
     def reference_in_scores(self) -> bool:
-        """Whether advantages need the reference model's log-probs, so that these are computed
-        before."""
+        """Whether the reference model's log-probs are computed first, as advantages need them."""
         return self.kl_in_reward or _takes(self.own_advantages, "ref_log_probs")
 
     @property
     def policy_in_scores(self) -> bool:
-        """Whether advantages need the policy's log-probs, so that these are computed before."""
+        """Whether the policy's log-probs are computed first, as advantages need them."""
         asks_others = self.reference_in_scores or self.needs_teacher
         return asks_others or _takes(self.own_advantages, "log_probs")
 
     @property
     def needs_scores(self) -> bool:
-        """Whether advantages need more than rewards (values or log-probs), so that `Trainer.score`
-        is called before."""
+        """Whether advantages need values or log-probs, so that `Trainer.score` is called first."""
         return self.needs_critic or self.policy_in_scores
 
     @property
@@ -435,7 +429,6 @@ class AlgorithmConfig:
 
 
 def _as_written(value: object) -> str:
-    """Returns the value of a switch as it is written in a config file."""
     if isinstance(value, bool):
         return "true" if value else "false"
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -27,8 +27,7 @@ _TRIED = "tried on made-up tensors before the run"
 
 
 class _AnyReward(dict[str, Tensor]):
-    """Made-up rewards by the reward's name, for trying a user's function before the names are
-    known: any name gives the same rewards."""
+    """Made-up rewards for trying a function before rewards have names: every name is there."""
 
     def __init__(self, rewards: Tensor) -> None:
         super().__init__({"reward": rewards})
@@ -56,8 +55,7 @@ def check_own(config: AlgorithmConfig, *, samples_per_prompt: int) -> None:
 
 
 def grouped_advantages(config: AlgorithmConfig, *, samples_per_prompt: int) -> bool:
-    """Whether advantages depend on the sample's group alone. This is tried with made-up groups,
-    each with and without the others."""
+    """Whether advantages depend on a sample's group alone, as tried with made-up groups."""
     whole, *parts = (_advantages(config, samples_per_prompt, group) for group in (None, 0, 1, 2))
     return _are_close(torch.cat(parts), whole)
 
@@ -78,9 +76,8 @@ def _check_advantages(config: AlgorithmConfig, own: OwnFunction, samples_per_pro
 
 
 def _advantages(config: AlgorithmConfig, samples_per_prompt: int, group: int | None) -> Tensor:
-    """Advantages of made-up samples: of three groups, or of the group number `group` alone (None:
-    all three). The last group has a sample less, as where a verdict is missing, and the second has
-    equal rewards."""
+    """Advantages of three made-up groups, or of group number `group` alone (None: all three). The
+    last has a sample less, as where a verdict is missing, and the second has equal rewards."""
     least = 2 if config.needs_groups else 1
     sizes = [samples_per_prompt, samples_per_prompt, max(samples_per_prompt - 1, least)]
     group_ids = torch.arange(3).repeat_interleave(torch.tensor(sizes))

@@ -129,8 +129,7 @@ def _from_turns(
     values: Tensor | None,
     config: AlgorithmConfig,
 ) -> StepAdvantages:
-    """Return the advantages of turns, made of the turns' rewards. `penalty`: a KL penalty for each
-    token, which is added to the reward of its turn; None: no penalty."""
+    """Return the advantages of turns. `penalty` [K]: added to their rewards; None: no penalty."""
     if turns is None:
         raise ValueError("credit=turn needs the turns of each sample")
     rewards = turns.rewards if penalty is None else turns.sums(penalty)
@@ -156,10 +155,9 @@ def _from_rewards(
     config: AlgorithmConfig,
     own: Callable[..., Any] | None,
 ) -> StepAdvantages:
-    """Return the advantages of samples or tokens, made of rewards without a critic. If responses of
-    a group are compared, the KL penalties of all tokens are added to a response's reward; else a
-    token's penalty affects only the tokens up to it. `own`: the user's function; None: the
-    package's."""
+    """Return the advantages of samples or tokens, without a critic. If responses of a group are
+    compared, the KL penalties of all tokens are added to a response's reward; else a token's
+    penalty affects only the tokens up to it. `own`: the user's function; None: the package's."""
     token_rewards = _token_rewards(rewards, penalty, lengths)
     if config.needs_groups and penalty is not None:
         of_token = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
@@ -221,9 +219,8 @@ def _penalty(
 
 
 def _whitened(advantages: Tensor, lengths: Sequence[int] | None) -> Tensor:
-    """The advantages shifted and scaled to mean 0 and (unbiased) standard deviation 1 over all
-    tokens. `lengths`: number of tokens that share each advantage; None: advantages are one per
-    token."""
+    """The advantages shifted and scaled to mean 0 and (unbiased) standard deviation 1 over tokens.
+    `lengths`: the number of tokens that share each advantage; None: each is one token's."""
     known = ~advantages.isnan()
     values = advantages[known]
     if len(values) == 0:

@@ -118,11 +118,10 @@ class Controller:
         seat: Seat | None = None,
         publish: Publish = lambda source: {},
     ) -> None:
-        """`time_s`: seconds that the run's clock shows at first (0 in a new run). `salvage`:
-        responses that had finished when the run was interrupted; None if nothing is resumed.
-        `seat`: connection to the scheduler of devices that are shared with other jobs; None if no
-        devices are shared. `publish`: copies new weights to the engines' hosts while other jobs
-        have the devices."""
+        """`time_s`: what the run's clock shows at first (0 in a new run). `salvage`: responses that
+        had finished when the run was interrupted; None: no resume. `seat`: connection to the
+        scheduler of devices shared with other jobs; None: none are shared. `publish`: copies new
+        weights to the engines' hosts while other jobs have the devices."""
         self.config = config
         self.parts = parts
         self.bus = bus = Bus(parts.job, RealClock(time_s), sinks=[parts.log.append])
@@ -387,8 +386,7 @@ class Observing:
 
 @dataclass(frozen=True, slots=True)
 class Fetching:
-    """Carries out the core's command `FetchPrompts`: takes the next training prompts from the
-    cursor and gives them to the core as the event `PromptsFetched`."""
+    """Carries out `FetchPrompts`: the next training prompts go to the core, as `PromptsFetched`."""
 
     bus: Bus
     main: MainTask

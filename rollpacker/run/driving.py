@@ -57,8 +57,7 @@ NOT_BEGUN = "interrupted before the first step; the same command starts again"
 
 @contextlib.contextmanager
 def not_begun(message: str = NOT_BEGUN) -> Iterator[None]:
-    """A context in which a `KeyboardInterrupt` without a message gets this one. Interrupts after a
-    run's first step have their own message already."""
+    """A context in which a `KeyboardInterrupt` that comes without a message gets this one."""
     try:
         yield
     except KeyboardInterrupt as error:
@@ -269,8 +268,7 @@ class _Ending:
 
 
 def _exit_at_once() -> NoReturn:
-    """End the process now, with a message that names `--resume`. It is written directly to stderr:
-    buffered output, such as the live display's, is dropped."""
+    """End the process now. The message goes to stderr directly; buffered output is dropped."""
     if os.isatty(1):
         os.write(1, b"\x1b[?25h\r\n")  # the live display hides the cursor
     with contextlib.suppress(OSError):

@@ -146,8 +146,7 @@ def _is_ours(error: ValueError) -> bool:
 
 
 def _innermost(error: BaseException) -> BaseException:
-    """Returns the error itself, or of an exception group (several tasks may fail at once) the first
-    error inside."""
+    """Returns the error; of an exception group (several tasks failed), the first error in it."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

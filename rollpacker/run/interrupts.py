@@ -25,9 +25,8 @@ _has_come = False
 
 
 def heed() -> list[signal.Signals]:
-    """Let SIGINT, SIGTERM and SIGHUP raise `KeyboardInterrupt` in this process, as Ctrl-C does.
-    Signals that are ignored or have a handler already stay as they are. Returns the signals that
-    were changed. Main thread only."""
+    """Let SIGINT, SIGTERM and SIGHUP raise `KeyboardInterrupt`, as Ctrl-C does. Signals that are
+    ignored or handled already stay so. Returns the signals that were changed. Main thread only."""
     global _process, _has_come
     _process = os.getpid()
     further = [number for number, before in _BEFORE.items() if signal.getsignal(number) == before]

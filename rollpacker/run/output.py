@@ -21,8 +21,7 @@ LINE_EVERY_S = 3.0
 
 
 class _Output(io.TextIOBase):
-    """Writes text to standard output. Once a write fails (reader gone, or disk full), standard
-    output leads to /dev/null."""
+    """Writes text to standard output; once that fails (reader gone, or disk full), to /dev/null."""
 
     def __init__(self) -> None:
         # A live display puts something in the place of `sys.stdout` that leads back here.

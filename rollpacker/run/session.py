@@ -77,8 +77,7 @@ class RunSession:
     _controller: Controller | None = field(default=None, init=False)
     _is_folder_taken: bool = field(default=False, init=False)
     has_begun: bool = field(default=False, init=False)
-    """Whether `drive` was called. If an interrupt comes before that, a new run's folder is cleared,
-    so that the same command can start again."""
+    """Whether `drive` was called. An interrupt before that clears a new run's folder."""
 
     def prepare(self, began: float) -> None:
         """Build all parts of the run in the order in which they need each other, and connect them.
@@ -141,9 +140,9 @@ class RunSession:
         ranks: Ranks | None,
         engines: Engines,
     ) -> Trainer:
-        """Build the trainer, load the checkpoint (None: a new run) into it, and hand its weights to
-        the engines; if other jobs share the devices, copy them to the engines' hosts, to be loaded
-        later. Returns the trainer."""
+        """Build the trainer, load the checkpoint (None: a new run), and hand the weights to the
+        engines; if other jobs share devices, copy them to the engines' hosts. Returns the
+        trainer."""
         if self.seat.shares_pools and ranks is not None:
             ranks.connect()  # once they have loaded their libraries, for which they need no device
         with self.seat.holding("train"):
@@ -228,9 +227,8 @@ class RunSession:
             (print_line if self.display else logger.info)(self.config.algorithm.told)
 
     def _find_checkpoint(self) -> Checkpoint | None:
-        """Returns the checkpoint that a resume goes on from. None for a new run, or if a run ended
-        before its first checkpoint. Raises `RunError` if a changed config key would alter the run's
-        results."""
+        """Returns the checkpoint that a resume goes on from; None for a new run, or if a run ended
+        before its first one. Raises `RunError` if a changed config key would alter results."""
         if not self.resume:
             return None
         found = self.folder.find_checkpoint(carries=self.config.tail.carries)
@@ -262,8 +260,7 @@ class RunSession:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
         """Clear a new run's folder if the run is interrupted or refused before it begins, so that
-        the same command can start it again. `kind`, `error`, `trace`: as a context manager's
-        `__exit__` gets them."""
+        the same command can start it again. Called as a context manager's `__exit__`."""
         ended = kind is not None and issubclass(kind, KeyboardInterrupt | ValueError)
         if ended and self._is_folder_taken and not (self.has_begun or self.resume):
             self.folder.clear()
@@ -277,9 +274,7 @@ class RunSession:
     def _check_resume(
         self, before: dict[str, Any], identity: dict[str, Any], checkpoint: Checkpoint
     ) -> None:
-        """Check that a resume does not alter the run's results, and show from which checkpoint it
-        goes on. `before` and `identity`: fingerprints of model, data and code at the run's
-        beginning and now."""
+        """Raise `RunError` if the resume would alter results; else show its checkpoint."""
         self._check_identity(before, identity, checkpoint.step, checkpoint.state["job"])
         where = checkpoint.folder.relative_to(self.folder.path)
         self._tell(f"resuming after step {checkpoint.step} ({where})")
@@ -293,9 +288,9 @@ class RunSession:
     def _check_identity(
         self, before: Mapping[str, Any], now: Mapping[str, Any], step: int, job: dict[str, Any]
     ) -> None:
-        """Raise `RunError` if a change of config or fingerprints (`before`, `now`) would alter the
-        run's results. `step`: the checkpoint's. `job`: the core's saved state; if it lacks the cap
-        on responses, the old config's is added."""
+        """Raise `RunError` if changes of config or fingerprints (`before`, `now`) would alter
+        results. `step`: the checkpoint's. `job`: the core's state; gets the old cap on
+        responses."""
         from rollpacker.config.load import changes_since
 
         old = config_before(self.folder)
@@ -334,8 +329,7 @@ class RunSession:
 def _marks(
     config: RunConfig, reward: WeightedReward, reward_hosts: HostedReward | None
 ) -> tuple[str, ...]:
-    """Returns the warnings with which the run's numbers must be read, for its log: "unsandboxed"
-    (code of models ran without isolation), "weighted_carrying" (`tail_batching.carry=weighted`)."""
+    """Returns warnings for the log that belong to all numbers, such as `unsandboxed`."""
     tail = config.tail_batching
     found = {
         "unsandboxed": reward.shared.unsandboxed

@@ -117,8 +117,7 @@ def _refuse_unknown(arguments: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _arguments_for_flags() -> Iterator[None]:
-    """A context in which the message of a `RunError` names arguments of `train` (`resume=True`) in
-    place of the command's flags (`--resume`)."""
+    """A context in which a `RunError` names arguments (`resume=True`), not a command's flags."""
     from rollpacker.run.errors import RunError
 
     try:
@@ -203,8 +202,7 @@ def run_to_end(
 
 
 def _find_model(config: RunConfig) -> None:
-    """Train the model with the config's warm-up if it does not exist yet, and check that models and
-    data sets named on the Hugging Face hub can be had."""
+    """Train a missing model by the config's warm-up, and check names of models and data sets."""
     from rollpacker.run.parts.hub import look_for_hub
     from rollpacker.run.parts.warm_up import make_missing
 

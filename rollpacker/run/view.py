@@ -166,8 +166,7 @@ def _steps_of(paths: Sequence[Path]) -> str:
 
 
 def _passed(summary: dict[str, Any]) -> str | None:
-    """Returns the pass@1 of the first evaluation and of the last, with their steps, as a text. None
-    if there was no evaluation."""
+    """Returns pass@1 of the first and last evaluation, as a text. None without an evaluation."""
     found = [one for one in summary["evaluations"] if "eval/pass@1" in one]
     told = [f"{one['eval/pass@1']:.3f} (step {one['step']})" for one in found]
     return f"pass@1 {' -> '.join(told[:1] + told[1:][-1:])}" if told else None

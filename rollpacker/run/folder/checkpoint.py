@@ -35,8 +35,7 @@ FORMAT = 3
 prompts put off to later steps."""
 _PREFIX = "step_"
 _ASIDE = "replaced-"
-"""Part of the name that a checkpoint's folder gets before it is removed: from then on it is not
-taken for a checkpoint, even if only half of it can be removed."""
+"""Part of a checkpoint's name while it is removed: even half removed it counts as none."""
 _LOADED = {".safetensors", ".json", ".bin"}
 """Endings of files that a model loader takes because they are in the folder. Such a file that the
 manifest does not list is an error, since it would be loaded with, or instead of, listed files."""
@@ -63,11 +62,10 @@ def write_checkpoint(
     *,
     run: Path | None = None,
 ) -> Path:
-    """Write the checkpoint of `step`, atomically and durably, and return its folder; all but the
-    newest `keep_last` are removed. `state`: the content of `state.json`. `save(folder)` writes the
-    tensors. `run`: the run's folder, whose link `model` is updated; None: no link is made. Raises
-    `OSError`, with the unfinished folder removed; the next call removes what a killed process
-    left."""
+    """Write the checkpoint of `step`, atomically and durably, and return its folder; the newest
+    `keep_last` are kept. `state`: for `state.json`. `save(folder)` writes the tensors. `run`: the
+    run's folder, whose link `model` is updated; None: no link is made. Raises `OSError`, with the
+    unfinished folder removed; the next call removes what a killed process left."""
     root.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(root)
     final = root / f"{_PREFIX}{step:06d}"

@@ -63,8 +63,7 @@ def row_text(columns: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SampleRows:
-    """Makes a training step's rows of `samples/*.parquet`. `add` is called while the trainer
-    computes that step."""
+    """Makes a training step's rows of `samples/*.parquet` while the trainer computes that step."""
 
     desk: Desk
     writer: SampleWriter
@@ -72,9 +71,8 @@ class SampleRows:
     reward_names: Sequence[str]
 
     def add(self, command: TrainOn, samples: Sequence[TrainSample]) -> None:
-        """Give `writer` a row for each sample trained on, and for each whose rewards took longest.
-        `command`: the core's command to train, with the step, its groups and their weights.
-        `samples`: what was trained on."""
+        """Give `writer` a row for each of `samples`, which were trained on, and for each whose
+        rewards took longest. `command`: the core's command to train, with loss weights."""
         trained = {sample.sample: sample for sample in samples}
         asked = list(chain(*command.groups))
         weights = (
@@ -126,8 +124,7 @@ class SampleRows:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRows:
-    """Makes the rows of `evaluations/*.parquet`, one for each sample that an evaluation generated.
-    `write` is called at the end of the evaluation."""
+    """Makes the rows of `evaluations/*.parquet`: one for each sample of an evaluation."""
 
     writer: SampleWriter
     prompts: PromptColumns
@@ -190,8 +187,7 @@ def _sample_columns(
 
 
 def _said_first(response: Response, render: Decode, episode: Episode | None) -> dict[str, Any]:
-    """Returns the columns `prompt` and `rendered_prompt` for a sample whose prompt came from its
-    environment. Empty if the prompt is the data row's."""
+    """Returns columns for a prompt that the environment gave; empty if the data row has it."""
     if episode is None or episode.prompt is None:
         return {}
     return {

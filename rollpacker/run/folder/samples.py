@@ -93,8 +93,7 @@ def _type_of(column: str) -> str:
 
 
 def _typed(column: str, value: Any) -> Any:
-    """Returns the value of this column as it is stored: as text in columns `extra/...`, since their
-    values may have any types; else unchanged."""
+    """Returns the value; in columns `extra/...`, whose values may have any types, as text."""
     return str(value) if column.startswith("extra/") and value is not None else value
 
 

@@ -110,8 +110,7 @@ def open_engines(
 
 def check_heads(model: Any, planner: ParallelismConfig) -> None:
     """Raise `ValueError` if the model's attention heads cannot be split evenly over a number of
-    devices that an engine may get. `model`: its transformers config. `planner`: settings with all
-    such numbers (`reachable`)."""
+    devices in `planner.reachable`, which an engine may get. `model`: its transformers config."""
     text = model.get_text_config()
     heads = text.num_attention_heads
     of_keys = getattr(text, "num_key_value_heads", None) or heads

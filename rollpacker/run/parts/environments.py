@@ -38,8 +38,7 @@ class TurnParts:
     timeout_s: float
     max_prompt_tokens: int
     rewrites: Rewrites | None = None
-    """The ways in which the chat template rewrites earlier messages when later ones follow. None if
-    it leaves earlier messages as they are."""
+    """How the chat template rewrites earlier messages when later ones follow. None: not at all."""
     takes_rewrites: bool = False
     """Whether the run accepts a chat template that changes earlier turns."""
     per_host: int | None = None
@@ -70,9 +69,8 @@ class TurnParts:
         )
 
     def acting(self, sources: set[str]) -> ActingConfig:
-        """Returns the core's settings for samples of several turns: most turns and tokens, and the
-        deadline of an environment's answer. `sources`: names of the groups of prompts, as
-        `sources_of` returns them."""
+        """Returns the core's limits of turns and tokens, and the deadline of an environment's
+        answer. `sources`: names of the groups of prompts, as `sources_of` returns them."""
         deadline = AdaptiveDeadlineConfig(
             min_s=min(SLOW_S, self.timeout_s), factor=SLOW_FACTOR, max_s=self.timeout_s
         )
@@ -168,9 +166,7 @@ def _most_tokens(config: RunConfig, context: int | None) -> int:
 
 
 def with_tools(of_tokenizer: Mapping[str, Any], turns: TurnParts | None) -> dict[str, Any]:
-    """Returns the tokenizer's settings with the environments' tools among the chat template's
-    arguments; unchanged if there are no tools. `turns`: the environments; None: the run has
-    none."""
+    """Returns the tokenizer's settings, with the environments' tools for the chat template."""
     if turns is None or not turns.environments.tools:
         return dict(of_tokenizer)
     kwargs = {**(of_tokenizer["chat_template_kwargs"] or {}), "tools": [*turns.environments.tools]}

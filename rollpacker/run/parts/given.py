@@ -40,8 +40,7 @@ GivenReward = Callable[..., Any] | str | tuple[Any, float] | Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A checked config, and the Python objects (functions, data) that it refers to. `objects` has
-    each by the name that stands behind `<python>:` in the config."""
+    """A config, and the objects (functions, data) that it names as `<python>:NAME`, by NAME."""
 
     config: RunConfig
     objects: Mapping[str, Any]
@@ -106,8 +105,7 @@ def as_given(
 
 
 def _tree_of(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Splits a dict given as config. Returns its plain keys, nested as in a config file, and its
-    keys with dots as overrides: texts `a.b=value`."""
+    """Splits a config: keys as in a file, and keys with dots as overrides (texts `a.b=value`)."""
     tree = {key: _plain(value) for key, value in config.items() if "." not in str(key)}
     return tree, _override_texts({k: v for k, v in config.items() if "." in str(k)})
 
@@ -218,8 +216,7 @@ def _free_name(name: str, taken: set[str]) -> str:
 
 
 def _environment_of(section: Mapping[str, Any], objects: dict[str, Any]) -> dict[str, Any]:
-    """Returns the config's `environment` with `<python>:NAME` in place of each function, which is
-    added to `objects` by that name."""
+    """Returns the config's `environment` with names for functions, and adds them to `objects`."""
 
     def named(one: Any) -> Any:
         if not callable(one):
@@ -257,9 +254,8 @@ def _data_of(
     eval_data: Iterable[Mapping[str, Any]] | None,
     objects: dict[str, Any],
 ) -> Any:
-    """Returns the config's `data` with references to the rows that a program passed (`data`,
-    `eval_data`) in place of the keys that named a file or data set. The rows themselves are added
-    to `objects`."""
+    """Returns the config's `data` with the names of rows that a program passed, put into
+    `objects`."""
     if section is not None and not isinstance(section, Mapping):
         return section  # the check of the whole says what is wrong with it
     section = copy.deepcopy(dict(section or {}))

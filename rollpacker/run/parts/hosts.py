@@ -137,9 +137,8 @@ def open_hosts(config: RunConfig) -> tuple[RunConfig, Hosts]:
 
 
 def nodes_of(environ: Mapping[str, str]) -> dict[str, list[str]]:
-    """Returns the names of the hosts that a cluster's scheduler gave this run for its engines (key
-    "rollout") and for its trainer ("train"), from environment variables. Empty if the run may use
-    all hosts."""
+    """Returns the names of the hosts that a cluster's scheduler gave this run, for engines
+    ("rollout") and trainer ("train"), from environment variables. Empty: all hosts."""
     from rollpacker.cluster.on_ray.warden import HOSTS
 
     return {role: environ[name].split(",") for role, name in HOSTS.items() if name in environ}
@@ -192,9 +191,8 @@ def _on_cluster(
 
 
 def _devices_on(host: str, plan: Placement) -> dict[str, float]:
-    """Returns how many devices ray is to reserve on this host, by ray's name for their kind ("CPU"
-    or "GPU"). The number is 0 if a cluster's scheduler started this run, since other jobs use the
-    same devices in turn."""
+    """Returns how many devices ray is to reserve on this host, by ray's name for them ("CPU" or
+    "GPU"): 0 if a cluster's scheduler started this run, as jobs use devices in turn."""
     from rollpacker.cluster.service.local_runner import MARK
 
     count = 0

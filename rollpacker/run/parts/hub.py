@@ -40,8 +40,7 @@ class HubError(ValueError):
 
 def look_for_hub(config: RunConfig, *, model_path: str | None = None) -> None:
     """Check that the config's models and data sets on the hub can be had. Raises `HubError` for one
-    that is neither in reach nor on this machine. `model_path`: checked instead of the config's
-    `model.path`; None: `model.path` is checked."""
+    that is neither in reach nor on this machine. `model_path`: for `model.path`, unless None."""
     models = {"model.path": model_path or config.model.path}
     if config.model.teacher is not None:
         models["model.teacher"] = config.model.teacher
@@ -177,8 +176,7 @@ def _set_is_here(name: str) -> bool:
 
 
 def _go_offline(offline: bool) -> None:
-    """Have Hugging Face's libraries, also those already imported, use local copies only.
-    `offline=False` takes back only what an earlier call set, not what the user set."""
+    """Have Hugging Face's libraries use local copies only; False: undo an earlier call."""
     global _set_by_us
     if offline:
         os.environ[_OFFLINE] = "1"

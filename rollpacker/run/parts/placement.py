@@ -44,9 +44,8 @@ def device_kind(config: RunConfig) -> DeviceKind:
 
 
 def lines_of_keys(config: RunConfig) -> PlacementConfig:
-    """Returns the config's devices as a `placement`: the one that means the same as the keys
-    `rollout.engines`, `train.processes` and so on. Raises `ValueError` if the trainer has no
-    processes of its own."""
+    """Returns the `placement` that means the same as the config's `rollout.engines`,
+    `train.processes` and so on. Raises `ValueError` if the trainer has no processes of its own."""
     from rollpacker.config.placement import PlacementConfig, RolloutPlacement, TrainPlacement
 
     processes, degree = config.train.processes, config.parallelism_planner.initial
@@ -126,9 +125,8 @@ def _engine_need(
 def _rank_need(
     config: RunConfig, lines: PlacementConfig, devices: int, kind: DeviceKind
 ) -> Need | None:
-    """Returns the memory that one trainer process needs if `devices` processes, one per device,
-    share a replica of the model; None if unknown. Counted as for two replicas, unless the
-    `placement` has devices for one."""
+    """Returns the memory that one trainer process needs if `devices` processes, each with a device,
+    share a replica of the model; None if unknown. Counted for two replicas, unless one is all."""
     from rollpacker.config.placement import num_devices
     from rollpacker.trainer.training_memory import rank_memory
 
@@ -285,9 +283,8 @@ def table(plan: Placement) -> list[str]:
 
 
 def table_without(config: RunConfig, host: Host, kind: DeviceKind) -> list[str]:
-    """Returns the lines of a table of devices, and what is on each with its memory, for a run on
-    this machine without `placement`: on a CPU any process may use any core, and GPUs are taken from
-    the first on."""
+    """Returns the lines of a table (devices, their content, memory) for a run on this machine
+    without `placement`: on a CPU any process may use any core, and GPUs are taken in order."""
     from rollpacker.trainer.estimate import estimate
     from rollpacker.trainer.training_memory import engine_memory
 

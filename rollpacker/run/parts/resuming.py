@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SAME: Mapping[str, Any] = {"model": "", "dtype": "", "train_data": ""}
-"""Fingerprints of model and data that stand for unknown ones. `check_resume` gets them for both the
-old and the new run, so that it compares only their configs."""
+"""Made-up fingerprints, given to `check_resume` as old and new ones, to compare only configs."""
 
 READ_S = 5.0
 """Seconds that may be spent on reading the log's entries after the last checkpoint."""
@@ -97,8 +96,7 @@ def _said_at_the_end(folder: RunFolder, log_bytes: int) -> str | None:
 
 
 def let_others_end(config: RunConfig) -> None:
-    """End the other processes that torchrun started: connect to them, as a run does that trains,
-    and close them. Does nothing without torchrun."""
+    """End the other processes that torchrun started, by connecting to them and closing them."""
     from rollpacker.run.parts.trainer import start_trainer_processes
     from rollpacker.trainer.launch import Torchrun
 

@@ -31,8 +31,7 @@ def load_reward(config: RunConfig) -> WeightedReward:
 
 
 def _engine_completer(model_path: str, *, max_reply_tokens: int, concurrency: int) -> Any:
-    """Load the model of a reward that asks a model to judge responses. Returns its engine, which
-    generates the judge's replies, `concurrency` at a time."""
+    """Load a judge (a model that rates responses), and return the engine of its replies."""
     from rollpacker.engines.completer import EngineCompleter
     from rollpacker.engines.embedded.attention import install_attention
     from rollpacker.trainer.model import load_model
@@ -68,8 +67,7 @@ def as_input(row: PromptRow, config: RunConfig, num_steps: int) -> RewardInput:
 
 def reward_kinds(reward: WeightedReward) -> dict[str, RewardKindConfig]:
     """Returns how many reward checks may run at once and their deadline, by task of the prompts
-    (`train` without tasks). A task without a limit of workers and without a deadline is left
-    out."""
+    (`train` without tasks). Tasks with neither limit are left out."""
     kinds = {}
     for task, (workers, deadline) in reward.kinds().items():
         if workers is not None or deadline is not None:

@@ -39,8 +39,7 @@ CallInThread = Callable[[Callable[[], None]], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Telling:
-    """What callbacks or trackers are being told of: a row of metrics (of a step or an evaluation)
-    and its samples."""
+    """What callbacks or trackers are told: metrics of a step or evaluation, and its samples."""
 
     metrics: Metrics
     rows: Sequence[Mapping[str, Any]] = ()
@@ -100,8 +99,7 @@ class Audience:
         row_so_far: Callable[[int], Metrics],
     ) -> None:
         """`call`: calls a function in the thread that called `train`. `row_so_far`: returns the
-        metrics known so far of a step with this number, for callbacks, which are called before the
-        row is complete."""
+        metrics of a step as far as they are known when callbacks are called."""
         self._run = run
         self._callbacks = list(callbacks)
         self._trackers = list(trackers)

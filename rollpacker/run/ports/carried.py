@@ -49,12 +49,10 @@ class KeptTokens:
     tokens: NDArray[np.int32]
     log_probs: NDArray[np.float64]
     floor: int = 0
-    """Largest number of tokens at which an abort stopped this sample so far; 0: never stopped.
-    Generated again, the response must get longer: where it ends earlier, its last part is drawn
-    again."""
+    """Largest number of tokens at which an abort stopped this sample so far; 0: never stopped. When
+    it is generated again and ends no later than there, its last part is drawn again."""
     redraws: Redraws = ()
-    """Which tokens were drawn again with other random numbers, in the form of `Response.redraws`.
-    Empty: none."""
+    """Which tokens were drawn again with other random numbers, as in `Response.redraws`."""
     given: Spans = ()
     """Ranges of tokens that the model was given, not sampled; their log-probs are 0."""
 
@@ -86,9 +84,8 @@ class CarriedTokens:
         *,
         cut_off_at: int | None = None,
     ) -> None:
-        """`waiting`: the kept tokens of a checkpoint; None: no tokens. `cut_off_at`: the older,
-        smaller cap on responses under which these tokens were generated; None if the cap is the
-        same."""
+        """`waiting`: the kept tokens of a checkpoint; None: no tokens. `cut_off_at`: the smaller
+        cap on responses under which these were generated; None: the cap is the same."""
         self._config = config
         self._waiting = {
             prompt: {place: kept.under(cut_off_at) for place, kept in places.items()}
@@ -141,8 +138,7 @@ class CarriedTokens:
         ]
 
     def begun(self, prompt: PromptId) -> None:
-        """Note that this prompt is no longer put off: its samples are launched (submitted to
-        engines) again. Does nothing if no tokens of it are kept."""
+        """Note that samples of this prompt, if it was put off, are submitted to engines again."""
         if prompt in self._waiting:
             self._launched[prompt] = self._waiting.pop(prompt)
 

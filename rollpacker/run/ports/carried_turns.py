@@ -47,8 +47,7 @@ class Path:
 
 
 class CarriedTurns:
-    """Adds tokens of earlier steps to the requests for a trajectory's turns, as drafts: the engine
-    draws them again and keeps those that come out the same. Used under the bus's lock."""
+    """Adds old tokens of a turn to its request, to be drawn again. Used under the bus's lock."""
 
     def __init__(self, carried: CarriedTokens) -> None:
         self._carried = carried
@@ -79,9 +78,7 @@ class CarriedTurns:
         return self._cancelled.get(sample)
 
     def drawn(self, event: SampleGenerated, play: Play, response: Response) -> None:
-        """Note that an engine has generated a turn, `response`, of the episode `play`, to which it
-        was not added yet. Its tokens are kept if the sample was cancelled or its prompt put off
-        meanwhile."""
+        """Note that an engine has generated a turn, which is added to the episode `play` later."""
         path = self._paths.get(event.sample)
         if path is not None:
             start = len(play.trajectory.tokens)
@@ -93,8 +90,7 @@ class CarriedTurns:
 
     def aborted(self, event: SampleAborted, play: Play | None, response: Response | None) -> None:
         """Note that an engine was stopped in the middle of a turn. The episode's tokens are kept
-        for a later step, unless they only repeat the beginning of an earlier step's tokens, which
-        are kept then."""
+        for a later step, if they are more than a beginning of those kept before."""
         play = self._cancelled.get(event.sample) or play
         if play is None or response is None:
             return
@@ -114,8 +110,7 @@ class CarriedTurns:
             self._leave(play)
 
     def concluded(self, response: Response) -> None:
-        """Give the response of a whole trajectory to `CarriedTokens`, which keeps its tokens if its
-        prompt is put off to a later step."""
+        """Keep a whole trajectory's tokens, in case its prompt is put off to a later step."""
         self._carried.left(response)
 
     def settle(self) -> None:

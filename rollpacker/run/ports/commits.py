@@ -42,8 +42,7 @@ class Commits:
     evaluator: Evaluator
     _: KW_ONLY
     recovery: Recovery
-    """Restarts a lost trainer. Its `checkpoints` is the folder that checkpoints are written
-    into."""
+    """Restarts a lost trainer. Its `checkpoints` is the folder where checkpoints are written."""
     pools: Pools
     keep_last: int
     devices: SharedDevices
@@ -109,8 +108,7 @@ class Commits:
 
     def _state(self, job_state: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what a resume needs besides tensors: states of core, data cursor and clock, and
-        the event log's size and hash. The log and the files of samples are flushed to disk
-        before."""
+        the event log's size and hash. Log and samples are written durably first."""
         if self.samples is not None:
             self.samples.write()
         with self.shared.bus.lock:

@@ -16,8 +16,7 @@ from rollpacker.trainer.trainer import TokenScores, TrainSample
 
 @dataclass(slots=True)
 class KnownSample:
-    """What is known of one sample: its response, and as they come, its text, verdict, episode,
-    other models' scores and the sample that was trained on."""
+    """What is known of one sample: its response, and later text, verdict, episode and so on."""
 
     response: Response
     completion: str | None = None
@@ -64,8 +63,7 @@ class Desk:
     def scored_groups(
         self, groups: Sequence[Sequence[SampleId]]
     ) -> list[list[tuple[Response, float]]]:
-        """Returns (response, reward) of each sample, in groups like `groups` (samples of one
-        prompt). Every sample must have a verdict."""
+        """Returns (response, reward) of each sample, grouped as it is. All must have a verdict."""
         return [[self._scored(sample) for sample in group] for group in groups]
 
     def reward_parts(
@@ -99,8 +97,7 @@ class Desk:
         return {s: k.streamed for s, k in self._known.items() if k.streamed is not None}
 
     def forget_gradients(self) -> None:
-        """Note that gradients accumulated before the step was complete are lost, since the trainer
-        was: no sample has any now."""
+        """Note that the trainer is lost, and with it the gradients accumulated in this step."""
         for known in self._known.values():
             known.streamed = None
 

@@ -84,9 +84,9 @@ class Keepers:
     def leave(
         self, samples: Iterable[SampleId], to: Handle | None = None
     ) -> dict[Handle, list[SampleId]]:
-        """Note that no engine except `to` (None: no engine at all) is to keep its cache of these
-        samples. Returns the living engines that the caller has to tell to discard caches, each with
-        its samples."""
+        """Note that no engine but `to` (None: none at all) keeps its cache of these samples.
+        Returns the living engines that the caller has to tell to discard caches, with their
+        samples."""
         told: dict[Handle, list[SampleId]] = {}
         for sample in samples:
             handle = self._handles.pop(sample, None)
@@ -111,9 +111,8 @@ class Engines:
     def __init__(
         self, engines: Sequence[Engine], make: MakeEngine | None = None, tensor_parallel: int = 1
     ) -> None:
-        """`engines`: the engines numbered from 0. `make`: makes an engine to replace a lost one;
-        None: lost engines are not replaced, and the run ends. `tensor_parallel`: number of devices
-        per engine."""
+        """`make`: makes an engine to replace a lost one; None: lost engines are not replaced, and
+        the run ends. `tensor_parallel`: number of devices of each engine."""
         self.make = make
         self.handles = {number: Handle(number, 0, engine) for number, engine in enumerate(engines)}
         """The latest engine of each number, alive or lost."""
@@ -136,10 +135,9 @@ class Engines:
         on_error: Callable[[Handle, BaseException], None],
         tell: Callable[[FleetEvent], None],
     ) -> None:
-        """Receive the outputs of all engines from now on, also of engines that are added later.
-        `on_outputs` gets an engine and its outputs, `on_error` an engine and its error. `tell` gets
-        the events that the core must know: engines lost or added, samples moved to another
-        engine."""
+        """Receive the outputs of all engines from now on, also of those added later. `on_outputs`
+        and `on_error` get the engine and what came from it. `tell` gets events for the core:
+        engines lost or added, samples moved to another engine."""
 
         def listen(handle: Handle) -> None:
             handle.engine.start(partial(on_outputs, handle), partial(on_error, handle))
@@ -260,8 +258,7 @@ class Engines:
         self.submit(requests, [number if at is None else at for number, at in pairs])
 
     def place_anywhere(self) -> None:
-        """Submit again the requests whose engine was lost, or that found none, if there is a living
-        engine."""
+        """Submit again all requests without an engine, if there is a living one."""
         if self.living:
             nowhere = [held.request for held in self._held.values() if held.at is None]
             self.submit_anywhere(nowhere)
@@ -361,8 +358,7 @@ class Engines:
         return None
 
     def num_at(self, numbers: Collection[int]) -> int:
-        """Returns the number of samples that the engines of these numbers have, those that are to
-        move to other engines included."""
+        """Returns how many samples the engines of these numbers have, even if they are to move."""
         where = (held.at for held in self._held.values())
         return sum(handle is not None and handle.number in numbers for handle in where)
 

@@ -44,8 +44,7 @@ class Episodes:
     """For each sample: the sample with whose random numbers it is drawn. None: with its own."""
     _tasks: dict[SampleId, asyncio.Task[None]] = field(default_factory=dict, init=False)
     _concluded: list[Play] = field(default_factory=list, init=False)
-    """Episodes that the core has concluded in this step, so that rewards may judge them. The step's
-    metrics are made of them."""
+    """Episodes that the core has concluded (ended) in this step, for the step's metrics."""
     _lost: dict[str, int] = field(default_factory=dict, init=False)
     """Number of episodes lost in this step, by cause."""
 
@@ -90,9 +89,8 @@ class Episodes:
             play.heard(response)
 
     def let_go(self, event: SampleAborted | SampleFailed, response: Response | None) -> None:
-        """Note that an engine was stopped in the middle of a sample, or failed on it. The sample's
-        episode is forgotten if its environment has not begun it; else it stays until the core
-        cancels it."""
+        """Note that an engine was stopped amid a sample, or failed on it. An episode that its
+        environment has not begun is forgotten; others stay until the core cancels them."""
         play = self._plays.get(event.sample)
         if isinstance(event, SampleAborted):
             self._turns.aborted(event, play, response)
@@ -108,8 +106,7 @@ class Episodes:
     # -- commands ----------------------------------------------------------------------------------
 
     def _conclude(self, command: Conclude) -> None:
-        """End a trajectory on the core's command `Conclude`. Its response is put on the desk at
-        once, since the core may ask for rewards next."""
+        """End a trajectory. Its response goes to the desk at once, as rewards may need it next."""
         self.let_go_of([command.sample])
         play = self._plays.pop(command.sample)
         response = play.response(command.reason)

@@ -141,9 +141,8 @@ class Evaluator:
         self.bus.note("evaluation", seconds, step, metrics)
 
     async def _judge(self, inputs: Sequence[RewardInput]) -> list[Scored | Failed]:
-        """Returns the rewards' verdicts, in the order of `inputs`. Each reward call has the time
-        limit that training has for the row's task. A response whose verdict was lost by an
-        infrastructure fault is judged again."""
+        """Returns the rewards' verdicts, in the order of `inputs`. Calls have the time limits of
+        training. A response whose verdict was lost by an infrastructure fault is judged again."""
         limit_of = self.bus.job.rewards.timeout_s
         limits = [limit_of(one.task or "") or limit_of(TRAIN) for one in inputs]
         verdicts: dict[int, Scored | Failed] = {}
@@ -269,8 +268,7 @@ def reward_input(
     progress: Progress,
     episode: Episode | None = None,
 ) -> RewardInput:
-    """Returns what reward functions get for a response to the data row. `episode`: messages and
-    rewards if the response is a trajectory of several turns; None for a single response."""
+    """Returns a reward's input for a response. `episode`: its turns; None for a single response."""
     last = response.last_turn
     said = None if episode is None or episode.prompt is None else [*map(dict, episode.prompt)]
     return RewardInput(

@@ -140,8 +140,7 @@ class Generation:
         self._fetch_engines()
 
     def _fetch_engines(self) -> None:
-        """If requests wait for an engine whose device the trainer has, have the main task move the
-        devices back to the engines."""
+        """If requests wait for an engine whose device the trainer has, have it given back soon."""
         if self.devices.are_awaited:
             self.shared.main.later(self.devices.to_engines)
 
@@ -169,9 +168,8 @@ class Generation:
             self.shared.main.post(self.scoring.start)
 
     def _take(self, event: EngineEvent | None, response: Response | None) -> None:
-        """Tell the core of an engine's event, and keep the response: its tokens, in case its prompt
-        is put off, and a finished one on the desk. `event` None: the output means nothing to the
-        core, and nothing is done."""
+        """Tell the core of an engine's event (None: there is nothing to tell), and keep the
+        response for rewards and for later steps."""
         if event is None:
             return
         if self.episodes is not None:
@@ -190,9 +188,8 @@ class Generation:
             handle.salvage = self.salvage
 
     def _tell_salvaged(self) -> None:
-        """Tell the core the results that `salvage.bin` has for samples launched after a resume. A
-        sample that was aborted in the killed run, but not in this one, is given to its engine. Used
-        on the event loop."""
+        """Tell the core the results in `salvage.bin` of samples launched after a resume. A sample
+        aborted in the killed run, but not in this one, goes to its engine. Used on the loop."""
         told: list[int] = []
         with self.shared.bus.lock:
             for handle, output in self.salvage.outputs():

@@ -113,8 +113,7 @@ class HandingOver:
 
     def _fill(self, number: int, incarnation: int, layout: EngineLayout) -> None:
         """Make an engine with this number and add it to the run; if that fails, tell the core.
-        `incarnation`: how many engines had the number before. `layout`: number of devices per
-        engine; a newer layout makes this fail."""
+        `incarnation`: how many engines had it before. `layout`: has the number of devices."""
         engines, engine = self.engines, None
         assert engines.make is not None, f"engine {number}: nobody can make it"
         try:
@@ -178,9 +177,8 @@ async def publish_weights(
 
 
 async def _bring_to_hosts(publish: Publish, weights: Weights) -> None:
-    """Copy the weights to all hosts with engines. If a host cannot be reached, there is only a
-    warning: its engines ask for the weights when they load them, and are lost if they do not get
-    them."""
+    """Copy the weights to all hosts with engines. Of a host that cannot be reached there is only a
+    warning: its engines ask for the weights later, and are lost if they get none."""
     assert weights.hand_over is not None
     source = weights.hand_over.weights
     if source is None or isinstance(source, Mapping):  # engines are in this process

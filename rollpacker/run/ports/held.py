@@ -1,5 +1,4 @@
-"""What the run knows of one engine, and of each sample that is assigned to it, with the request
-that such a sample becomes in another engine."""
+"""What the run knows of an engine and its samples, and what a sample takes to another engine."""
 
 from __future__ import annotations
 
@@ -36,9 +35,8 @@ class EngineLayout:
 
 
 class KnownEnds(Protocol):
-    """Protocol of an object that has recorded how samples ended before the run was killed, such as
-    `Salvage`. `keep_back` and `stop` return the requests and samples for which an engine is still
-    needed."""
+    """Protocol of an object, such as `Salvage`, that has recorded how samples ended before a
+    resume. Its methods return the requests and samples for which an engine is still needed."""
 
     def keep_back(
         self, handle: Handle, requests: Sequence[GenerationRequest]
@@ -64,8 +62,7 @@ class Handle:
     is_away: bool = False
     """Whether the engine has released its device's memory, or is about to."""
     told: list[Callable[[], None]] = field(default_factory=list)
-    """Calls of the engine's methods (submit, abort, let_go) that wait until the engine has its
-    device again."""
+    """Calls of the engine (submit, abort, let_go) that wait until it has its device again."""
     version: int | None = None
     """Version of the weights that the engine got last. None before it got any."""
     salvage: KnownEnds | None = None
@@ -199,8 +196,7 @@ def taken_along(
 
 
 def moved(sample: SampleId, to: Handle, num_tokens: int) -> SampleMoved:
-    """Returns the event that the sample goes on in engine `to`. `num_tokens`: how many of its
-    tokens it has taken along."""
+    """Returns the event that a sample goes on in engine `to`, where it has `num_tokens` tokens."""
     return SampleMoved(
         time_s=0.0,
         sample=sample,

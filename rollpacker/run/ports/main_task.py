@@ -26,9 +26,8 @@ class MainTask:
 
     def __init__(self) -> None:
         self.awaited: asyncio.Future[Any] | None = None
-        """A future that the main task awaits and that is not settled by a command of the core, such
-        as an evaluation's responses. If the run fails, the error is set on it. None if there is
-        none."""
+        """A future that the main task awaits and that no command of the core settles, such as an
+        evaluation's responses. If the run fails, it gets the error. None: nothing is awaited."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
         self._why_at_once: BaseException | None = None
@@ -114,8 +113,7 @@ class MainTask:
         self.post(self._inbox.put_nowait, item)
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """The event loop's handler of errors that nobody caught: ends the run if a function given
-        to `post` has raised; other errors are only logged."""
+        """End the run if a function given to `post` raised; other errors are only logged."""
         error = context.get("exception")
         if "handle" in context and error is not None:
             self.fail(error)

@@ -206,8 +206,7 @@ class Player:
         return Play(sample, row, Trajectory(row.tokens))
 
     def launched(self, play: Play, request: GenerationRequest) -> GenerationRequest:
-        """Returns the request for a first turn: the core's `request` with the episode's prompt, and
-        with the response length limited to what the trajectory may have."""
+        """Returns the core's request for a first turn, with the episode's prompt and limit."""
         play.spent.ask()
         return replace(
             request,
@@ -224,8 +223,7 @@ class Player:
         return play.request(self._bounded(play, sampling), noise, keep=self._is_kept(play))
 
     def _is_kept(self, play: Play) -> bool:
-        """Whether the engine is to keep its KV cache after the next turn, as another turn may
-        follow that."""
+        """Whether the engine is to keep its KV cache of the next turn, as another may follow."""
         max_turns = self.limits.max_turns
         return max_turns is None or play.num_turns + 1 < max_turns
 
@@ -317,16 +315,14 @@ class Player:
         return None
 
     def must_finish(self, play: Play, reason: str) -> bool:
-        """Whether the environment is to be asked for a final reward. `reason`: why the episode
-        ended; "done" or "truncated", said by the environment itself, need no final reward."""
+        """Whether to ask the environment for a final reward: not if it ended the episode itself."""
         asked = self.environments.scores_at_end and play.is_begun
         return asked and reason not in ("done", "truncated")
 
     async def finish(self, play: Play) -> Lost | None:
-        """Ask the environment for the final reward of an episode that was ended by a limit (turns,
-        tokens or seconds), and add it to the last turn's reward. An episode lost meanwhile is
-        replayed first if environments are deterministic. Returns `Lost` if the environment fails,
-        else None."""
+        """Ask the environment for the final reward of an episode that a limit (of turns, tokens or
+        seconds) ended, and add it to the last turn's. An episode lost meanwhile is replayed first
+        if environments are deterministic. Returns `Lost` if the environment fails, else None."""
         environments, timeout_s = self.environments, self.timeout_s
         worth = await environments.finish(play.sample, timeout_s=timeout_s)
         if isinstance(worth, Lost) and worth.cause == "infrastructure":
@@ -436,8 +432,7 @@ def ends_of(plays: Sequence[Play]) -> dict[str, float]:
 
 
 def _rows_of(plays: Sequence[Play]) -> dict[str, float]:
-    """Returns the mean number of training rows per trajectory as a metric. A trajectory has several
-    rows (each with a context of its own) if the chat template changed earlier turns. Empty if all
-    have one row."""
+    """Returns the mean number of training rows per trajectory as a metric. There are several, each
+    with its own context, if the chat template changed earlier turns. Empty if all have one."""
     numbers = [len(play.trajectory.rows) for play in plays]
     return {"episodes/rows/mean": sum(numbers) / len(numbers)} if max(numbers) > 1 else {}

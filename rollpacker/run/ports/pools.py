@@ -65,8 +65,7 @@ class Pools:
     @contextlib.asynccontextmanager
     async def borrowed(self, pool: PoolName, purpose: str) -> AsyncIterator[None]:
         """A context in which the run has the pool, for work that the core has not commanded, such
-        as an evaluation. `purpose`: the work in a word, for the scheduler. Used on the main
-        task."""
+        as an evaluation. `purpose`: the work, in a word. Used on the main task."""
         yield
 
     async def parked(self) -> None:
@@ -137,8 +136,7 @@ class SharedPools(Pools):
     @contextlib.asynccontextmanager
     async def borrowed(self, pool: PoolName, purpose: str) -> AsyncIterator[None]:
         """A context that waits for the pool and has it, as for an evaluation. Raises the error that
-        ended the wait or the reloading of engines or trainer, and `EnginesLost` if the run ends
-        meanwhile."""
+        ended the wait or the reloading, and `EnginesLost` if the run ends meanwhile."""
         if self.has(pool):
             yield
             return
@@ -204,8 +202,8 @@ class SharedPools(Pools):
             self._arrived.set_exception(EnginesLost(why or "the run ended"))
 
     def _begin(self, what: Callable[[], Awaitable[None]]) -> None:
-        """Run `what` (taking or releasing a pool's devices) in a task of its own, once the task
-        begun before has ended. If it raises an error, the run ends with that."""
+        """Take or release devices (`what`) in a task, after earlier ones. Its error ends the
+        run."""
         before = self._last
 
         async def work() -> None:

@@ -40,11 +40,9 @@ class Recovery:
     checkpoints: Path
     _incarnation: int = field(default=0, init=False)
     _order: RestoreTrainer | None = field(default=None, init=False)
-    """The core's command to restore the trainer, from its coming until it is carried out. None at
-    other times."""
+    """The core's command to restore the trainer, until it is carried out. None at other times."""
     _num_signs: int = field(default=0, init=False)
-    """Number of times that the restarting trainer has reported progress, by which its deadline is
-    extended."""
+    """Number of times that the restarting trainer reported progress, which extends its deadline."""
 
     def routes(self) -> Routes:
         return {RestoreTrainer: self._on_restore}
@@ -53,9 +51,8 @@ class Recovery:
         self._order = command
 
     async def through(self, deed: Deed) -> bool:
-        """Do this piece of the main task's work, such as an update of the weights. If the trainer
-        is lost in it, restart the trainer and do the work again. Returns False if the core has
-        ended the run instead."""
+        """Do this piece of slow work, such as an update of weights. If the trainer is lost in it,
+        restart the trainer and do it all again. Returns False if the core has ended the run."""
         while True:
             try:
                 await deed()

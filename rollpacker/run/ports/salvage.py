@@ -60,8 +60,7 @@ class RecordedEnd:
 
     event: SampleGenerated | SampleAborted
     key: str
-    """Digest of the sample's request (prompt, settings, random numbers, earlier tokens). The record
-    is used only for a request with the same digest."""
+    """Digest of the sample's request. The record is used only for a request with the same."""
     response: Mapping[str, Any] | None
     """The response's finish reason, version of weights and `redraws`; its tokens are in `arrays`.
     None if the sample was aborted without a response."""
@@ -94,13 +93,11 @@ class Salvage:
         weights have this `version`; None for a new run, which records nothing before its first
         checkpoint. `in_order`: whether the run must be equal bit for bit."""
         self.wake: Callable[[], None] = lambda: None
-        """Called when `outputs` has recorded results to give out, so that somebody iterates over
-        it."""
+        """Called when `outputs` has results to yield, so that somebody iterates over them."""
         self._path = folder / FILE
         self._in_order = in_order
         self._version: int | None = None
-        """Version of the weights under which ends of samples are recorded; others are ignored.
-        None: nothing is recorded."""
+        """Version of the weights for which ends are recorded. None: nothing is recorded."""
         self._head: dict[str, Any] = {}
         self._found: dict[SampleId, tuple[int, RecordedEnd]] = {}
         """How samples ended before the run was killed, with the number of the record in the
@@ -119,8 +116,7 @@ class Salvage:
         self._unwanted: set[SampleId] = set()
         """Samples in `_waiting` that the core has aborted."""
         self._told: set[SampleId] = set()
-        """Samples whose result came from the file, and which are therefore not recorded in it
-        again."""
+        """Samples whose result came from the file, so that it is not recorded there again."""
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._file: BinaryIO | None = None
         self._thread: threading.Thread | None = None
@@ -139,8 +135,7 @@ class Salvage:
     # -- what is launched ----------------------------------------------------------------
 
     def launched(self, version: int, requests: Sequence[GenerationRequest]) -> None:
-        """Note requests that are about to be given to engines, to record how they end. Nothing is
-        noted if `version` (of the engines' weights) is not the one that is recorded."""
+        """Note requests about to be given to engines, if `version` (of weights) is recorded."""
         if version == self._version:
             self._under_way.update({request.sample: request for request in requests})
 
@@ -327,9 +322,8 @@ class Salvage:
 
 
 def _end_of(body: bytes) -> tuple[RecordedEnd, bool]:
-    """Returns the record in this body of a frame (size, checksum, body), and whether no other
-    sample was still being generated then. Only up to such a record can a resume repeat the run bit
-    for bit."""
+    """Returns the record in this body of a frame (size, checksum, body), and whether no sample was
+    being generated any more. Only up to such a record can a resume repeat the run bit for bit."""
     line, _, arrays = body.partition(b"\n")
     facts = json.loads(line)
     event: Any = from_plain(EVENTS[facts["event"]], {"time_s": 0.0, **facts["facts"]})

@@ -92,9 +92,7 @@ class Scoring:
         (self._single if self._is_alone(command) else self._batched).append(command)
 
     def _is_alone(self, command: Score) -> bool:
-        """Whether this command's sample is judged in a call of its own, not in a batch: if its
-        environment still has to give a final reward, or its task has its own workers or
-        deadline."""
+        """Whether this sample is judged in a call of its own, and not with others in a batch."""
         known = self.shared.desk.get(command.sample)
         if known is not None and known.finish is not None:
             return True  # nobody else waits for its environment
@@ -166,8 +164,7 @@ class Scoring:
             self._answer(_event(command.sample, verdict, seconds), verdict)
 
     def _answer(self, event: SampleScored, verdict: Verdict | None) -> None:
-        """Put the verdict and its seconds on the desk, and give `event` to the core. `verdict`:
-        None if the check was cancelled."""
+        """Put the verdict on the desk (None: the check was cancelled), and tell the core."""
         known = self.shared.desk.get(event.sample)
         if known is not None:
             if isinstance(verdict, Scored):

@@ -60,8 +60,7 @@ class SharedDevices:
         of_engines = config.rollout.engines * config.parallelism_planner.initial
         self._is_colocated = train.colocate
         self._all = range(of_engines if shares_pools or train.colocate else 0)
-        """Numbers of the devices that engines share with trainer replicas or other jobs. Empty if
-        they share none."""
+        """Numbers of the devices that engines share with trainer or other jobs; empty: none."""
         self._group = (train.processes or 1) // train.replicas
         self._lent: set[int] = {*self._all} if shares_pools else set()
         """Numbers of devices that trainer replicas or other jobs have, or are about to get."""
@@ -77,8 +76,7 @@ class SharedDevices:
 
     @property
     def are_awaited(self) -> bool:
-        """Whether an engine that is off its device has calls waiting, such as new requests. Used
-        under the bus's lock."""
+        """Whether calls wait for engines that are off their devices. Used under the bus's lock."""
         return any(handle.told for handle in self._engines.living)
 
     def take_seconds(self) -> dict[str, float]:
@@ -139,9 +137,9 @@ class SharedDevices:
 
     @contextlib.contextmanager
     def loading(self, number: int) -> Iterator[None]:
-        """A context in which new engine `number` may load: waits until its devices are not lent to
-        trainer or other jobs, and keeps them from being lent. Used in a thread of its own. Raises
-        `EngineError` once the run is over."""
+        """A context in which new engine `number` may load: waits until its devices are not lent,
+        and keeps them so. Used in a thread of its own. Raises `EngineError` once the run is
+        over."""
         size = self._engines.layout.tensor_parallel
         devices = {*range(number * size, (number + 1) * size)} & {*self._all}
         while not self._keep(devices):

@@ -48,8 +48,7 @@ class Training:
     """The engines, of which only the status is asked."""
     reward: Reward
     asked: Sequence[Callable[[], Mapping[str, float]]]
-    """Functions of other ports that return their metrics of the step (of carried tokens, for
-    example). They are called under the bus's lock."""
+    """Functions that return other ports' metrics of the step. Called under the bus's lock."""
     build_samples: BuildSamples
     rows: SampleRows | None
     """Makes the rows of samples for parquet files. None if samples are not kept."""
@@ -197,9 +196,8 @@ class Training:
         return metrics
 
     async def _accumulate(self, samples: Sequence[TrainSample]) -> None:
-        """Accumulate the gradient of these samples. A gradient accumulated before the step was
-        complete, with provisional loss weights, is multiplied by the factor to the final
-        weights."""
+        """Accumulate the gradient of these samples. What was accumulated before the step was
+        complete, with provisional loss weights, is scaled to the final ones."""
         streamed = self.shared.desk.streamed()
         if not streamed:
             await self.trainer.accumulate(samples)
@@ -264,8 +262,7 @@ class Training:
 
 @contextlib.contextmanager
 def _diverging(step: int) -> Iterator[None]:
-    """A context in which a `NonFiniteError` is raised again with the step's number and the advice
-    to resume or to lower the learning rate."""
+    """A context in which a `NonFiniteError` is given the step's number and advice for the user."""
     try:
         yield
     except NonFiniteError as error:
@@ -334,8 +331,7 @@ _OF_EACH = ("actor/ppo_kl", "actor/ratio/mean", "actor/clip_ratio_low", "actor/c
 the mean, a step has the value of each update, as NAME/update_1 and so on."""
 _LAST = ("train/lora_merge_loss", "perf/pipeline/host_links")
 _LAST_ENDINGS = ("/layers", "/slow")
-"""Last parts of names of metrics that tell the trainer's state after a step: of a step's updates,
-the last one's value is reported."""
+"""Ends of names of metrics of the trainer's state: a step has the last update's value."""
 
 _FIRST = ("sampling/sampling_logp_difference/", "sampling/importance_sampling_ratio/")
 """Beginnings of names of metrics that compare engine and trainer. The first update's value counts,

@@ -28,8 +28,7 @@ class Collecting:
         self._responses: list[Response] = []
 
     def add(self, event: Event, response: Response | None) -> None:
-        """Add an engine's output, in the engine's thread. `response`: None if the engine failed on
-        the sample, which is then logged and left out."""
+        """Add an engine's output, in the engine's thread. `response`: None if the sample failed."""
         self._missing -= 1
         if isinstance(event, SampleFailed):
             logger.warning("evaluation: %s: %s", event.sample, event.reason)
