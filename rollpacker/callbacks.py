@@ -19,8 +19,7 @@ class CallbackError(RuntimeError):
 
 
 class RunningRun(Protocol):
-    """A run as its callbacks see it: facts such as its folder, and methods for callbacks to
-    call."""
+    """A run as its callbacks see it: facts such as its folder, and methods for them to call."""
 
     @property
     def name(self) -> str: ...

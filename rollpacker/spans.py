@@ -66,8 +66,8 @@ def rows_in(
 
 
 def num_in_rows(prompt: tuple[int, ...], count: int, given: Spans, rewritten: Rewritten) -> int:
-    """Returns the number of tokens in all training rows of a response (`rows_in`), with
-    contexts."""
+    """Returns the number of tokens in all training rows of a response of `count` tokens, contexts
+    included. It has several rows if the chat template changed earlier turns (see `rows_in`)."""
     if not rewritten:
         return len(prompt) + count
     rows = rows_in(prompt, count, given, rewritten)

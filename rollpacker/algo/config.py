@@ -95,12 +95,13 @@ class AlgorithmConfig:
     the same advantage. turn: all tokens of a turn have the advantage of the rewards from that turn
     on. See docs/algorithms.md."""
     turn_discount: float = 1.0
-    """With credit=turn: factor of a reward for each turn that it lies ahead. 1: all count alike."""
+    """With credit=turn: factor per turn by which rewards of later turns count less. 1: all
+    alike."""
     overlong_buffer_tokens: int = 0
     """DAPO's soft punishment: a response that reaches into the last so many tokens before the limit
     loses up to `overlong_penalty` of reward, linearly. 0: off."""
     overlong_penalty: float = 1.0
-    """Reward that a response loses at the limit of tokens, if `overlong_buffer_tokens` is set."""
+    """Reward that a response loses at the limit of tokens, unless `overlong_buffer_tokens` is 0."""
     mask_truncated: bool = False
     """Whether responses cut off at the limit are left out of the loss and its denominators."""
 
@@ -117,7 +118,8 @@ class AlgorithmConfig:
     clip_high: float | None = None
     """The probability ratio is clipped above at 1 + clip_high. None: as in the algorithm `name`."""
     clip_dual: float | None = None
-    """Dual clip: most that a ratio counts if the advantage is negative (above 1). None: off."""
+    """Dual clip: with a negative advantage, a ratio counts at most this much (above 1). None:
+    off."""
     loss_aggregation: LossAggregation | None = None
     """How tokens add up to one loss. token-mean: the mean of all tokens of the step.
     sequence-mean-token-mean: the mean of each response's mean. sequence-mean-token-sum: the mean of

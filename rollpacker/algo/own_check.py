@@ -154,7 +154,6 @@ def _check_loss(config: AlgorithmConfig, own: OwnFunction) -> None:
 
 
 def _tried(own: OwnFunction, call: Callable[[], Any]) -> Any:
-    """The result of `call`, which calls the user's function. Raises `ValueError` if it fails."""
     try:
         return call()
     except Exception as error:

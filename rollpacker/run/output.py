@@ -52,7 +52,6 @@ class _Output(io.TextIOBase):
 
 
 def _write_to_nowhere(stream: IO[str], error: OSError) -> None:
-    """Redirect standard output to /dev/null, so that later writes do not fail, too."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     logger.warning("standard output: %s; the run goes on without its display", error.strerror)
 

@@ -274,7 +274,8 @@ class RunSession:
     def _check_resume(
         self, before: dict[str, Any], identity: dict[str, Any], checkpoint: Checkpoint
     ) -> None:
-        """Raise `RunError` if the resume would alter results; else show its checkpoint."""
+        """Check by fingerprints (`before`: at the run's beginning, `identity`: now) that a resume
+        goes on with the same run, and show the checkpoint."""
         self._check_identity(before, identity, checkpoint.step, checkpoint.state["job"])
         where = checkpoint.folder.relative_to(self.folder.path)
         self._tell(f"resuming after step {checkpoint.step} ({where})")
@@ -289,7 +290,7 @@ class RunSession:
         self, before: Mapping[str, Any], now: Mapping[str, Any], step: int, job: dict[str, Any]
     ) -> None:
         """Raise `RunError` if changes of config or fingerprints (`before`, `now`) would alter
-        results. `step`: the checkpoint's. `job`: the core's state; gets the old cap on
+        results. `step`: the checkpoint's. `job`: the core's state, which gets the old cap on
         responses."""
         from rollpacker.config.load import changes_since
 

@@ -152,7 +152,6 @@ class Run:
 
 
 def _steps_of(paths: Sequence[Path]) -> str:
-    """Returns the steps of the samples in these files, in words."""
     import pyarrow.parquet
 
     found: set[int] = set()

@@ -254,8 +254,8 @@ def _data_of(
     eval_data: Iterable[Mapping[str, Any]] | None,
     objects: dict[str, Any],
 ) -> Any:
-    """Returns the config's `data` with the names of rows that a program passed, put into
-    `objects`."""
+    """Returns the config's `data` with names of the rows that a program passed, in place of files.
+    The rows go into `objects` by these names."""
     if section is not None and not isinstance(section, Mapping):
         return section  # the check of the whole says what is wrong with it
     section = copy.deepcopy(dict(section or {}))

@@ -125,8 +125,9 @@ def _engine_need(
 def _rank_need(
     config: RunConfig, lines: PlacementConfig, devices: int, kind: DeviceKind
 ) -> Need | None:
-    """Returns the memory that one trainer process needs if `devices` processes, each with a device,
-    share a replica of the model; None if unknown. Counted for two replicas, unless one is all."""
+    """Returns the memory that one trainer process needs if each replica of the model has `devices`
+    devices; None if unknown. Counted as for two replicas, unless the placement has devices for just
+    one."""
     from rollpacker.config.placement import num_devices
     from rollpacker.trainer.training_memory import rank_memory
 

@@ -47,7 +47,8 @@ class Path:
 
 
 class CarriedTurns:
-    """Adds old tokens of a turn to its request, to be drawn again. Used under the bus's lock."""
+    """Adds an earlier step's tokens of a turn to the turn's request: the engine draws them again,
+    and keeps them as far as they come out the same. Used under the bus's lock."""
 
     def __init__(self, carried: CarriedTokens) -> None:
         self._carried = carried

@@ -63,7 +63,8 @@ class Desk:
     def scored_groups(
         self, groups: Sequence[Sequence[SampleId]]
     ) -> list[list[tuple[Response, float]]]:
-        """Returns (response, reward) of each sample, grouped as it is. All must have a verdict."""
+        """Returns (response, reward) of each sample, in the same groups. All must have a
+        verdict."""
         return [[self._scored(sample) for sample in group] for group in groups]
 
     def reward_parts(

@@ -85,7 +85,7 @@ class Keepers:
         self, samples: Iterable[SampleId], to: Handle | None = None
     ) -> dict[Handle, list[SampleId]]:
         """Note that no engine but `to` (None: none at all) keeps its cache of these samples.
-        Returns the living engines that the caller has to tell to discard caches, with their
+        Returns the living engines that the caller must tell to discard caches, with their
         samples."""
         told: dict[Handle, list[SampleId]] = {}
         for sample in samples:

@@ -140,7 +140,8 @@ class Generation:
         self._fetch_engines()
 
     def _fetch_engines(self) -> None:
-        """If requests wait for an engine whose device the trainer has, have it given back soon."""
+        """If requests wait for an engine whose device the trainer has, have the device moved
+        back."""
         if self.devices.are_awaited:
             self.shared.main.later(self.devices.to_engines)
 

@@ -162,8 +162,8 @@ def stamped(event: EngineEnd, handle: Handle) -> EngineEnd:
 
 
 def with_earlier(event: EngineEnd, held: AssignedSample) -> EngineEnd:
-    """Returns the event with the counts of engines that the sample has left added: preemptions, and
-    the number of tokens kept from an earlier step that came out the same again."""
+    """Returns the event, to whose counts those of engines that the sample has left are added:
+    preemptions, and tokens kept from an earlier step that came out the same again."""
     if isinstance(event, SampleFailed):
         return event
     if held.num_kept is None and not held.preemptions:

@@ -77,8 +77,6 @@ class Pools:
 
 
 class _Wait:
-    """A wait for a pool of shared devices, which can be given up."""
-
     def __init__(self, command: Enter) -> None:
         self.pool, self.purpose = command.pool, command.purpose
         self.given_up = threading.Event()

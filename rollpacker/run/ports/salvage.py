@@ -97,7 +97,7 @@ class Salvage:
         self._path = folder / FILE
         self._in_order = in_order
         self._version: int | None = None
-        """Version of the weights for which ends are recorded. None: nothing is recorded."""
+        """Version of the weights whose samples' results are recorded. None: nothing is recorded."""
         self._head: dict[str, Any] = {}
         self._found: dict[SampleId, tuple[int, RecordedEnd]] = {}
         """How samples ended before the run was killed, with the number of the record in the

@@ -114,10 +114,9 @@ class Watch:
         what: str | None = None,
         lives: Callable[[], bool] = lambda: False,
     ) -> T:
-        """Await this, and return its result. Whenever the seconds of deadline `key` (of
-        `deadlines`) have passed, `lives` is called, and `DeadlineExceeded` is raised unless it
-        returns True (there is progress). `what`: what is awaited, for the error; None: the core is
-        asked."""
+        """Await this, and return its result. Whenever the seconds of the deadline `key` have
+        passed, `lives` is called, and `DeadlineExceeded` is raised unless it returns True (there is
+        progress). `what`: what is awaited, for the error; None: the core is asked."""
         limit = self._limit(key)
         future = asyncio.ensure_future(awaitable)
         while True:
