@@ -31,7 +31,7 @@ Routes = Mapping[type[Command], Callable[[Any], None]]
 must be quick; it may begin longer work, whose end it reports by an event."""
 
 Sink = Callable[[Entry], None]
-"""Function that is given every entry of the event log, in order, under the lock; must be quick."""
+"""Function given every entry of the event log, in order, under the bus's lock; must be quick."""
 
 
 class Clock(Protocol):

@@ -334,7 +334,7 @@ class Kind:
 
 
 def by_field(of: type) -> Kind:
-    """Returns a `Kind` that encodes a dataclass as the list of its values, without checks."""
+    """Returns a `Kind` that encodes a dataclass field by field, without checking its hints."""
     names = [field.name for field in _fields(of)]
     return Kind(
         of,

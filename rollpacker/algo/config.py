@@ -86,7 +86,8 @@ class AlgorithmConfig:
     """Whether to shift and scale the finished advantages of all tokens of the step to mean 0 and
     standard deviation 1. None: as in the algorithm `name`."""
     gamma: float = 1.0
-    """Discount per token, of the critic's estimates and of penalties per token."""
+    """Discount from token to token: with a critic, or where responses of a group are not
+    compared."""
     gae_lambda: float = 0.95
     """The lambda of generalized advantage estimation (with a critic): at 0 an advantage looks only
     to the critic's value of the next token, at 1 to the rewards up to the response's end."""
@@ -304,8 +305,8 @@ class AlgorithmConfig:
         return self.normalize_mean in ("group", "leave-one-out")
 
     def _check_own(self) -> None:
-        """Raise `ValueError` if a key for a user's function does not have the form of a function's
-        name. `check_own` loads and tries the functions."""
+        """Raise `ValueError` for keys that name no function; `check_own` loads and tries
+        functions."""
         for key in ("advantage_function", "loss_function"):
             spec = getattr(self, key)
             if spec is not None and not all(spec.rpartition(":")):

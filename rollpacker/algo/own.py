@@ -128,7 +128,7 @@ def reload_changed(specs: Iterable[str | None]) -> None:
 
 def _taken(function: Callable[..., Any], known: tuple[str, ...], said_by: str) -> frozenset[str]:
     """Return the names of `known` arguments that the function takes. Raises `ValueError` if it
-    needs others."""
+    needs others; `said_by` names the function in the message."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

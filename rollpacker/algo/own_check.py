@@ -27,7 +27,7 @@ _TRIED = "tried on made-up tensors before the run"
 
 
 class _AnyReward(dict[str, Tensor]):
-    """Made-up rewards for trying a function before rewards have names: every name is there."""
+    """Made-up rewards for trying a function before rewards have names: any name gives the same."""
 
     def __init__(self, rewards: Tensor) -> None:
         super().__init__({"reward": rewards})

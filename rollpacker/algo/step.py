@@ -156,8 +156,8 @@ def _from_rewards(
     own: Callable[..., Any] | None,
 ) -> StepAdvantages:
     """Return the advantages of samples or tokens, without a critic. If responses of a group are
-    compared, the KL penalties of all tokens are added to a response's reward; else a token's
-    penalty affects only the tokens up to it. `own`: the user's function; None: the package's."""
+    compared, a response's reward includes the KL penalties of its tokens; else each penalty affects
+    only the tokens up to it. `own`: the user's function; None: the package's."""
     token_rewards = _token_rewards(rewards, penalty, lengths)
     if config.needs_groups and penalty is not None:
         of_token = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))

@@ -377,7 +377,7 @@ class Observing:
         bus.add_sink(self._unobserved.append)
 
     def feed(self) -> None:
-        """Show the observers all entries that they have not seen yet."""
+        """Show the observers all log entries that they have not seen yet."""
         while self._unobserved:
             entry = self._unobserved.popleft()
             for observer in self._observers:

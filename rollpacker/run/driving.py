@@ -268,7 +268,7 @@ class _Ending:
 
 
 def _exit_at_once() -> NoReturn:
-    """End the process now. The message goes to stderr directly; buffered output is dropped."""
+    """End the process now. How to resume is written to stderr; buffered output is dropped."""
     if os.isatty(1):
         os.write(1, b"\x1b[?25h\r\n")  # the live display hides the cursor
     with contextlib.suppress(OSError):

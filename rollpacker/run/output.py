@@ -77,8 +77,8 @@ def print_line(line: str) -> None:
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show the progress of long work: a bar on a terminal, removed at the end; else a line every
-    few seconds. Yields a function that takes the number done, out of `total`."""
+    """Show the progress of long work (`what`): a bar on a terminal, removed at the end; else a line
+    every few seconds. Yields a function that takes the number done, out of `total`."""
     shown = console(goes_on=True)
     if shown.is_terminal:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn

@@ -187,7 +187,7 @@ def _sample_columns(
 
 
 def _said_first(response: Response, render: Decode, episode: Episode | None) -> dict[str, Any]:
-    """Returns columns for a prompt that the environment gave; empty if the data row has it."""
+    """Returns the prompt's columns if the environment gave the prompt; else an empty dict."""
     if episode is None or episode.prompt is None:
         return {}
     return {

@@ -124,8 +124,9 @@ def check_heads(model: Any, planner: ParallelismConfig) -> None:
 
 
 def devices_of_engines(count: int, degree: int, num_devices: int, visible: str | None) -> list[str]:
-    """Returns device names for `count` engines, `degree` devices for each, in order. `visible`:
-    CUDA_VISIBLE_DEVICES; None if not set. Raises `ValueError` if there are too few."""
+    """Returns device names for `count` engines, `degree` devices for each, in order. `num_devices`:
+    number that torch sees. `visible`: CUDA_VISIBLE_DEVICES; None if not set. Raises `ValueError` if
+    there are too few."""
     if count * degree > num_devices:
         devices = f"{num_devices} CUDA device{'' if num_devices == 1 else 's'}"
         each = "one of its own" if degree == 1 else f"{degree} of its own"

@@ -44,8 +44,8 @@ class TurnParts:
     per_host: int | None = None
 
     def be_on(self, hosts: Hosts) -> None:
-        """Choose the hosts on which processes of environments will start, as the config wants.
-        Called before the first use."""
+        """Have the environments' processes start on the engines' hosts, if the config asks for that
+        (`per_host`). Called before the first use."""
         if self.per_host is not None:
             self.environments.be_on(hosts.beside_engines(self.per_host))
 

@@ -40,7 +40,8 @@ class HubError(ValueError):
 
 def look_for_hub(config: RunConfig, *, model_path: str | None = None) -> None:
     """Check that the config's models and data sets on the hub can be had. Raises `HubError` for one
-    that is neither in reach nor on this machine. `model_path`: for `model.path`, unless None."""
+    that is neither in reach nor on this machine. `model_path`: checked instead of `model.path`, if
+    given."""
     models = {"model.path": model_path or config.model.path}
     if config.model.teacher is not None:
         models["model.teacher"] = config.model.teacher

@@ -334,7 +334,6 @@ def _numbers(first: int, last: int) -> str:
 
 
 def _runs(devices: Sequence[PlacedDevice]) -> list[list[PlacedDevice]]:
-    """Groups neighbouring devices on one host that hold the same and use as much memory."""
     runs: list[list[PlacedDevice]] = []
     for device in devices:
         last = runs[-1][-1] if runs else None

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 def check_algorithm(config: RunConfig) -> None:
     """Try the user's own advantage and loss functions, if the config names any, and check that
-    bitsandbytes is installed if 4 or 8 bits are asked for. Raises `ValueError`."""
+    bitsandbytes is installed if model or optimizer need it. Raises `ValueError`."""
     if config.model.quantization is not None or config.train.optimizer == "adamw_8bit":
         from rollpacker.imports import require
 

@@ -119,7 +119,7 @@ class Engines:
         self.layout = EngineLayout(0, tensor_parallel)
         self.ending = Ending()
         self._coming: dict[int, Engine] = {}
-        """The engine that is being loaded for each number, by that number."""
+        """Engines that are being loaded, by the number that each will have."""
         self.weights = Weights(0, None)
         self.is_closed = False
         self._held: dict[SampleId, AssignedSample] = {}

@@ -73,7 +73,7 @@ class Episodes:
     def further(
         self, samples: Sequence[SampleId], sampling: SamplingParams
     ) -> list[GenerationRequest]:
-        """Returns the requests for the next turns of these samples."""
+        """Returns the engines' requests for the next turns of these samples."""
         plays = [self._plays[sample] for sample in samples]
         return [
             self._turns.further(self.player.request(play, sampling, self._noise[play.sample]), play)

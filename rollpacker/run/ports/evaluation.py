@@ -251,7 +251,6 @@ def _was_lost(verdict: Scored | Failed) -> bool:
 
 
 def _means_by_reward(verdicts: Sequence[Scored | Failed]) -> dict[str, float]:
-    """Returns `eval/rewards/NAME/mean` for each reward, over the responses that it judged."""
     values: dict[str, list[float]] = {}
     for verdict in verdicts:
         if isinstance(verdict, Scored):

@@ -226,7 +226,6 @@ class Generation:
             self.engines.place_anywhere()
 
     def _broken_policy(self, event: SampleFailed) -> NonFiniteError:
-        """Returns the error that ends the run because its weights yield NaN."""
         step = self.shared.bus.job.step
         newest = self.checkpoints / f"step_{step:06d}"
         spoilt = f"; remove {newest} first, its weights are spoilt" if newest.exists() else ""

@@ -113,7 +113,8 @@ class HandingOver:
 
     def _fill(self, number: int, incarnation: int, layout: EngineLayout) -> None:
         """Make an engine with this number and add it to the run; if that fails, tell the core.
-        `incarnation`: how many engines had it before. `layout`: has the number of devices."""
+        `incarnation`: count of earlier engines of this number. `layout`: has its number of
+        devices."""
         engines, engine = self.engines, None
         assert engines.make is not None, f"engine {number}: nobody can make it"
         try:

@@ -66,8 +66,8 @@ class Handle:
     version: int | None = None
     """Version of the weights that the engine got last. None before it got any."""
     salvage: KnownEnds | None = None
-    """Has recorded how samples ended before a resume, so that this engine need not generate them.
-    None if there are no such records."""
+    """Has recorded how samples ended before a resume, which this engine need not generate then.
+    None: no records."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Give the engine these requests at once, or when it has its device again; except for those

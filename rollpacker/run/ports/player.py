@@ -206,7 +206,7 @@ class Player:
         return Play(sample, row, Trajectory(row.tokens))
 
     def launched(self, play: Play, request: GenerationRequest) -> GenerationRequest:
-        """Returns the core's request for a first turn, with the episode's prompt and limit."""
+        """Returns the core's request for a first turn with the episode's prompt and token limit."""
         play.spent.ask()
         return replace(
             request,
@@ -228,8 +228,8 @@ class Player:
         return max_turns is None or play.num_turns + 1 < max_turns
 
     def _bounded(self, play: Play, sampling: SamplingParams) -> SamplingParams:
-        """Returns the settings with the response length limited to what is left to the trajectory,
-        but at least one token."""
+        """Returns the sampling settings, with the response length limited to what is left to the
+        trajectory, but at least one token."""
         most = self.limits.max_trajectory_tokens
         if most is None or play.num_tokens + sampling.max_response_tokens <= most:
             return sampling
@@ -315,7 +315,8 @@ class Player:
         return None
 
     def must_finish(self, play: Play, reason: str) -> bool:
-        """Whether to ask the environment for a final reward: not if it ended the episode itself."""
+        """Whether to ask for a final reward: not if the environment ended the episode
+        (`reason`)."""
         asked = self.environments.scores_at_end and play.is_begun
         return asked and reason not in ("done", "truncated")
 

@@ -60,7 +60,7 @@ class RecordedEnd:
 
     event: SampleGenerated | SampleAborted
     key: str
-    """Digest of the sample's request. The record is used only for a request with the same."""
+    """Digest of the sample's request. The record is used only for an equal request."""
     response: Mapping[str, Any] | None
     """The response's finish reason, version of weights and `redraws`; its tokens are in `arrays`.
     None if the sample was aborted without a response."""
@@ -135,7 +135,8 @@ class Salvage:
     # -- what is launched ----------------------------------------------------------------
 
     def launched(self, version: int, requests: Sequence[GenerationRequest]) -> None:
-        """Note requests about to be given to engines, if `version` (of weights) is recorded."""
+        """Note requests that are about to be given to engines, so that their results are recorded;
+        except if `version` (of the engines' weights) is not the one that is recorded."""
         if version == self._version:
             self._under_way.update({request.sample: request for request in requests})
 

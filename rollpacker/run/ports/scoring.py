@@ -47,8 +47,8 @@ class Scoring:
     _tasks: dict[asyncio.Task[None], tuple[list[Score], set[SampleId], bool]] = field(
         default_factory=dict, init=False
     )
-    """Running reward checks by task: the core's commands that it carries out, the samples whose
-    verdicts are still wanted, and whether it is a batch."""
+    """Running reward checks by asyncio task: the core's commands that it carries out, the samples
+    whose verdicts are still wanted, and whether it is a batch."""
     _num_batches: int = field(default=0, init=False)
     _closed: bool = field(default=False, init=False)
 
@@ -128,7 +128,6 @@ class Scoring:
         task.add_done_callback(self._done)
 
     def _read(self, sample: SampleId) -> RewardInput:
-        """Returns the input of reward functions for this sample."""
         known = self.shared.desk[sample]
         progress = Progress(self.shared.bus.job.step, self.num_steps)
         judged = reward_input(

@@ -48,9 +48,9 @@ async def failures(
     what: str,
     within_s: float | None,
 ) -> dict[K, BaseException]:
-    """Call `function` with each of these arguments at once, in threads. Returns, by key, the errors
-    of calls that failed, and an `EngineError` for those that took more than `within_s` seconds
-    (None: no limit). `what`: what the call does, for this error."""
+    """Call `function` with each of these tuples of arguments at once, in threads. Returns, by key,
+    the errors of calls that failed, and an `EngineError` for those that took more than `within_s`
+    seconds (None: no limit). `what`: what the call does, for this error."""
     doing = {key: in_daemon_thread(function, *of_one) for key, of_one in arguments.items()}
     if doing:
         await asyncio.wait(doing.values(), timeout=within_s)
