@@ -109,8 +109,8 @@ def open_engines(
 
 
 def check_heads(model: Any, planner: ParallelismConfig) -> None:
-    """Raise `ValueError` if an engine may get (as `planner` says) a number of devices over which
-    the model's attention heads cannot be split evenly. `model`: its transformers config."""
+    """Raise `ValueError` if the model's attention heads cannot be split evenly over a number of
+    devices in `planner.reachable`, which an engine may get. `model`: its transformers config."""
     text = model.get_text_config()
     heads = text.num_attention_heads
     of_keys = getattr(text, "num_key_value_heads", None) or heads
@@ -124,8 +124,9 @@ def check_heads(model: Any, planner: ParallelismConfig) -> None:
 
 
 def devices_of_engines(count: int, degree: int, num_devices: int, visible: str | None) -> list[str]:
-    """Returns device names for `count` engines, `degree` devices for each, in order. `visible`:
-    CUDA_VISIBLE_DEVICES; None if not set. Raises `ValueError` if there are too few."""
+    """Returns device names for `count` engines, `degree` devices for each, in order. `num_devices`:
+    number that torch sees. `visible`: CUDA_VISIBLE_DEVICES; None if not set. Raises `ValueError` if
+    there are too few."""
     if count * degree > num_devices:
         devices = f"{num_devices} CUDA device{'' if num_devices == 1 else 's'}"
         each = "one of its own" if degree == 1 else f"{degree} of its own"
@@ -145,7 +146,7 @@ def engine_setup(
     tensor_parallel: int = 1,
     sleeps: bool = False,
 ) -> EngineSetup:
-    """Returns the message that has a process call `make_engine`. `model`: the model's config.
+    """Returns the message on which a new process calls `make_engine`. `model`: the model's config.
     `threads`: number of torch's threads; None: torch's default. `tensor_parallel`: number of the
     engine's devices. `sleeps`: whether the engine has to release its devices at times."""
     from rollpacker.engines.messages import EngineSetup

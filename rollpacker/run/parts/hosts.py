@@ -34,8 +34,8 @@ class Hosts:
     """The hosts of one run, and which of its processes is started on which of them."""
 
     plan: Placement | None = None
-    """The devices of engines, trainer and judge. None if the run is on this machine and has no plan
-    of devices."""
+    """Which devices the engines, the trainer and the judge (a model that rates responses) get. None
+    for a run on this machine, whose processes take devices without a plan."""
     by_name: Mapping[str, Host] = field(default_factory=dict)
     interfaces: Mapping[str, str] = field(default_factory=dict)
     """Name of the network interface through which a host reaches the others, by host name."""
@@ -71,8 +71,8 @@ class Hosts:
                 return
 
     def of_engine(self, number: int, degree: int) -> tuple[Host, dict[str, str]]:
-        """Returns the host and the environment variables for the process of engine `number`, which
-        has `degree` devices."""
+        """Returns the host and the environment variables for the process of an engine. `number`:
+        the engine's number, from 0. `degree`: number of devices of each engine."""
         devices = self._devices("rollout")[number * degree : (number + 1) * degree]
         return self._place(devices)
 
@@ -137,8 +137,8 @@ def open_hosts(config: RunConfig) -> tuple[RunConfig, Hosts]:
 
 
 def nodes_of(environ: Mapping[str, str]) -> dict[str, list[str]]:
-    """Returns the names of the hosts that a cluster's scheduler gave this run, for "rollout" and
-    "train". Empty if the run may use all hosts."""
+    """Returns the names of the hosts that a cluster's scheduler gave this run, for engines
+    ("rollout") and trainer ("train"), from environment variables. Empty: all hosts."""
     from rollpacker.cluster.on_ray.warden import HOSTS
 
     return {role: environ[name].split(",") for role, name in HOSTS.items() if name in environ}
@@ -191,8 +191,8 @@ def _on_cluster(
 
 
 def _devices_on(host: str, plan: Placement) -> dict[str, float]:
-    """Returns how many devices ray is to reserve on this host, by ray's name for their kind. The
-    number is 0 in a job of a cluster, where other jobs use the same devices in turn."""
+    """Returns how many devices ray is to reserve on this host, by ray's name for them ("CPU" or
+    "GPU"): 0 if a cluster's scheduler started this run, as jobs use devices in turn."""
     from rollpacker.cluster.service.local_runner import MARK
 
     count = 0

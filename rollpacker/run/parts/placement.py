@@ -44,8 +44,8 @@ def device_kind(config: RunConfig) -> DeviceKind:
 
 
 def lines_of_keys(config: RunConfig) -> PlacementConfig:
-    """Returns the `placement` that means the same as `rollout.engines`, `train.processes` and
-    similar keys. Raises `ValueError` if the trainer has no processes of its own."""
+    """Returns the `placement` that means the same as the config's `rollout.engines`,
+    `train.processes` and so on. Raises `ValueError` if the trainer has no processes of its own."""
     from rollpacker.config.placement import PlacementConfig, RolloutPlacement, TrainPlacement
 
     processes, degree = config.train.processes, config.parallelism_planner.initial
@@ -126,7 +126,8 @@ def _rank_need(
     config: RunConfig, lines: PlacementConfig, devices: int, kind: DeviceKind
 ) -> Need | None:
     """Returns the memory that one trainer process needs if each replica of the model has `devices`
-    devices; None if unknown. Several replicas are assumed unless the placement has just one."""
+    devices; None if unknown. Counted as for two replicas, unless the placement has devices for just
+    one."""
     from rollpacker.config.placement import num_devices
     from rollpacker.trainer.training_memory import rank_memory
 
@@ -159,9 +160,9 @@ def plan_of(config: RunConfig, hosts: Sequence[Host]) -> Placement:
 def on_nodes(
     config: RunConfig, hosts: Sequence[Host], nodes: Mapping[str, Sequence[str]]
 ) -> RunConfig:
-    """Returns the config with a `placement` on the first devices of the hosts that a cluster gave
-    to the run. `nodes`: names of these hosts, for "rollout" and "train". Raises `ValueError` if
-    these hosts have too few devices."""
+    """Returns the config with a `placement` on hosts that a cluster gave to the run; it takes their
+    devices from the first on. `nodes`: names of these hosts, by "rollout" (engines) and "train".
+    Raises `ValueError` if these hosts have too few devices."""
     from rollpacker.config.placement import num_devices
     from rollpacker.core.placement.roles import as_line
 
@@ -242,8 +243,8 @@ def placed(config: RunConfig, plan: Placement) -> RunConfig:
 
 
 def _check_turns(lines: PlacementConfig, plan: Placement) -> None:
-    """Raise `ValueError` if engines and trainer are to take turns on devices and are planned on
-    different ones."""
+    """Raise `ValueError` if engines and trainer are to use the same devices alternately
+    (`placement.colocate`), but are planned on different ones."""
     if not lines.turns:
         return
     of = {
@@ -283,8 +284,8 @@ def table(plan: Placement) -> list[str]:
 
 
 def table_without(config: RunConfig, host: Host, kind: DeviceKind) -> list[str]:
-    """Returns the lines of a table for a run on this machine without `placement`: on a CPU any
-    process may use any core, and GPUs are taken from the first on."""
+    """Returns the lines of a table (devices, their content, memory) for a run on this machine
+    without `placement`: on a CPU any process may use any core, and GPUs are taken in order."""
     from rollpacker.trainer.estimate import estimate
     from rollpacker.trainer.training_memory import engine_memory
 
@@ -333,7 +334,6 @@ def _numbers(first: int, last: int) -> str:
 
 
 def _runs(devices: Sequence[PlacedDevice]) -> list[list[PlacedDevice]]:
-    """Groups neighbouring devices on one host that hold the same and use as much memory."""
     runs: list[list[PlacedDevice]] = []
     for device in devices:
         last = runs[-1][-1] if runs else None
