@@ -68,7 +68,7 @@ class Cluster:
 
     @property
     def trainer_gpus(self) -> int:
-        """Number of GPUs that train, including GPUs that also generate."""
+        """Number of GPUs of the trainer, whether or not it shares these GPUs with the engines."""
         return self.gpus if self.train_gpus is None else self.train_gpus
 
     @property

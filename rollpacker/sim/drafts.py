@@ -39,7 +39,8 @@ class Drafts:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
 
     def tokens_per_step(self, num_running: int) -> float:
-        """Mean number of tokens that each of `num_running` sequences gains in one decode step."""
+        """Mean number of tokens of each of `num_running` sequences in one decode step: 1, and the
+        guesses that prove right."""
         depth = min(self.max_depth, self.max_positions // num_running)
         tokens = chance = 1.0
         for _ in range(depth):

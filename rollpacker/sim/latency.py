@@ -23,7 +23,8 @@ class StepCost:
     launch_s: float
     """Least seconds of a decode step: the host's time to start the kernels of all layers."""
     bytes_s: float
-    """Seconds of a decode step to read the weights, and of other work that no batch lengthens."""
+    """Seconds of a decode step that do not grow with the batch: to read the weights, and other
+    work."""
     per_cached_token_s: float
     """Seconds of a decode step to read the keys and values of one cached token."""
     per_sequence_s: float
@@ -31,7 +32,8 @@ class StepCost:
     speculation: Speculation | None = None
     """Speed-up of decode steps while few sequences run, in every round. None: no speed-up."""
     drafts: Drafts | None = None
-    """Guessed tokens that decode steps verify, instead of `speculation`. None: no guesses."""
+    """How tokens are guessed, which decode steps verify; `speculation` then has no effect. None:
+    none are guessed."""
     knots: tuple[tuple[float, float], ...] = ()
     """Measured points (n, seconds of a step of n sequences with an empty cache), with straight
     lines between and beyond, for machines whose time is no straight line in n. Unless empty, they
@@ -60,7 +62,7 @@ class StepCost:
         return low_s + (high_s - low_s) * max(0.0, num_running - low) / (high - low)
 
     def reading_step_s(self, num_running: int, cached_tokens: int) -> float:
-        """Seconds of a decode step that is bound by reading the KV cache, without speculation."""
+        """Seconds of a decode step, without speculation, if reading memory is what it waits for."""
         read_s = self.per_cached_token_s * cached_tokens
         if self.knots:
             return self.empty_step_s(num_running) + read_s
@@ -76,7 +78,7 @@ class StepCost:
 
 
 class LatencyModel(Protocol):
-    """What the simulator asks of a machine: times in seconds, and limits."""
+    """Times and limits of a machine (devices and a model on them), as a simulation needs them."""
 
     @property
     def train_fixed_s(self) -> float:
@@ -105,11 +107,11 @@ class LatencyModel(Protocol):
         """Seconds that one engine takes to prefill the prompts of `num_samples` samples."""
 
     def recompute_token_s(self, tensor_parallel: int) -> float:
-        """Seconds of prefill per token for a sequence that was preempted or moved and comes
-        back."""
+        """Seconds of prefill per token of a sequence that was preempted, or that another engine
+        began."""
 
     def train_s(self, tokens: float, gpus: int) -> float:
-        """Seconds of a training step on `gpus` GPUs, as far as they depend on its `tokens`."""
+        """Seconds that training on `tokens` tokens adds to a training step on `gpus` GPUs."""
 
 
 def _fitted(default: float, unit: str, fitted_to: str) -> Any:
@@ -144,12 +146,12 @@ class Calibration:
     train_fixed_scale_s: float = _fitted(
         1.1179, "s at 1e9 parameters", "17.9, 45 and 132 s at 7B, 14B and 32B"
     )
-    """Scale a of the power law a * (params / 1e9)**b of a training step's fixed seconds: 1 % too
-    high at 7B, 1 % too low at 14B, 0 % too high at 32B."""
+    """Scale a of the power law a * (params / 1e9)**b of the seconds of a training step that do not
+    depend on its tokens: 1 % too high at 7B, 1 % too low at 14B, 0 % too high at 32B."""
     train_fixed_exponent: float = _fitted(
         1.3687, "power of the parameters", "17.9, 45 and 132 s at 7B, 14B and 32B"
     )
-    """Exponent b of the power law of a training step's fixed seconds."""
+    """Exponent b of the power law of the seconds of a step that do not depend on its tokens."""
     sync_scale_s: float = _fitted(
         0.55558, "s at 1e9 parameters", f"5, 15 and 27 s at 7B, 14B and 32B ({_PAPER}, Fig. 10c)"
     )
@@ -162,8 +164,8 @@ class Calibration:
     synchronous_judge_share: float = _fitted(
         0.62, "share of its rate", f"{_PAPER}, Fig. 4b, rewards of verl, and Fig. 9"
     )
-    """Share of its rate that a judge model reaches when all calls of a step come as one batch after
-    the rollout."""
+    """Share of its calls per second that a judge model reaches when all calls of a training step
+    come as one batch after the rollout."""
 
     def __post_init__(self) -> None:
         for constant in fields(self):

@@ -54,7 +54,8 @@ that are done, the number of all its simulations, and about which share of all s
 
 
 MAX_LOSS = 0.01
-"""Share by which an idea may lengthen the step alone and still be tried with other ideas."""
+"""An idea that, added alone to the current settings, makes a step longer by more than this share is
+not tried with others."""
 SCREEN_SLACK = 0.02
 """Amount by which a length shift (mean trained length over the policy's own, minus 1) may exceed
 its bound in the early stages of a search, which simulate few steps."""
@@ -73,14 +74,14 @@ in a pool, because the pool is empty at first."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """How many settings, seeds and steps a search simulates."""
+    """How many settings, seeds and steps a search for fast settings simulates."""
 
     fine: bool
     """Whether the search tries more values of the factors of tail batching (how many more prompts
     and samples a round launches than it needs)."""
     screen_steps: int
-    """Number of steps of each simulation of an idea alone, or of a setting from the grid of
-    factors."""
+    """Number of steps of each simulation in which an idea, or factors of tail batching, are first
+    tried."""
     kept: int
     """Most candidates (settings to compare) that pass one stage of the search."""
     second_steps: int
@@ -133,9 +134,9 @@ def plan(
     jobs: int = 1,
     progress: Progress = lambda stage, done, total, share: None,
 ) -> Plan:
-    """Search for the best settings and return the plan. `max_shift`: share by which trained
-    responses may be shorter than the policy's own; None: as much as at the current settings. With
-    `tail_batching.debias` they may be shorter by any share, since samples' weights undo that.
+    """Search for the settings with the shortest step and return the plan. `max_shift`: share by
+    which trained responses may be shorter than the policy's own; None: as much as with the settings
+    of `base`. With `tail_batching.debias` any share is allowed, since samples' weights undo it.
 
     The result does not depend on `jobs`, the number of processes that simulate. Raises `ValueError`
     for a `max_shift` outside of [0, 1).
@@ -213,7 +214,7 @@ class _Search:
         )
 
     def so_far(self) -> str:
-        """Words on the fastest setting so far, for the message of an interrupted search."""
+        """Words on the fastest settings found so far, for the message of an interrupted search."""
         best = self._fastest_so_far
         if best is None or best.saved_s <= 0:
             return "nothing faster was found so far"
@@ -222,7 +223,8 @@ class _Search:
         return f"fastest so far, by {share:.1%} in few steps, nothing confirmed: {changes}"
 
     def _try_alone(self) -> list[tuple[Idea, float]]:
-        """Every idea with the share of a step's time that it saves alone, largest first."""
+        """Every idea with the share of a step's time that it saves if added alone to the current
+        settings, largest first; negative if it costs time."""
         ideas, steps = self._base.ideas, self._budget.screen_steps
         candidates = [Candidate(), *(Candidate(ideas=(idea,)) for idea in ideas)]
         now, *found = self._simulations.compare(candidates, range(1), steps, "ideas alone")
@@ -230,8 +232,9 @@ class _Search:
         return sorted(saved, key=lambda item: -item[1])
 
     def _search(self, together: Candidate) -> list[Candidate]:
-        """Returns the fastest candidates that keep the bound on the length shift, each with its own
-        factors and the other ideas of the fastest. `together` has all ideas that may help."""
+        """Returns the fastest candidates whose trained lengths are near enough to the policy's own.
+        They differ in the factors of tail batching only, and have the other ideas of the fastest
+        one. `together` has all ideas that may help."""
         budget = self._budget
         grid = factor_grid(self._base, fine=budget.fine)
         tried = [together, *(together.with_idea(idea) for idea in grid)]
@@ -257,9 +260,9 @@ class _Search:
     def _fastest(
         self, tried: list[Candidate], steps: int, stage: str, slack: float
     ) -> list[Candidate]:
-        """Returns the fastest candidates whose length shift keeps its bound within `slack`, fastest
-        first, at most `Budget.kept`. A candidate's time is raised by the share `MIN_GAIN` for each
-        of its ideas, so that an idea must gain at least that."""
+        """Returns the fastest of the candidates `tried` (at most `Budget.kept`), fastest first,
+        whose length shift exceeds its bound by at most `slack`. A candidate's time is raised by the
+        share `MIN_GAIN` for each of its ideas, so that an idea must gain at least that."""
         # Of several candidates with the same changes, the one with the fewest ideas is kept.
         by_ideas = sorted(tried, key=lambda candidate: -candidate.num_switches)
         distinct = {candidate.key: candidate for candidate in by_ideas}.values()
@@ -291,8 +294,8 @@ class _Search:
         return now, untailed, sorted(found, key=lambda f: f.cost_s)
 
     def _keeps_at_ends(self, found: Finding, bound: Bound, seeds: Sequence[int]) -> bool:
-        """Whether the candidate keeps the bound on the length shift, also if the chance that a kept
-        token comes out differently is at either end of `Base.mismatch_band`."""
+        """Whether the candidate's trained lengths are near enough to the policy's own, also if a
+        kept token's chance to come out differently is at either end of `Base.mismatch_band`."""
         ends = [
             Idea(f"mismatch {rate:g}", "mismatch", {"carry.mismatch": rate})
             for rate in self._base.mismatch_band
@@ -306,7 +309,7 @@ class _Search:
         return all(bound.keeps(end.shift, end.shift_error) for end in at_ends)
 
     def _reasons(self, best: Finding, seeds: Sequence[int]) -> tuple[Reason, ...]:
-        """The worth of each idea of the best setting: the seconds lost if only this idea is left
+        """What each idea of the best settings saves: the seconds lost if this idea alone is left
         out."""
         ideas = best.candidate.ideas
         tried = [best.candidate, *(best.candidate.without(idea) for idea in ideas)]
@@ -336,7 +339,8 @@ class _Search:
 
 
 class _Simulations:
-    """Simulates candidates (settings to compare), none twice for the same seed and steps."""
+    """Simulates candidates (settings to compare), and remembers the results of each seed and number
+    of steps."""
 
     def __init__(
         self,
@@ -394,8 +398,8 @@ class _Simulations:
         self._progress(stage, done, total, min(self.num_steps / self._num_expected, MOST_DONE))
 
     def _num_steps(self, candidate: Candidate, steps: int) -> int:
-        """Number of steps to simulate: `steps`, or more so that every kind of round occurs, and the
-        steps at the beginning that do not count."""
+        """Number of steps to simulate: `steps`, or more so that every kind of round occurs, plus
+        the steps at the beginning that results leave out."""
         return max(steps, self._least_steps(candidate)) + self._num_warm(candidate)
 
     def _num_warm(self, candidate: Candidate) -> int:

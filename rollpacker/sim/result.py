@@ -26,8 +26,9 @@ devices during generation, and the engines' devices during training."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """Seconds and counts of one optimizer step. Its four stages add up to `total_s`; `reward_s` is
-    only the wait for verdicts after the last response of a round was generated."""
+    """Seconds and counts of one optimizer step. `rollout_s`, `reward_s`, `train_s` and `sync_s` add
+    up to `total_s`; `reward_s` is only the wait for verdicts after the last response was
+    generated."""
 
     kind: str
     rollout_s: float
@@ -56,7 +57,7 @@ JSON_STEP_KEYS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SystemResult:
-    """The result of one system's simulated run of a scenario."""
+    """The result of a scenario's simulated run with one system (set of RollPacker's features)."""
 
     steps: tuple[StepResult, ...]
     tokens_generated: int

@@ -18,7 +18,8 @@ from rollpacker.sim.trajectories import Trajectories
 
 
 class _Answer:
-    """An answer that an environment is going to give, and the second when it comes."""
+    """The answer that an environment will give, as an event, and the time in seconds when it
+    comes."""
 
     __slots__ = ("event", "next_finish")
 
@@ -28,7 +29,8 @@ class _Answer:
 
 
 class Environments:
-    """Carries out the commands `Act`, `CancelAct` and `Conclude`: gives environments' answers."""
+    """Carries out commands to ask environments for answers (`Act`), to cancel that (`CancelAct`),
+    and to end trajectories (`Conclude`)."""
 
     def __init__(
         self,

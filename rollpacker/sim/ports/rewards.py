@@ -20,7 +20,7 @@ _NO_PARTS: Mapping[str, float | None] = {}
 
 
 class Rewards:
-    """Carries out the commands `Score` and `CancelScore`: gives verdicts on responses."""
+    """Carries out the commands `Score` (check a response) and `CancelScore`: gives verdicts."""
 
     def __init__(
         self,
@@ -31,8 +31,8 @@ class Rewards:
         max_response_tokens: int | None,
     ) -> None:
         self.delay_s: Callable[[SampleId], float] | None = None
-        """Function from a sample to the seconds by which its check takes longer than the workload
-        has drawn. None: no check takes longer."""
+        """Function from a sample to seconds that are added to its check's drawn ones; None: none
+        are."""
         self._clock = clock
         self._workload = workload
         self._responses = responses
