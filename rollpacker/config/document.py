@@ -39,7 +39,7 @@ _SCALARS = (
     ),
     ("merge", r"^<<$", "<"),
 )
-"""Each kind of YAML value that is no text: name, pattern, possible first characters."""
+"""Each kind of YAML value that is no text: name, pattern, and the characters it may begin with."""
 
 
 def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
@@ -124,8 +124,9 @@ def _nearest_file(path: Path) -> str:
 
 
 def parse_document(text: str, where: str) -> tuple[dict[str, Any], dict[Path_, int]]:
-    """Parse a config file's text. Returns its mapping, and the line (from 1) of each key by the
-    key's path. Raises `ConfigError` with `where` in its message."""
+    """Parse a config file's text. Returns its mapping, and the line number (from 1) of each key by
+    the key's path. Raises `ConfigError`, whose message begins with `where`, such as the file's
+    name."""
     value, lines = _parse(text, where)
     if value is None:
         raise ConfigError(f"{where}: the file is empty.")
@@ -177,7 +178,7 @@ class _Walk:
         self._where = where
         self._lines = lines
         self._in_value = in_value
-        """Whether the YAML text is the value of some key, not a whole document."""
+        """Whether the YAML text is one key's value, as in an override, and not a whole document."""
         self._num_nodes = 0
         self._open: list[yaml.Node] = []
 

@@ -11,7 +11,7 @@ from typing import Any, Union, get_args, get_origin
 
 @functools.cache
 def field_types(schema: type) -> dict[str, Any]:
-    """Mapping from each field of a dataclass to its resolved type."""
+    """Mapping from the name of each field of the dataclass `schema` to its resolved type."""
     return typing.get_type_hints(schema)
 
 

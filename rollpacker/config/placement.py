@@ -69,15 +69,16 @@ class JudgePlacement:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementConfig:
     """Which devices engines and trainer have (`placement.*`). Devices are numbered over all hosts;
-    on a CPU a device is a core, and cores share their host's memory. This section rules: the number
-    of engines, the trainer's processes and replicas, `train.colocate` and
-    `parallelism_planner.initial` follow from it, and if they are set as well they must agree."""
+    on a CPU a device is a core, and cores share their host's memory. The number of engines, the
+    trainer's processes and replicas, `train.colocate` and `parallelism_planner.initial` follow from
+    this section. If they are set as well, they must agree with it."""
 
     rollout: RolloutPlacement = field(default_factory=RolloutPlacement)
     train: TrainPlacement = field(default_factory=TrainPlacement)
     judge: JudgePlacement | None = None
     colocate: tuple[RoleName, ...] = ()
-    """Roles (rollout, train, judge) that share devices in turn. Other roles share no device."""
+    """Roles (rollout, train, judge) that use the same devices, one at a time. Roles not named here
+    share none."""
     across_hosts: tuple[RoleName, ...] = ()
     """Roles (rollout, train, judge) of which one engine or replica may have devices on several
     hosts."""
@@ -96,13 +97,14 @@ class PlacementConfig:
 
     @property
     def turns(self) -> bool:
-        """Whether engines and trainer share devices."""
+        """Whether engines and trainer take turns on the same devices."""
         return {"rollout", "train"} <= set(self.colocate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardHostsConfig:
-    """Where rewards run (`rewards_hosts.*`): with `runtime=ray` on all hosts, beside engines."""
+    """Where rewards run if this section is set (`rewards_hosts.*`, with `runtime=ray` only): on all
+    hosts, beside the engines."""
 
     per_host: int = 1
     """Number of processes on each host that check responses, each with all rewards and
@@ -153,7 +155,8 @@ def check_placement(
     train: TrainConfig,
     planner: ParallelismConfig,
 ) -> None:
-    """Raises `ValueError` if a key that follows from `placement` is set to another value."""
+    """Raises `ValueError` if a key that follows from `placement` (see `derived`) is set to another
+    value, or if the placement does not go with the engine or the planner."""
     sections = {"rollout": rollout, "train": train, "parallelism_planner": planner}
     per_engine, engine = placement.rollout.per_engine, rollout.engine
     if per_engine > 1 and not engine.is_tensor_parallel:
@@ -184,16 +187,18 @@ class Derived(NamedTuple):
     unset: object
     """Default of the key, which it has where nobody set it."""
     value: object
-    """Value of the key that follows from `placement`. None: it depends on the hosts."""
+    """Value of the key that follows from `placement`. None: it takes the number of the hosts'
+    devices to know it."""
     lines: str
-    """The settings of `placement` from which the value follows, as a text for messages."""
+    """The settings of `placement` from which the value follows, written as `key=value` for
+    messages."""
 
 
 def derived(
     placement: PlacementConfig, engines: int | None = None, processes: int | None = None
 ) -> list[Derived]:
-    """All keys whose values follow from `placement`. `engines` and `processes` are the numbers of
-    engines and trainer's processes that the hosts have room for; None: not known."""
+    """All keys whose values follow from `placement`. `engines` and `processes` (of the trainer) are
+    the numbers for which the hosts have devices; None: only `placement` is known."""
     rollout, train = placement.rollout, placement.train
     of_engines, of_train = num_devices(rollout.devices), num_devices(train.devices)
     if engines is None and of_engines is not None:

@@ -40,9 +40,9 @@ class RolloutConfig:
     `initial` degree."""
     routing: Routing = "spread"
     """How several engines share samples. spread: each sample goes to the engine with the least
-    work. group: the samples of a prompt stay together, so that its prefill is made once, as long as
-    their engine has not much more work than others. turns: engines get samples in turn, whatever
-    their work."""
+    work. group: the samples of a prompt go to one engine, so that its prefill is made once, unless
+    that engine has much more work than others. turns: samples go to each engine in turn, whatever
+    its work."""
 
     def __post_init__(self) -> None:
         counts = ("prompts_per_step", "samples_per_prompt", "max_response_tokens", "engines")
@@ -66,8 +66,8 @@ class RolloutConfig:
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether two runs generate the same tokens, bit for bit, as one engine in the run's
-        process does."""
+        """Whether two runs with this config generate the same tokens, bit for bit: with one engine,
+        in the run's own process, of PyTorch's."""
         return self.engines == 1 and self.engine.name == "torch"
 
     def fleet(self, parallelism: ParallelismConfig) -> FleetConfig:

@@ -31,7 +31,7 @@ class CarriedTurns:
         self.verified = Verified()
         """Counts of tokens of earlier launches, checked and found different under newer weights."""
         self.same: dict[int, int] = {}
-        """By a sample's key (a number of the simulator): how many earlier tokens the sample keeps."""
+        """By a sample's key (a small number): how many of its earlier tokens it keeps."""
         self._workload, self._mismatch, self._responses = workload, mismatch, responses
         self._trajectories = workload.trajectories
         self._left: dict[tuple[PromptId, int], tuple[int, int]] = {}

@@ -23,7 +23,7 @@ UNLIMITED = 1 << 60
 class _Beyond(NamedTuple):
     """Times of decode steps that are bound by reading the KV cache, for one number of running
     sequences. With K tokens in the cache a step takes (empty_s + per_cached_token_s * K +
-    sequences_s) / speedup seconds: `sequences_s` is for sampling, `speedup` comes from guessed tokens."""
+    sequences_s) / speedup seconds: `sequences_s` for sampling, `speedup` due to guessed tokens."""
 
     empty_s: float
     sequences_s: float

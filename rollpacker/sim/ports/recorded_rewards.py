@@ -44,7 +44,8 @@ class RecordedRewards(Rewards):
         checks: RecordedChecks,
         is_generating: Callable[[], bool],
     ) -> None:
-        """`is_generating` tells whether an engine still generates; calls beside it take other times."""
+        """`is_generating` tells whether an engine generates; calls of rewards then take other
+        times."""
         super().__init__(clock, machine, workload, responses, max_response_tokens)
         self._checks = checks
         self._luck = random.Random(workload.seed)

@@ -60,7 +60,8 @@ class Training:
         work: GradientWork,
         step_done: Callable[[Event], None],
     ) -> None:
-        """`step_done` is called with the `Committed` event of every step that trained on samples."""
+        """`step_done` is called with the event `Committed` of every step that trained on
+        samples."""
         self._clock = clock
         self._machine = machine
         self._responses = responses
