@@ -43,8 +43,8 @@ def load_config(
 ) -> T:
     """Read a config file, apply the overrides, and return it as an instance of the dataclass
     `schema`. `below` is called with the values of file and overrides, and returns values for keys
-    that neither sets; None: dataclass defaults alone fill in. Raises `ConfigError` with one message
-    that lists everything that is wrong."""
+    that neither sets; None: `schema` has their defaults. Raises `ConfigError` with one message that
+    lists everything that is wrong."""
     tree, lines = parse_document(read_text(path), str(path))
     return config_of(tree, overrides, schema, below, where=str(path), lines=lines)
 

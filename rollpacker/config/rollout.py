@@ -66,8 +66,8 @@ class RolloutConfig:
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether two runs with this config generate the same tokens, bit for bit: with one engine,
-        in the run's own process, of PyTorch's."""
+        """Whether two runs with this config generate the same tokens, bit for bit, as they do with
+        one engine, embedded in the run's process (`rollout.engine.name=torch`)."""
         return self.engines == 1 and self.engine.name == "torch"
 
     def fleet(self, parallelism: ParallelismConfig) -> FleetConfig:

@@ -19,7 +19,7 @@ class WarmupConfig:
     model: ModelConfig | None = None
     """Model whose weights training starts from. None: `architecture` is set instead."""
     architecture: dict[str, object] | None = None
-    """Architecture to make random weights of to start from: `model_type` and the fields of its
+    """Architecture of a model that starts with random weights: `model_type` and the fields of its
     transformers config. None: `model` is set instead."""
     alphabet: str | None = None
     """Characters that are the tokens of a tokenizer to build. None: `model` has a tokenizer."""
@@ -27,7 +27,8 @@ class WarmupConfig:
     """Longer texts that are also single tokens of the built tokenizer, such as the marks of
     `chat_template`."""
     chat_template: str | None = None
-    """Chat template of the built tokenizer, in Jinja. `<eos>` ends a turn. None: no template."""
+    """Chat template of the built tokenizer, in Jinja; it writes `<eos>`, the end token, after a
+    turn. None: no template."""
     seed: int = 0
     threads: int | Literal["auto"] = "auto"
 
@@ -63,7 +64,8 @@ class WarmupStage:
     batch_size: int = 64
     learning_rate: float = 1e-3
     final_learning_rate_ratio: float = 0.1
-    """Learning rate at the last step, as a share of `learning_rate`; it falls to that linearly."""
+    """Learning rate at the last step, as a share of `learning_rate`, from which it falls
+    linearly."""
     warmup_steps: int = 50
     max_grad_norm: float = 1.0
     max_loss: float | None = None

@@ -35,7 +35,8 @@ class MlflowTracker(Tracker):
     shows_texts = False
     _run_id = ""
     _in_files = False
-    """Whether MLflow's store is a folder of files, rather than a database or a server."""
+    """Whether MLflow keeps its data in a folder of files, rather than in a database or on a
+    server."""
 
     def check(self) -> str:
         import mlflow
@@ -77,7 +78,8 @@ class MlflowTracker(Tracker):
         self.shown.log_batch(self._run_id, metrics=metrics)
 
     def send_samples(self, step: int, table: SamplesTable) -> None:
-        """Send the table in the form of MLflow's `log_table`, which itself needs pandas."""
+        """Send a step's samples as a table that MLflow's page shows. MLflow's `log_table` would do
+        the same, but needs pandas."""
         file = f"samples/step_{step:06d}.json"
         values = {"columns": table.columns, "data": table.rows}
         self.shown.log_text(self._run_id, json.dumps(values), file)
@@ -101,8 +103,8 @@ class MlflowTracker(Tracker):
 
 def metric_name(name: str, *, in_files: bool = False) -> str:
     """Returns a metric's name as MLflow allows it: `eval/pass@1` becomes `eval/pass_at_1`.
-    `in_files`: in a store of files, slashes would make folders, and a metric cannot have the name
-    of a folder, so they become dots."""
+    `in_files`: MLflow keeps its data in files, where a slash would make a folder, and no metric may
+    have a folder's name; slashes then become dots."""
     name = _NOT_IN_NAMES.sub("_", name.replace("@", "_at_"))
     return name.replace("/", ".") if in_files else name
 

@@ -20,7 +20,8 @@ class TrackerConfig:
     run_name: str | None = None
     """Name of the run in the tracking library. None: the run's own name."""
     samples_every_steps: int | None = 10
-    """Number of steps between two tables of samples that are sent. None: no table is sent."""
+    """A table of samples is sent after the first step and then every so many steps. None: no table
+    is sent."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments for the library's call that opens a run, such as `entity` or `tags`."""
 
