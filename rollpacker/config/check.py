@@ -177,8 +177,7 @@ class Checker:
 
     def _refuse_unknown(self, path: Path_, value: Any, siblings: Mapping[str, Any]) -> None:
         """Add an unknown key at `path` to `problems`, with a hint: what to write for a key of other
-        frameworks, also within a section that only they have, or the nearest of the keys
-        `siblings`."""
+        frameworks, also in a section that only they have, or the nearest of the keys `siblings`."""
         if gone := GONE.get(dotted(path)):
             self._refuse(path, f"is no known key. {gone}")
             return
@@ -212,8 +211,7 @@ class Checker:
 
     def _refuse_whole(self, path: Path_, hints: Mapping[str, Any], problem: str) -> Any:
         """Add the error `problem`, which a dataclass raised on construction, to `problems`. It
-        mostly begins with the name of a field in `hints`, or with the dotted name of a key further
-        down."""
+        mostly begins with a name of a field in `hints`, or with the dotted name of a key in it."""
         name, _, rest = problem.partition(" ")
         if name.partition(".")[0] in hints and rest and _DOTTED_NAME.fullmatch(name):
             inside = (int(part) if part.isdecimal() else part for part in name.split("."))

@@ -124,9 +124,8 @@ def _nearest_file(path: Path) -> str:
 
 
 def parse_document(text: str, where: str) -> tuple[dict[str, Any], dict[Path_, int]]:
-    """Parse a config file's text. Returns its mapping, and the line number (from 1) of each key by
-    the key's path. Raises `ConfigError`, whose message begins with `where`, such as the file's
-    name."""
+    """Parse a config file's text. Returns its mapping, and the line (from 1) of each key by the
+    key's path. Raises `ConfigError`, whose message begins with `where`, such as the file's name."""
     value, lines = _parse(text, where)
     if value is None:
         raise ConfigError(f"{where}: the file is empty.")

@@ -150,8 +150,7 @@ def _step(at: Any, part: str, path: list[str | int], override: str) -> str | int
 
 
 def _merged(below: Any, above: Any) -> Any:
-    """Merges two trees of plain values: `above`, with those keys of `below` that it lacks, also in
-    mappings inside."""
+    """Adds to plain values `above` the keys that only `below` has, also in inner mappings."""
     if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
         return above
     added = {key: value for key, value in below.items() if key not in above}

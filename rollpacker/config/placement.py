@@ -77,8 +77,7 @@ class PlacementConfig:
     train: TrainPlacement = field(default_factory=TrainPlacement)
     judge: JudgePlacement | None = None
     colocate: tuple[RoleName, ...] = ()
-    """Roles (rollout, train, judge) that use the same devices, one at a time. Roles not named here
-    share none."""
+    """Roles (rollout, train, judge) that use the same devices in turn. Others share none."""
     across_hosts: tuple[RoleName, ...] = ()
     """Roles (rollout, train, judge) of which one engine or replica may have devices on several
     hosts."""
@@ -187,11 +186,9 @@ class Derived(NamedTuple):
     unset: object
     """Default of the key, which it has where nobody set it."""
     value: object
-    """Value of the key that follows from `placement`. None: it takes the number of the hosts'
-    devices to know it."""
+    """Value of the key that follows from `placement`. None: it depends on the hosts' devices."""
     lines: str
-    """The settings of `placement` from which the value follows, written as `key=value` for
-    messages."""
+    """The settings of `placement` that the value follows from, as `key=value` for messages."""
 
 
 def derived(

@@ -39,8 +39,7 @@ OF_RELEASES = ("kinds", "window", "every", "released_share", "min_new_share")
 They have no effect if engines and trainer share no device."""
 
 MAX_TRAINER_LOSSES = 3
-"""The run ends when processes of the trainer were lost this many times with no step committed in
-between."""
+"""Number of losses of trainer processes, with no step committed in between, that end a run."""
 
 ENVIRONMENT = "environment"
 """Name, in `rewards`, of the reward that an environment itself returns for a trajectory."""
@@ -319,8 +318,8 @@ class RunConfig:
 
     @property
     def without_effect(self) -> str | None:
-        """A sentence that names settings of `stream_trainer` that have no effect in this run. None:
-        all of them have."""
+        """A sentence that names settings of `stream_trainer` without effect here. None: there are
+        none."""
         stream, default = self.stream_trainer, StreamConfig()
         keys = [k for k in OF_RELEASES if getattr(stream, k) != getattr(default, k)]
         if self.train.colocate and stream.enabled and not self._releases:
@@ -379,8 +378,7 @@ class RunConfig:
     def tail(self) -> TailBatchingConfig:
         """The settings of tail batching, changed if there is an environment. `complement`, which
         keeps lengths of continued responses unbiased, is then off. If the chat template rewrites
-        earlier turns, each turn has a prompt of its own, and no tokens are kept for later rounds
-        either."""
+        earlier turns, each turn has a prompt of its own, and no tokens are carried either."""
         tail, environment = self.tail_batching, self.environment
         if environment is None:
             return tail
@@ -398,8 +396,8 @@ class RunConfig:
         acting: ActingConfig | None = None,
     ) -> JobConfig:
         """The scheduling core's config of the run. `prompt_tokens`: mean length of a prompt.
-        `reward_kinds`: workers and deadlines of checks by source of prompts; None: checks have no
-        limits. `acting`: limits and deadlines of turns with environments; None: samples are single
+        `reward_kinds`: workers and deadlines of checks by source of prompts; None: no limits.
+        `acting`: limits and deadlines of turns with environments; None: samples are single
         responses."""
         longest = None if acting is None else acting.limits.max_trajectory_tokens
         return JobConfig(

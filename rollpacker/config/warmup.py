@@ -64,8 +64,7 @@ class WarmupStage:
     batch_size: int = 64
     learning_rate: float = 1e-3
     final_learning_rate_ratio: float = 0.1
-    """Learning rate at the last step, as a share of `learning_rate`, from which it falls
-    linearly."""
+    """Learning rate at the last step, as a share of `learning_rate`; it falls linearly."""
     warmup_steps: int = 50
     max_grad_norm: float = 1.0
     max_loss: float | None = None

@@ -69,9 +69,9 @@ class CarriedTurns:
         self._left[noise.prompt, noise.index] = tokens, version
 
     def take_up(self, sample: SampleId, noise: SampleId, version: int) -> int:
-        """Remove what `keep` stored for the sample `noise`, and return how many of these tokens
-        come out the same under weights of this version; 0 if nothing was stored. `sample` is the
-        new launch."""
+        """Remove what `keep` stored for the sample `noise`, and return how many of its tokens stay
+        the same under weights of this version; 0 if nothing was stored. `sample` is the new
+        launch."""
         tokens, drawn_by = self._left.pop((noise.prompt, noise.index), (0, version))
         drawn = self._drawn(noise, tokens) if tokens else 0
         if not drawn:

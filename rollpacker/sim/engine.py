@@ -83,13 +83,11 @@ class TokenClockEngine:
         self._reached = 0.0
         """Time at which the latest decode step ended, in seconds."""
         self._start = 0.0
-        """Time at which the next decode step begins, in seconds: after the prefills of new
-        requests."""
+        """Time in seconds at which the next decode step begins: after prefills of new requests."""
         self._running: dict[int, Entry] = {}
         """Running sequences by key, in the order of admission."""
         self._entries: list[Entry] = []
-        """Sorted entries (see `Entry`) of running sequences, and of some that have left and do not
-        count."""
+        """Sorted entries (see `Entry`) of running sequences, and of some that have left."""
         self._births = 0
         """Sum, over running sequences, of the step number at which the sequence had no token yet.
         The tokens in the cache follow from this sum and the clock."""
@@ -238,9 +236,9 @@ class TokenClockEngine:
     # -- admission -----------------------------------------------------------------------
 
     def _measure(self, lengths: Sequence[int], most_done: int) -> None:
-        """Add the full lengths of new requests to `_peak`, and set `_simple`. At most `most_done`
-        tokens of each are generated already. Raises `ValueError` if the KV cache cannot hold one of
-        them alone."""
+        """Add the full lengths of new requests to `_peak`, and set `_simple`. Each has at most
+        `most_done` tokens already. Raises `ValueError` if the KV cache cannot hold one of them
+        alone."""
         self._limits.check(max(lengths))
         self._peak += sum(lengths) + len(lengths) * self._limits.prompt_tokens
         self._simple = self._peak <= self._limits.simple
@@ -259,8 +257,7 @@ class TokenClockEngine:
         return fits and len(self._running) + num <= self._limits.max_running
 
     def _admit(self, now: float) -> None:
-        """Let waiting requests run from the time `now`, first come first served, while the cache
-        has room."""
+        """Let waiting requests run from time `now` on, in their order, while the cache has room."""
         waiting = self._waiting
         admitted: list[tuple[int, int, int]] = []
         num = len(self._running)

@@ -23,8 +23,7 @@ class StepCost:
     launch_s: float
     """Least seconds of a decode step: the host's time to start the kernels of all layers."""
     bytes_s: float
-    """Seconds of a decode step that do not grow with the batch: to read the weights, and other
-    work."""
+    """Seconds of a decode step that do not grow with the batch: to read weights, and other work."""
     per_cached_token_s: float
     """Seconds of a decode step to read the keys and values of one cached token."""
     per_sequence_s: float
@@ -32,8 +31,7 @@ class StepCost:
     speculation: Speculation | None = None
     """Speed-up of decode steps while few sequences run, in every round. None: no speed-up."""
     drafts: Drafts | None = None
-    """How tokens are guessed, which decode steps verify; `speculation` then has no effect. None:
-    none are guessed."""
+    """How tokens are guessed, instead of a given `speculation`. None: no tokens are guessed."""
     knots: tuple[tuple[float, float], ...] = ()
     """Measured points (n, seconds of a step of n sequences with an empty cache), with straight
     lines between and beyond, for machines whose time is no straight line in n. Unless empty, they

@@ -17,8 +17,7 @@ RollPacker paper, section 4.4."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The simulated devices: number, speed, and all delays of a simulated run that are not
-    draws."""
+    """The simulated devices: their number and speed, and all delays that are not drawn."""
 
     latency: LatencyModel
     gpus: int
@@ -38,14 +37,11 @@ class Machine:
     """Mapping from a source of prompts to the factor by which its checks take longer than the
     workload says; 1 if missing."""
     pipeline: Pipeline | None = None
-    """The trainer's pipeline stages. None: a training step is shared out evenly over the
-    devices."""
+    """The trainer's pipeline stages. None: a step's work is shared out evenly over its devices."""
     checks: RecordedChecks | None = None
-    """Verdicts and durations of reward checks as recorded in a run. None: the workload draws
-    them."""
+    """Verdicts and durations of a recorded run's checks. None: the workload draws them."""
     keep_rows: bool = True
-    """Whether engines keep a sample's KV cache while its environment answers. False: compute it
-    again."""
+    """Whether engines keep a sample's KV cache while its environment answers. False: it is lost."""
     carries_turns: bool = False
     """Whether trajectories of prompts put off to a later round keep the tokens generated so far."""
     mismatch: float = 0.0

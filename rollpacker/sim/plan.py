@@ -339,8 +339,7 @@ class _Search:
 
 
 class _Simulations:
-    """Simulates candidates (settings to compare), and remembers the results of each seed and number
-    of steps."""
+    """Simulates candidates (settings to compare), none twice for the same seed and steps."""
 
     def __init__(
         self,

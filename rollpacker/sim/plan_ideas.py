@@ -105,8 +105,7 @@ class Base:
     ideas: tuple[Idea, ...]
     """Ideas that the search tries, besides those on the factors of tail batching."""
     oracle: Candidate | None = None
-    """Changes that give the oracle, a scheduler that knows all lengths beforehand. None: not
-    simulated."""
+    """Changes that make an oracle, which knows all lengths beforehand. None: not simulated."""
     oracle_period: int = 1
     """The oracle (which knows all lengths) is simulated for a multiple of this number of steps."""
     seed: int = 0

@@ -22,9 +22,8 @@ NOISE_ERRORS = 3.0
 
 def round_shares(tail: TailBatchingConfig, prompts_per_step: int) -> dict[str, float] | None:
     """Mapping from each kind of round (one batch of generation) to its share of all rounds in the
-    long run, with settings `tail`; None if these let a short round's number of prompts change
-    during a run. A short round puts off a known number of prompts, which make up the later
-    rounds."""
+    long run; None if the settings `tail` let a short round's number of prompts change in a run.
+    Short rounds put off a known number of prompts, which make up the later rounds."""
     if not tail.enabled:
         return {"plain": 1.0}
     if tail.chooses:
@@ -57,8 +56,7 @@ class Measure:
     """Length shift: mean length of trained responses divided by that of the policy's own responses,
     minus 1, as a long-run mean."""
     kinds_s: Mapping[str, float]
-    """Mapping from a kind of round to the mean of the seconds of `cost_s` over steps of this kind
-    alone."""
+    """Mapping from a kind of round to the mean seconds, as in `cost_s`, of steps of this kind."""
     tokens: float
     """Number of response tokens that a step trains on, as a long-run mean."""
 

@@ -16,8 +16,7 @@ MIN_NEIGHBOURS = 8
 
 
 class RecordedChecks:
-    """A run's recorded verdicts on responses and calls of rewards, to be drawn again in a
-    simulation."""
+    """A run's recorded verdicts and calls of rewards, to be drawn again in a simulation."""
 
     def __init__(
         self, by_row: Mapping[int, Sequence[Check]], calls: Calls | None, *, warm: bool = False
@@ -53,8 +52,7 @@ class RecordedCalls:
     def __init__(self, calls: Calls, *, warm: bool = False) -> None:
         self.num_workers = calls.num_workers
         self.warm_ups = () if warm else calls.warm_ups
-        """Seconds of each of the first calls, which include starting up. Empty: rewards run
-        already."""
+        """Seconds of each of the first calls, which include starting up. Empty: that is over."""
         self._line_s = calls.line_s
         alone = [call for call in calls.recorded if call.alone]
         beside = [call for call in calls.recorded if not call.alone]

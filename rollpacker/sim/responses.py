@@ -88,8 +88,7 @@ class Responses:
         self.reached: dict[int, int] = {}
         """Number of tokens that each aborted response had, by key."""
         self.kept: dict[int, int] = {}
-        """By key, for responses begun in an earlier launch: number of tokens that came out the
-        same."""
+        """By key, for responses begun in an earlier launch: number of tokens that are the same."""
         self.redraws: dict[int, int] = {}
         """By key: how often the response's end was refused and drawn again. No entry: never."""
         self.keys: dict[SampleId, int] = {}
@@ -98,8 +97,8 @@ class Responses:
         (`Draw.floor`) and may not exceed (`Draw.ceiling`)."""
         self.verified = Verified()
         self.redraws_to_come: dict[int, list[int]] = {}
-        """By key: lengths that the response gets when its end is refused. The last of the list is
-        the next."""
+        """By key: lengths that the response gets as its ends are refused, the first one at the
+        end."""
         self._keys_of: dict[PromptId, list[int]] = {}
         """Keys of the samples of each prompt."""
         self._workload = workload
@@ -152,9 +151,8 @@ class Responses:
         return [lengths[keys[sample]] for group in groups for sample in group]
 
     def own_tokens(self, groups: Iterable[Sequence[SampleId]]) -> int:
-        """Sum of tokens of the responses that these groups (samples of one prompt each) would have
-        if none had been left out and no weights had changed; of each prompt as many as the group
-        has."""
+        """Sum of tokens that as many responses to these groups' prompts (a group has the samples of
+        one prompt) would have if none had been left out and no weights had changed."""
         if self._workload.trajectories is not None:
             return self._workload.trajectories.own_tokens([*groups])
         lengths = self._workload.lengths
@@ -194,8 +192,8 @@ class Responses:
             lengths.append(known[index])
 
     def _repeat(self, keys: range, failed: Sequence[int]) -> None:
-        """Give the samples `keys`, which replace failed ones (of the keys `failed`), the same
-        responses."""
+        """Give the samples `keys` the responses of the failed ones (keys `failed`) that they
+        replace."""
         for key, before in zip(keys, failed, strict=True):
             self.lengths[key] = self.lengths[before]
             if before in self.kept and self.done[key]:
@@ -227,9 +225,8 @@ class Responses:
                 self._verify(key, tokens, self._version - draw.version)
 
     def _verify(self, key: int, num_tokens: int, num_updates: int) -> None:
-        """Decide how many of the `num_tokens` tokens of a deferred response come out the same under
-        weights that are `num_updates` updates newer, and the lengths at which the response then
-        ends."""
+        """Decide how many of a deferred response's `num_tokens` tokens stay the same under weights
+        that are `num_updates` updates newer, and the lengths at which the response then ends."""
         noise, kept = self.noises[key], num_tokens
         noise = SampleId(noise.prompt, noise.index, self.samples[key].attempt)
         if self._mismatch:

@@ -27,8 +27,7 @@ devices during generation, and the engines' devices during training."""
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """Seconds and counts of one optimizer step. `rollout_s`, `reward_s`, `train_s` and `sync_s` add
-    up to `total_s`; `reward_s` is only the wait for verdicts after the last response was
-    generated."""
+    up to `total_s`; `reward_s` is the wait for verdicts after the last response was generated."""
 
     kind: str
     rollout_s: float
@@ -73,8 +72,7 @@ class SystemResult:
     """Mapping from the cause of idle devices to device-seconds. The causes of `BUBBLE_CAUSES` are
     always there, `PIPELINE` and `OTHER_POOL` only where they apply."""
     device_seconds: float
-    """Number of devices times the seconds of the run; the device-seconds of `bubble` are a part of
-    it."""
+    """Number of devices times the run's seconds; `bubble` divides a part of it by cause."""
     num_releases: int
     """How often engines' devices were released to the trainer within a round."""
     own_length_mean: float = math.nan

@@ -98,8 +98,7 @@ class RewardScheduler:
     adaptive_timeout: bool = True
     """Whether a check's time limit follows the slowest check of a correct response so far."""
     colocated_judge: bool = True
-    """Whether the judge model shares the GPUs of the rollout. False: it has its own, and is
-    slower."""
+    """Whether the judge model shares the rollout's GPUs. False: it has its own, and is slower."""
     order: Literal["fifo", "closest", "longest"] = "fifo"
     """The response that is checked next. fifo: the first to come; closest: one whose prompt lacks
     the fewest verdicts; longest: the one whose check is expected to take longest."""
@@ -124,8 +123,7 @@ class ParallelismSwitch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CarrySpec:
-    """How often tokens of deferred prompts, kept from an earlier launch, change under newer weights
-    (`carry.*`)."""
+    """How often tokens kept for deferred prompts change under newer weights (`carry.*`)."""
 
     mismatch: float = 0.0
     """Chance per token and weight update that a token kept from an earlier launch comes out
@@ -178,12 +176,10 @@ class Scenario:
     rewards: tuple[RewardStage, ...] = ()
     """Ways to check responses, mixed by share of prompts; empty: every verdict is there at once."""
     turns: TurnsSpec | None = None
-    """Turns of trajectories (messages of the model, answers of environments); None: a sample is one
-    response."""
+    """Turns of a sample's model and environment; None: a sample is one response."""
     train: TrainSpec = field(default_factory=TrainSpec)
     sync_s: float | None = None
-    """Seconds to bring new weights into the engines; None: estimated from the number of
-    parameters."""
+    """Seconds to bring new weights into engines; None: estimated from the model's size."""
     system: str = "rollpacker"
     """Name of a system's preset, which sets the sections from `tail_batching` to `oracle` below."""
     tail_batching: TailBatchingConfig = field(default_factory=TailBatchingConfig)
@@ -252,8 +248,7 @@ class Scenario:
 
     @property
     def stages(self) -> tuple[RewardStage, ...]:
-        """The ways to check responses: `rewards`, or, if that is empty, one for all prompts without
-        a check."""
+        """The ways to check responses: `rewards`, or if that is empty one stage without a check."""
         return self.rewards or (RewardStage(kind="none", share=1.0),)
 
     def law_of(self, stage: RewardStage) -> LengthLaw:
@@ -399,9 +394,8 @@ def _refuse_run_config(path: str | Path) -> None:
 
 
 def with_system(scenario: Scenario, system: str) -> Scenario:
-    """The scenario with another system: the preset named `system` replaces all the sections
-    `SWITCHES`. Unchanged if it is the scenario's own system. Raises `ValueError` for an unknown
-    system."""
+    """The scenario with another system: the preset `system` replaces all the sections `SWITCHES`.
+    Unchanged if it is the scenario's own system. Raises `ValueError` for an unknown system."""
     if system == scenario.system:
         return scenario
     check_known("system", system, SYSTEMS)

@@ -49,10 +49,9 @@ def render(
     idle: bool = True,
     last_stage: str = "weight sync",
 ) -> str:
-    """Returns tables of seconds, rounds, lengths and, if `idle`, idle time of devices, with a row
-    per system. `reference` is the system whose speed counts as 1 (None: the first). `last_stage` is
-    the name of the column for what follows the optimizer step: in a real run more than the weight
-    sync."""
+    """Returns tables of seconds, rounds, lengths and, if `idle`, idle device time, a row per
+    system. `reference` is the system whose speed counts as 1 (None: the first). `last_stage` names
+    the column for what follows the optimizer step: in a real run more than the weight sync."""
     tables = [
         _seconds_table(results, reference or next(iter(results)), last_stage),
         _rounds_table(results),
@@ -80,9 +79,8 @@ def _seconds_table(results: Results, reference: str, last_stage: str) -> list[li
 
 
 def _flattered(results: Results, reference: str) -> set[str]:
-    """Names of systems whose speed gets a mark in the table. The steps of such a system, or of the
-    reference, have not yet trained on the prompts with the longest responses, so that they look
-    short."""
+    """Names of systems whose speed gets a mark in the table. Their steps, or the reference's, have
+    not yet trained on the prompts with the longest responses, and look short for that."""
     if _misses_the_longest(results[reference]):
         return set(results) - {reference}
     return {name for name, result in results.items() if _misses_the_longest(result)}

@@ -82,7 +82,7 @@ class Tally:
 
     def training_begins(self, now_s: float, lengths: Sequence[int], own_tokens: int) -> None:
         """Count the wait for verdicts and the responses, of these lengths, that training begins on.
-        `own_tokens`: what their sum would be if no response had been left out and no weights had
+        `own_tokens`: what their sum would be if none had been left out and no weights had
         changed."""
         self._waited(now_s)
         step, p95 = self.step, self._workload.policy_length_p95
@@ -151,8 +151,7 @@ class OpenStep:
 
     def __init__(self, began_s: float) -> None:
         self.kind = ""
-        """Kind of the step's latest round, whose degree is `tensor_parallel`; "" before the first
-        round."""
+        """Kind of the step's latest round, whose degree is `tensor_parallel`; "" before a round."""
         self.tensor_parallel = 1
         self.began_s = self.rollout_from_s = began_s
         self.empty_since_s: float | None = None

@@ -1,7 +1,6 @@
-"""The trajectories (samples with several turns) of a scenario, which do not depend on any decision
-of a system. The random numbers of a turn depend only on (seed, prompt, attempt, index), the
-sample's id, and on the turn. The message of turn t is as long as a further response to the same
-prompt."""
+"""The trajectories (samples with several turns) of a scenario, which no decision of a system
+changes. The random numbers of a turn depend only on (seed, prompt, attempt, index), the sample's
+id, and on the turn. Turn t's message is as long as a further response to the same prompt."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ from rollpacker.sim.turns_spec import TurnsSpec
 MAX_KEPT = 50_000
 """Most trajectories that are cached, so that they are not drawn again at every turn."""
 NUM_SEEN = 512
-"""Number of prompts whose trajectories are drawn to find the policy's mean length and
-percentile."""
+"""Number of prompts whose trajectories give the policy's mean length and percentile."""
 
 
 class Turn(NamedTuple):

@@ -96,8 +96,7 @@ class Unkind:
         return routes
 
     def answer(self, event: Event) -> Event:
-        """Returns what the scheduling core gets in place of this event: a fault, or the event
-        itself."""
+        """Returns what the scheduling core gets for this event: a fault, or the event itself."""
         config = self.config
         match event:
             case SampleGenerated(sample=sample):

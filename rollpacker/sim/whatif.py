@@ -45,8 +45,7 @@ MODELLED = (
     *("rollout.engine.max_slots", "rollout.engines", "rollout.routing"),
     *("tail_batching", "stream_trainer", "train.steps"),
 )
-"""Keys of a run's config that may be changed in a simulation of the run, which takes account of
-them."""
+"""Keys of a run's config that may be changed in a simulation, which takes account of them."""
 COLOCATED = ("train.colocate", "train.processes", "train.replicas")
 """Further keys whose changes a simulation can follow if engines and the trainer share devices."""
 SHORTEST_STEP_S = 1e-6

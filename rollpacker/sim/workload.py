@@ -69,8 +69,7 @@ class Workload:
             self.policy_length_mean, self.policy_length_p95 = lengths
 
     _latest: ClassVar[tuple[object, Workload] | None] = None
-    """The workload that `of` made last, after the settings that its draws depend on; None at
-    first."""
+    """The workload that `of` made last, after what its draws depend on; None at first."""
 
     @classmethod
     def of(cls, scenario: Scenario) -> Workload:
@@ -133,8 +132,7 @@ class Workload:
     ) -> None:
         self._parts = parts
         self._window = window
-        """Number of prompts that an oracle, which knows all lengths, sorts together by length; 0:
-        no sorting."""
+        """Number of prompts that an oracle, knowing all lengths, sorts together; 0: no sorting."""
         self._num_samples = num_samples
         self.seed = seed
         self._rows = rows
@@ -196,8 +194,8 @@ class Workload:
 
     def lengths(self, prompt: PromptId, attempt: int, count: int | None = None) -> list[int]:
         """Lengths, in tokens, of at least `count` responses to the prompt at its launch number
-        `attempt` (from 0), by sample index. `count` None: twice as many as the samples per prompt
-        of a step."""
+        `attempt` (from 0), by sample index. `count` None: twice the number of a step's samples per
+        prompt."""
         place = prompt.row if self._rows is None else self._place(prompt)
         block, start = place // BLOCK_ROWS, place % BLOCK_ROWS * CHUNK
         values = self._lengths(block, attempt, 0)[start : start + CHUNK]
@@ -282,8 +280,7 @@ class Workload:
         return self.seed, stream, place, sample.attempt, sample.index
 
     def _place(self, prompt: PromptId) -> int:
-        """Number of prompts that come before this one in a recorded run, earlier epochs
-        included."""
+        """Number of prompts that come before this one in the recorded order, over all epochs."""
         assert self._rows is not None
         return prompt.epoch * len(self._rows) + self._place_of_row[prompt.row]
 

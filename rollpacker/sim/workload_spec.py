@@ -136,8 +136,7 @@ class RewardStage:
 
     @property
     def seconds_law(self) -> Mapping[float, float] | None:
-        """Mapping from quantile to seconds that a worker is busy with a check; None: there is no
-        check."""
+        """Mapping from quantile to a worker's seconds for a check; None: there is no check."""
         if self.kind == "judge":
             rate = self.calls_per_s or REWARD_KINDS["judge"].calls_per_s
             assert rate is not None

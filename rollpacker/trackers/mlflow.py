@@ -35,8 +35,7 @@ class MlflowTracker(Tracker):
     shows_texts = False
     _run_id = ""
     _in_files = False
-    """Whether MLflow keeps its data in a folder of files, rather than in a database or on a
-    server."""
+    """Whether MLflow keeps its data in a folder of files, not in a database or on a server."""
 
     def check(self) -> str:
         import mlflow

@@ -80,8 +80,7 @@ class Opening(NamedTuple):
     run_id: str | None
     """The library's id of the run that it is to continue. None: it begins a new run."""
     last_step: int
-    """Step of the last row that was handed to the library, before the run was resumed. -1: none
-    was."""
+    """Step of the last row that was handed to the library before a resume. -1: none was."""
 
 
 class Tracker(Callback):
@@ -135,8 +134,8 @@ class Tracker(Callback):
         self.send(step, {path.stem: self.library.Image(str(path))})
 
     def finish(self, status: Status, step: int, summary: Mapping[str, Any]) -> None:
-        """End the library's run, whose last step is `step` and whose end was `status`. `summary`
-        has the values of `summary.json`, under names such as `a/b`, and under "ended" why the run
+        """End the library's run, whose last step is `step` and whose end was `status`. `summary`:
+        the values of `summary.json`, under names such as `a/b`, and as "ended" why the run
         ended."""
         raise NotImplementedError
 
@@ -171,8 +170,8 @@ class Tracker(Callback):
 
     def _put(self, task: Callable[..., None], *arguments: Any, limit_s: float = CALL_S) -> None:
         """Have the tracker's thread call `task(*arguments)`, which may take `limit_s` seconds. If
-        an earlier task has taken too long, the tracker gets no task any more, and the run goes on
-        without it."""
+        an earlier task has taken too long, the tracker gets none any more; the run goes on without
+        it."""
         if (late_at := self._late_at) is not None and time.monotonic() > late_at:
             self._give_up("it did not answer in time")
         if not self._given_up:

@@ -19,16 +19,14 @@ from rollpacker.trackers.sending import (
 
 ROWS_PER_STEP = 4
 """Maximum number of rows that a step adds to W&B's history: evaluation, samples, the step itself,
-and a picture. W&B numbers rows, but offline it does not know how many a resumed run has already.
-Rows are then numbered on from this number times the number of steps, so that no number comes
-twice."""
+and a picture. W&B numbers rows, but offline it does not know how many a resumed run has. Rows are
+then numbered from this number times the number of steps on, so that no number comes twice."""
 
 
 class WandbTracker(Tracker):
     name = "wandb"
     _first: int | None = None
-    """Number for the next row of W&B's history, set when a run is resumed. None: W&B numbers the
-    row."""
+    """Number for the next row of W&B's history, set when a run is resumed. None: W&B numbers it."""
 
     def check(self) -> str:
         import wandb

@@ -18,8 +18,7 @@ from rollpacker.sim.trajectories import Trajectories
 
 
 class _Answer:
-    """The answer that an environment will give, as an event, and the time in seconds when it
-    comes."""
+    """An environment's answer that is still to come, as an event, and its time in seconds."""
 
     __slots__ = ("event", "next_finish")
 

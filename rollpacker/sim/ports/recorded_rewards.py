@@ -31,8 +31,7 @@ that end in the same decode step share a call."""
 
 
 class RecordedRewards(Rewards):
-    """Carries out the commands `Score` (check a response) and `CancelScore` with recorded
-    verdicts."""
+    """Carries out `Score` (check a response) and `CancelScore` with recorded verdicts."""
 
     def __init__(
         self,
@@ -44,8 +43,7 @@ class RecordedRewards(Rewards):
         checks: RecordedChecks,
         is_generating: Callable[[], bool],
     ) -> None:
-        """`is_generating` tells whether an engine generates; calls of rewards then take other
-        times."""
+        """`is_generating` tells whether engines generate: rewards' calls then take other times."""
         super().__init__(clock, machine, workload, responses, max_response_tokens)
         self._checks = checks
         self._luck = random.Random(workload.seed)

@@ -51,8 +51,7 @@ class Lane:
         """Number by which the scheduling core's commands name the engine."""
         self.last_busy_s = 0.0
         self.finish = partial(finish, self)
-        """Function that takes out the response that is due at `next_finish` and returns its
-        event."""
+        """Function that takes out the response due at `next_finish` and returns its event."""
 
 
 class Rollout:
@@ -248,8 +247,7 @@ class Rollout:
 
     def _finish(self, lane: Lane) -> Event | None:
         """Take the response out that finishes now and return its event. None: its end was refused
-        as too early or too late (`tail_batching.complement`), and the engine goes on with another
-        length."""
+        as too early or late (`tail_batching.complement`), and the engine generates on."""
         key, length, preemptions = lane.engine.pop()
         responses, step, number = self._responses, self._tally.step, lane.number
         lane.last_busy_s = self._clock.time_s
@@ -377,8 +375,8 @@ class Rollout:
         self._is_ready(number, command.version, start_s)
 
     def _resize(self, command: Resize) -> None:
-        """Restart all engines, which have no samples at this time. The next `Launch` gives their
-        new number of GPUs."""
+        """Restart all engines, empty now, with the number of GPUs that the next `Launch` will
+        tell."""
         machine = self._machine
         self._tally.bubble["sync"] += machine.resize_s * machine.gpus
         for number, incarnation in enumerate(command.incarnations):
@@ -394,8 +392,7 @@ class Rollout:
         )
 
     def _place(self, command: Place) -> None:
-        """Start samples that lost their engine anew on other engines. Their responses keep their
-        lengths."""
+        """Start samples that lost their engine anew on other engines, with the same lengths."""
         keys = [self._responses.keys[sample] for sample in command.samples]
         self._give(keys, command.engines, self._clock.time_s)
 

@@ -60,8 +60,7 @@ class Training:
         work: GradientWork,
         step_done: Callable[[Event], None],
     ) -> None:
-        """`step_done` is called with the event `Committed` of every step that trained on
-        samples."""
+        """`step_done` is called with the event `Committed` of each step that trained on samples."""
         self._clock = clock
         self._machine = machine
         self._responses = responses
@@ -69,8 +68,8 @@ class Training:
         self._work = work
         self._step_done = step_done
         self._streamed: set[SampleId] = set()
-        """Groups (samples of one prompt) whose gradients for this step have begun; of each its
-        first sample."""
+        """First sample of each group (a prompt's samples) whose gradients for this step have
+        begun."""
         self._version = 0
 
     def routes(self) -> Routes:
