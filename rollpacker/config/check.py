@@ -251,7 +251,7 @@ def allowed_value(kind: Any) -> str:
 
 def _prepared(kind: Any, value: Any) -> Any:
     """The value with lists made tuples, and a text such as "1e-6" made a number, where the type
-    asks for it."""
+    `kind` wants these."""
     parts = members(kind)
     for part in parts:
         if get_origin(part) is Mapping and isinstance(value, Mapping):
@@ -273,7 +273,7 @@ def _prepared(kind: Any, value: Any) -> Any:
 
 
 def _prepared_key(kind: Any, key: Any) -> Any:
-    """A mapping's key, made a number where the type `kind` wants one, since YAML gives a text."""
+    """A mapping's key as the type `kind` wants it: YAML gives a text even for a number."""
     if kind is int and isinstance(key, str) and key.isdecimal():
         return int(key)
     return _prepared(kind, key)

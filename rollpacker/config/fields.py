@@ -21,7 +21,7 @@ def members(kind: Any) -> tuple[Any, ...]:
 
 
 def nested_schema(kind: Any) -> type | None:
-    """The dataclass that a value of the type `kind` is made into. None: it has no dataclass."""
+    """The dataclass among the alternatives of the type `kind`. None: there is none."""
     return next((m for m in members(kind) if dataclasses.is_dataclass(m)), None)  # type: ignore[return-value]
 
 

@@ -93,8 +93,7 @@ def _message(path: str, problems: list[str]) -> str:
 
 def _origin(place: Path_, raw: Mapping[Path_, str], lines: Mapping[Path_, int]) -> str:
     """A note on where the key `place` was set, to follow its name in a message: by an override
-    (`raw` has the texts by path) or in a line of the file (`lines` by path), which may have set its
-    section. Empty: nowhere."""
+    (`raw` has their texts by path), or in which line (`lines` by path). Empty: nowhere."""
     inside = (path for path in raw if path[: len(place)] == place and place not in lines)
     for path in [*inside, *(place[:size] for size in range(len(place), 0, -1))]:
         if path in raw:
@@ -105,7 +104,7 @@ def _origin(place: Path_, raw: Mapping[Path_, str], lines: Mapping[Path_, int]) 
 
 
 def _override(tree: dict[str, Any], override: str) -> tuple[Path_, str]:
-    """Apply an override `a.b.0.c=value` to the tree; returns the key's path and the value's
+    """Set a key of `tree` by an override `a.b.0.c=value`; returns the key's path and value's
     text."""
     name, equals, text = override.partition("=")
     name = name.strip()
@@ -226,8 +225,8 @@ def changes_since(old: Mapping[str, Any], config: object) -> list[tuple[str, obj
 
 
 def _completed(old: Any, config: Any) -> Any:
-    """The plain config `old` with defaults for keys that it lacks; `config` is the present one,
-    whose dataclasses say which keys there are."""
+    """The config `old`, as plain values, with defaults for keys that it lacks. The dataclasses of
+    `config`, the present one, say which keys there are."""
     if dataclasses.is_dataclass(config) and isinstance(old, Mapping):
         found = dict(old)
         for field in dataclasses.fields(config):

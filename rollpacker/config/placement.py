@@ -102,8 +102,7 @@ class PlacementConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardHostsConfig:
-    """Where rewards run if this section is set (`rewards_hosts.*`, with `runtime=ray` only): on all
-    hosts, beside the engines."""
+    """Processes that run rewards on all hosts (`rewards_hosts.*`), for `runtime=ray` only."""
 
     per_host: int = 1
     """Number of processes on each host that check responses, each with all rewards and
@@ -184,7 +183,7 @@ class Derived(NamedTuple):
 
     key: str
     unset: object
-    """Default of the key, which it has where nobody set it."""
+    """Default of the key, with which a config counts as not setting the key."""
     value: object
     """Value of the key that follows from `placement`. None: it depends on the hosts' devices."""
     lines: str

@@ -33,8 +33,7 @@ class RewardSchedulerConfig:
 
     def schedule(self, race: str, kinds: Mapping[str, RewardKindConfig]) -> RewardScheduleConfig:
         """The scheduling core's config of checks. `race`, the value of `tail_batching.race`, says
-        what order "auto" means. `kinds` maps a source of prompts to its checks' workers and
-        deadline."""
+        what order "auto" means. `kinds`: workers and deadline of checks by source of prompts."""
         order = self.order
         if order == "auto":
             order = "closest" if race == "scored" else "longest"

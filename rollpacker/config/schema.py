@@ -292,7 +292,7 @@ class RunConfig:
 
     @property
     def tracker_configs(self) -> tuple[TrackerConfig, ...]:
-        """The configs of all `trackers`; of one that is given by its name only, the defaults."""
+        """The configs of all `trackers`. A tracker that is only named has default settings."""
         return tuple(
             TrackerConfig(name=one) if isinstance(one, str) else one for one in self.trackers
         )
@@ -318,8 +318,7 @@ class RunConfig:
 
     @property
     def without_effect(self) -> str | None:
-        """A sentence that names settings of `stream_trainer` without effect here. None: there are
-        none."""
+        """A sentence that names `stream_trainer` settings without effect. None: all have one."""
         stream, default = self.stream_trainer, StreamConfig()
         keys = [k for k in OF_RELEASES if getattr(stream, k) != getattr(default, k)]
         if self.train.colocate and stream.enabled and not self._releases:
@@ -397,8 +396,7 @@ class RunConfig:
     ) -> JobConfig:
         """The scheduling core's config of the run. `prompt_tokens`: mean length of a prompt.
         `reward_kinds`: workers and deadlines of checks by source of prompts; None: no limits.
-        `acting`: limits and deadlines of turns with environments; None: samples are single
-        responses."""
+        `acting`: limits of turns with environments; None: samples are single responses."""
         longest = None if acting is None else acting.limits.max_trajectory_tokens
         return JobConfig(
             prompts_per_step=self.rollout.prompts_per_step,

@@ -27,7 +27,7 @@ TRL_DIFFERS = (
     "What TRL's defaults are here (schedule, betas, loss, chat template): docs/migration.md,"
     ' "What means something else".'
 )
-"""Message that points to the docs, printed once if a config had keys of TRL's."""
+"""Message on where the docs compare TRL's settings, printed if a config had keys of TRL's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +44,12 @@ class Synonym:
 
     @property
     def key(self) -> str:
-        """Key of the other framework, without a value."""
+        """Key of the other framework in this line of `synonyms.yaml`, without a value."""
         return self.theirs.partition("=")[0]
 
     @property
     def value(self) -> str:
-        """Pattern of the other framework's values that the line holds for. Empty: all values."""
+        """Pattern of the values of the other framework's key that this line is for. Empty: all."""
         return self.theirs.partition("=")[2]
 
     @property
@@ -148,8 +148,7 @@ def _is_for(one: Synonym, value: Any) -> bool:
 
 def _applies(one: Synonym, known: Collection[str]) -> bool:
     """Whether this line of `synonyms.yaml` may be used for a config with the keys `known`: it has
-    our keys of the line, and an algorithm. Other frameworks' keys mean nothing in, say, a
-    simulation's config."""
+    our keys of the line, and `algorithm.name`, which simulations' configs lack."""
     return "algorithm.name" in known and all(key in known for key in one.keys)
 
 

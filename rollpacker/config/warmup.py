@@ -27,8 +27,8 @@ class WarmupConfig:
     """Longer texts that are also single tokens of the built tokenizer, such as the marks of
     `chat_template`."""
     chat_template: str | None = None
-    """Chat template of the built tokenizer, in Jinja; it writes `<eos>`, the end token, after a
-    turn. None: no template."""
+    """Chat template of the built tokenizer, in Jinja; `<eos>` is its end token. None: no
+    template."""
     seed: int = 0
     threads: int | Literal["auto"] = "auto"
 
@@ -68,7 +68,7 @@ class WarmupStage:
     warmup_steps: int = 50
     max_grad_norm: float = 1.0
     max_loss: float | None = None
-    """Largest mean loss of the last 20 steps, above which the stage fails. None: no bound."""
+    """Mean loss of the last 20 steps above which the stage fails. None: it fails at none."""
 
     @property
     def source(self) -> str:

@@ -31,7 +31,7 @@ class CarriedTurns:
         self.verified = Verified()
         """Counts of tokens of earlier launches, checked and found different under newer weights."""
         self.same: dict[int, int] = {}
-        """By a sample's key (a small number): how many of its earlier tokens it keeps."""
+        """By a sample's key (its number in the simulation): how many earlier tokens it keeps."""
         self._workload, self._mismatch, self._responses = workload, mismatch, responses
         self._trajectories = workload.trajectories
         self._left: dict[tuple[PromptId, int], tuple[int, int]] = {}
@@ -49,8 +49,8 @@ class CarriedTurns:
         return {Defer: self._defer}
 
     def launch(self, keys: Iterable[int], version: int) -> None:
-        """Begin the trajectories with these keys under weights of this version: draw how many
-        tokens of each one's earlier launch come out the same, and store the number in `same`."""
+        """Begin the trajectories with these keys: draw how many tokens of each one's earlier launch
+        come out the same under weights of this version, and store the number in `same`."""
         samples, noises, self._version = self._responses.samples, self._responses.noises, version
         for key in keys:
             self.same[key] = self.take_up(samples[key], noises[key], version)
@@ -70,8 +70,7 @@ class CarriedTurns:
 
     def take_up(self, sample: SampleId, noise: SampleId, version: int) -> int:
         """Remove what `keep` stored for the sample `noise`, and return how many of its tokens stay
-        the same under weights of this version; 0 if nothing was stored. `sample` is the new
-        launch."""
+        the same under weights of this version; 0 if nothing was. `sample` is the new launch."""
         tokens, drawn_by = self._left.pop((noise.prompt, noise.index), (0, version))
         drawn = self._drawn(noise, tokens) if tokens else 0
         if not drawn:

@@ -33,8 +33,8 @@ class VirtualClock:
         self.last: Event | None = None
         """Event after which `run` returns. None: no event ends the run."""
         self.passes_over: Callable[[Event], bool] | None = None
-        """Function that is called with every event of the heap and returns True for an event that
-        must not happen. None: every event happens."""
+        """Function that returns True for an event that must not happen, such as the verdict of a
+        cancelled check. None: every event happens."""
         self._at_once: deque[Event] = deque()
         self._heap: list[tuple[float, int, Moving | None, Any]] = []
         """Heap of later events: (time, counter, None, event), or (time, counter, moving thing,

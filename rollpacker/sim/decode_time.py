@@ -14,7 +14,7 @@ from typing import NamedTuple
 from rollpacker.sim.latency import StepCost
 
 STEP_TOLERANCE = 1e-6
-"""Share of a decode step by which rounding may make a time miss the end of the step."""
+"""Share of a decode step by which a time may miss the step's end, due to rounding."""
 
 UNLIMITED = 1 << 60
 """Stands for no limit on steps, tokens or sequences: more than any engine reaches."""

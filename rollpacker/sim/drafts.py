@@ -39,8 +39,8 @@ class Drafts:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
 
     def tokens_per_step(self, num_running: int) -> float:
-        """Mean number of tokens of each of `num_running` sequences in one decode step: 1, and the
-        guesses that prove right."""
+        """Mean tokens of a sequence in a decode step of `num_running` ones: 1, and right
+        guesses."""
         depth = min(self.max_depth, self.max_positions // num_running)
         tokens = chance = 1.0
         for _ in range(depth):
@@ -65,7 +65,7 @@ class Speculation:
     max_live: int
     """Most running sequences of an engine at which speculation still makes its steps faster."""
     kinds: tuple[str, ...] = ("long", "flush")
-    """Kinds of round (one batch of generation) in which speculation makes decode steps faster."""
+    """Kinds of round (`RoundKind`) in which speculation makes decode steps faster."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.speedup) and self.speedup >= 1):

@@ -28,7 +28,7 @@ from rollpacker.sim.latency import StepCost
 
 
 class Request(NamedTuple):
-    """A response to generate. `submit` also accepts a plain tuple of the three fields."""
+    """A response to generate. `submit` also accepts a plain tuple (key, length, done_tokens)."""
 
     key: int
     """Number by which the caller names the request. No other request in the engine has the same."""
@@ -43,8 +43,8 @@ class _Totals:
     """Counts of one simulated engine since it was made."""
 
     tokens: int = 0
-    """Tokens of all sequences that ran here and have left, minus the tokens that any sequence,
-    running ones too, brought along when it began to run here."""
+    """Tokens of sequences that have left this engine, minus the tokens that these and the running
+    sequences had already when they came."""
     num_preemptions: int = 0
     idle_s: float = 0.0
 
@@ -136,8 +136,8 @@ class TokenClockEngine:
         self._schedule()
 
     def abort(self, now: float, keys: Iterable[int]) -> list[int]:
-        """Take requests out of the engine at the time `now`. Returns how many tokens each request
-        had reached, without the token of the step that is going on."""
+        """Take requests out of the engine at the time `now`. Returns the number of tokens of each,
+        without the token of a decode step that has not ended by then."""
         self._advance(now)
         reached = self._remove(now, keys)
         if self._waiting:
@@ -237,8 +237,7 @@ class TokenClockEngine:
 
     def _measure(self, lengths: Sequence[int], most_done: int) -> None:
         """Add the full lengths of new requests to `_peak`, and set `_simple`. Each has at most
-        `most_done` tokens already. Raises `ValueError` if the KV cache cannot hold one of them
-        alone."""
+        `most_done` tokens already. Raises `ValueError` if the KV cache cannot hold one of them."""
         self._limits.check(max(lengths))
         self._peak += sum(lengths) + len(lengths) * self._limits.prompt_tokens
         self._simple = self._peak <= self._limits.simple

@@ -19,7 +19,7 @@ from rollpacker.sim.whatif import RunModel
 FITTED = "Qwen2.5 of 7B, 14B and 32B, 16 to 128 H800s, caps of 8k to 32k"
 FITTED_PARAMS = (7.6e9, 14.8e9, 32.8e9)
 PARAMS_SLACK = 0.1
-"""Share by which the parameters of a model may differ from those of a fitted model."""
+"""Share by which a model's number of parameters may differ from that of a fitted model."""
 FITTED_NUM_GPUS = (16, 128)
 FITTED_CAPS = (8 * 1024, 32 * 1024)
 OUR_PRESET = "rollpacker"
@@ -61,7 +61,7 @@ def outside_of_scenario(scenario: Scenario, *, step_s: float, whose: str, given:
 
 
 def _places(scenario: Scenario) -> Iterator[str]:
-    """Yields a few words on each part of the scenario that is outside of what was fitted."""
+    """Yields a few words on each part of the scenario that the constants were not fitted to."""
     shape, cluster = scenario.shape, scenario.cluster
     cap = scenario.rollout.max_response_tokens
     if not any(abs(shape.params / params - 1) <= PARAMS_SLACK for params in FITTED_PARAMS):

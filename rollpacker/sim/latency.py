@@ -29,7 +29,7 @@ class StepCost:
     per_sequence_s: float
     """Seconds of a decode step for sampling and bookkeeping of one sequence."""
     speculation: Speculation | None = None
-    """Speed-up of decode steps while few sequences run, in every round. None: no speed-up."""
+    """Given speed-up of decode steps in which few sequences run, in every round. None: none."""
     drafts: Drafts | None = None
     """How tokens are guessed, instead of a given `speculation`. None: no tokens are guessed."""
     knots: tuple[tuple[float, float], ...] = ()
@@ -60,7 +60,7 @@ class StepCost:
         return low_s + (high_s - low_s) * max(0.0, num_running - low) / (high - low)
 
     def reading_step_s(self, num_running: int, cached_tokens: int) -> float:
-        """Seconds of a decode step, without speculation, if reading memory is what it waits for."""
+        """Seconds of a decode step, without speculation, in which reading memory takes longest."""
         read_s = self.per_cached_token_s * cached_tokens
         if self.knots:
             return self.empty_step_s(num_running) + read_s
@@ -193,8 +193,8 @@ TRAIN_FLOPS_PER_PARAM = 10.0
 """Training FLOP per token and parameter: 6 for forward and backward, 2 each for the log-probs of
 the policy and of the reference model."""
 SHARED_PREFILL_SHARE = 0.6
-"""Share of prompt tokens that are found in the KV cache, since another sample of the same prompt
-was there."""
+"""Share of prompt tokens that need no prefill, since another sample of the prompt had them
+computed."""
 KV_MEMORY_SHARE = 0.9
 """Share of a GPU's memory that weights and KV cache may fill together; 0.9 is vLLM's default."""
 
@@ -211,9 +211,9 @@ class DatasheetModel:
     prompt_tokens: int = 200
     """Mean length of a prompt, in tokens."""
     train_fixed_given_s: float | None = None
-    """Seconds of a training step that do not depend on its tokens. None: by a power law."""
+    """Seconds of a training step that do not depend on its tokens. None: estimated from `model`."""
     sync_given_s: float | None = None
-    """Seconds to bring new weights into the engines. None: computed by a power law."""
+    """Seconds to bring new weights into the engines. None: estimated from the size of `model`."""
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1:
@@ -290,8 +290,8 @@ class DatasheetModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredModel:
-    """Times of a machine, measured in a run: plain constants, which hold for that run's degree of
-    tensor parallelism and number of devices."""
+    """Times of a machine, measured in a run: constants that hold for that run's degree of tensor
+    parallelism and number of devices only."""
 
     step: StepCost
     prefill_sample_s: float = 0.0

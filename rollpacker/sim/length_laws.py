@@ -50,9 +50,9 @@ class Lengths(Protocol):
 
     def beyond(self, rank: int, u: float, tokens: int) -> tuple[float, Callable[[float], int]]:
         """Returns the chance that a response to a prompt is longer than `tokens`, and a function
-        from a uniform number in [0, 1) to such a response's length. `rank` is the prompt's number
-        within its reward stage, `u` its normal number. Hard prompts, whose responses often run to
-        the cap, are left out."""
+        from a uniform number in [0, 1) to its length then. `rank` is the prompt's number in its
+        stage, `u` its normal number. Hard prompts, whose responses often run to the cap, are left
+        out."""
 
     def law(self) -> tuple[IntArray, FloatArray]:
         """All possible lengths in tokens, and their probabilities, without hard prompts, whose
@@ -169,7 +169,7 @@ def _quantile_table(quantiles: Mapping[float, int]) -> IntArray:
 
 
 def _empirical_table(lengths: Sequence[int]) -> IntArray:
-    """Response tokens at each score of `_SCORES`: the recorded length of the same rank."""
+    """Response tokens at each score of `_SCORES`: the recorded length at the same quantile."""
     ordered = np.sort(np.asarray(lengths, dtype=np.int64))
     ranks = np.ceil(_phi(_SCORES) * ordered.size).astype(np.int64) - 1
     return ordered[np.clip(ranks, 0, ordered.size - 1)]

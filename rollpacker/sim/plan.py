@@ -54,13 +54,12 @@ that are done, the number of all its simulations, and about which share of all s
 
 
 MAX_LOSS = 0.01
-"""An idea that, added alone to the current settings, makes a step longer by more than this share is
-not tried with others."""
+"""Share by which an idea, added alone, may lengthen a step and still be tried with others."""
 SCREEN_SLACK = 0.02
 """Amount by which a length shift (mean trained length over the policy's own, minus 1) may exceed
 its bound in the early stages of a search, which simulate few steps."""
 FINAL_MARGIN = 0.002
-"""Amount by which a setting's length shift must keep within its bound to become a finalist."""
+"""Amount by which a finalist's length shift (see `SCREEN_SLACK`) must stay within its bound."""
 MOST_DONE = 0.99
 """Largest share of a plan's work that is reported as done before the plan has ended."""
 FINAL_SEED = 1000
@@ -89,7 +88,7 @@ class Budget:
     them."""
     finalists: int
     seeds: int
-    """Number of seeds with which each finalist (setting that the search has left) is simulated."""
+    """Number of seeds with which each finalist (one of the best settings found) is simulated."""
     steps: int
     """Number of steps that each simulation of a finalist has; more if long rounds are rare."""
 
@@ -261,8 +260,9 @@ class _Search:
         self, tried: list[Candidate], steps: int, stage: str, slack: float
     ) -> list[Candidate]:
         """Returns the fastest of the candidates `tried` (at most `Budget.kept`), fastest first,
-        whose length shift exceeds its bound by at most `slack`. A candidate's time is raised by the
-        share `MIN_GAIN` for each of its ideas, so that an idea must gain at least that."""
+        whose trained lengths differ from the policy's by at most the bound plus `slack`. A
+        candidate's time is raised by the share `MIN_GAIN` for each of its ideas, which must gain
+        that much."""
         # Of several candidates with the same changes, the one with the fewest ideas is kept.
         by_ideas = sorted(tried, key=lambda candidate: -candidate.num_switches)
         distinct = {candidate.key: candidate for candidate in by_ideas}.values()
@@ -294,8 +294,8 @@ class _Search:
         return now, untailed, sorted(found, key=lambda f: f.cost_s)
 
     def _keeps_at_ends(self, found: Finding, bound: Bound, seeds: Sequence[int]) -> bool:
-        """Whether the candidate's trained lengths are near enough to the policy's own, also if a
-        kept token's chance to come out differently is at either end of `Base.mismatch_band`."""
+        """Whether the candidate's trained lengths are near enough to the policy's own, also if kept
+        tokens change as seldom or as often as `Base.mismatch_band` allows."""
         ends = [
             Idea(f"mismatch {rate:g}", "mismatch", {"carry.mismatch": rate})
             for rate in self._base.mismatch_band
@@ -326,8 +326,7 @@ class _Search:
 
     def _bound(self, now: Finding) -> Bound:
         """The bound on the length shift (mean trained length over the policy's own, minus 1).
-        Without `max_shift`, the shift of `now`, the current settings on the same seeds, is the
-        bound."""
+        Without a `max_shift` it is the shift of `now`, the current settings on the same seeds."""
         tail, most = self._base.tail_batching, self._max_shift
         if tail.debias != "none":
             return Bound(most=None, both_ways=self._base.order_only)

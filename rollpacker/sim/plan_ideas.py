@@ -46,7 +46,7 @@ class Idea:
     slot: str
     """Name of what the idea sets. Ideas with the same slot exclude one another."""
     changes: Mapping[str, Any]
-    """Mapping from dotted config keys to their new values, as plain values."""
+    """Mapping from dotted config keys to their new values, given as in a config file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +95,7 @@ class Evaluate(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """What a search starts from: the current settings of a scenario or of a recorded run, and what
-    may be changed in them."""
+    """What a search starts from: the settings of a scenario or a run, and what may change them."""
 
     prompts_per_step: int
     samples_per_prompt: int
@@ -178,8 +177,7 @@ class ScenarioEvaluate:
 
 
 def plan_base(scenario: Scenario) -> Base:
-    """The `Base` (starting point) of a search for better settings of this scenario, with every idea
-    that can be tried on it."""
+    """The starting point of a search for this scenario's settings, with all ideas to be tried."""
     rollout, scheduler = scenario.rollout, scenario.reward_scheduler
     ideas = _tail_and_stream_ideas(scenario)
     if scheduler.order != "closest" and scenario.rewards:
@@ -389,7 +387,7 @@ def _published_grid(base: Base, fine: bool) -> list[Idea]:
 
 def neighbours(base: Base, candidate: Candidate) -> list[Idea]:
     """Ideas like the candidate's on tail batching, with one number a little larger or smaller.
-    Empty without tail batching, or if the run chooses the numbers itself."""
+    Empty without tail batching, or if these numbers are chosen during the run."""
     tail = base.tail_of(candidate)
     if not tail.enabled or tail.chooses:
         return []

@@ -108,7 +108,7 @@ def measure(
 def _trained_length(
     by_kind: Mapping[str, Sequence[StepResult]], shares: Mapping[str, float]
 ) -> float:
-    """Mean tokens of a trained response, with each kind of round weighted by its share."""
+    """Mean tokens of a trained response, weighting the steps of each kind of round by its share."""
     return sum(
         share
         * sum(step.tokens_trained for step in by_kind[kind])
@@ -138,14 +138,14 @@ class Finding(Measure):
 
     @property
     def is_clear(self) -> bool:
-        """Whether this setting is faster than the current settings by more than noise."""
+        """Whether this setting saves more than the share `MIN_GAIN`, and more than noise may."""
         return self.saved_s > max(NOISE_ERRORS * self.saved_error_s, MIN_GAIN * self.cost_s)
 
 
 def finding(
     candidate: Candidate, measures: Sequence[Measure], against: Sequence[Measure]
 ) -> Finding:
-    """Compares a candidate's `measures` with those of the current settings, seed by seed."""
+    """Compares a candidate's `measures` with `against`, the current settings', seed by seed."""
     saved = [other.cost_s - own.cost_s for own, other in zip(measures, against, strict=True)]
     shifted = [other.shift - own.shift for own, other in zip(measures, against, strict=True)]
     is_known = len(saved) > 1
@@ -227,8 +227,7 @@ class Plan:
     """The system that settings were searched for."""
     current: Finding
     best: Finding
-    """The setting to use: `current` if no other that keeps the bound on lengths is clearly
-    faster."""
+    """The setting to use: `current` unless another one with allowed lengths is clearly faster."""
     ranked: tuple[Finding, ...]
     """The finalists that keep the bound on the length shift (trained lengths against the policy's
     own), fastest first."""
@@ -237,12 +236,12 @@ class Plan:
     reasons: tuple[Reason, ...]
     """What each idea of the best setting contributes to it."""
     rejected: tuple[tuple[Idea, float], ...]
-    """Ideas that the best setting lacks, with the share of a step's time that each saves alone."""
+    """Ideas that the best setting lacks, with the share of a step's time that each alone saves."""
     oracle: Finding | None
     """Result of the oracle, a scheduler that knows all lengths beforehand; None: not simulated."""
     max_shift: float | None
-    """Share by which trained responses may be shorter than the policy's own, or longer where only
-    the order may change. None: any share, since `tail_batching.debias` undoes the effect."""
+    """Share by which trained responses may be shorter than the policy's own, or longer too if
+    settings only change the order of training. None: any; `tail_batching.debias` undoes it."""
     untailed: Finding | None = None
     """Result of the best setting with tail batching turned off; None: not simulated."""
     refused: Finding | None = None

@@ -38,12 +38,12 @@ class PoolPrices:
         return {"rollout_per_h": self.rollout_per_h, "train_per_h": self.train_per_h}
 
     def busy_s(self, step: StepResult) -> float:
-        """The price of a step, as the seconds for which the job could hold all its nodes for it."""
+        """Seconds for which the job could hold all its nodes at the price of this step."""
         rollout, train = step.rollout_s, step.train_s + step.sync_s
         return (rollout * self.rollout_per_h + train * self.train_per_h) / self.per_h
 
     def price_of_1k_prompts(self, busy_s: float) -> float:
-        """Price of training on 1000 prompts, if a step costs as much as all nodes in `busy_s` s."""
+        """Price of training on 1000 prompts, if a step costs `busy_s` seconds of all the nodes."""
         return busy_s * self.per_h / 3600 / self.prompts_per_step * 1000
 
 

@@ -60,9 +60,8 @@ PROMPTS: dict[str, float] = _LENGTHS["prompts"]
 
 def length_laws(longer_share: float, lucky_share: float) -> dict[str, Mapping[float, int]]:
     """Mapping from a length law's name to its mapping from quantile to response tokens, for prompts
-    that are not hard. Quantiles are the paper's; above them the tail is assumed: of responses that
-    reach the paper's cap, `lucky_share` is not due to hard prompts, and of those `longer_share`
-    exceed twice the cap."""
+    that are not hard. Quantiles are the paper's; those above are assumed: of responses that reach
+    the paper's cap, `lucky_share` is by luck, of which `longer_share` exceeds twice the cap."""
     laws: dict[str, Mapping[float, int]] = {}
     for name, law in _LENGTHS["laws"].items():
         capped = lucky_share * law["capped_share"]

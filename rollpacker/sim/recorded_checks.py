@@ -47,12 +47,12 @@ class RecordedChecks:
 
 
 class RecordedCalls:
-    """Recorded seconds of a run's calls of a reward, each of which checked one or more samples."""
+    """Recorded seconds of a run's calls of a reward, with one or more samples, to draw from."""
 
     def __init__(self, calls: Calls, *, warm: bool = False) -> None:
         self.num_workers = calls.num_workers
         self.warm_ups = () if warm else calls.warm_ups
-        """Seconds of each of the first calls, which include starting up. Empty: that is over."""
+        """Seconds of each of the first calls, in which a reward starts. Empty: it runs already."""
         self._line_s = calls.line_s
         alone = [call for call in calls.recorded if call.alone]
         beside = [call for call in calls.recorded if not call.alone]

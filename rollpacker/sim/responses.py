@@ -58,7 +58,7 @@ class Verified:
 
     num_tokens: int = 0
     num_mismatches: int = 0
-    """Number of verified tokens that came out differently; at most one of each response."""
+    """Number of checked tokens that came out differently; at most one of each response."""
 
     @property
     def mismatch(self) -> float:
@@ -97,8 +97,7 @@ class Responses:
         (`Draw.floor`) and may not exceed (`Draw.ceiling`)."""
         self.verified = Verified()
         self.redraws_to_come: dict[int, list[int]] = {}
-        """By key: lengths that the response gets as its ends are refused, the first one at the
-        end."""
+        """By key: the response's next lengths, if its ends are refused, with the first one last."""
         self._keys_of: dict[PromptId, list[int]] = {}
         """Keys of the samples of each prompt."""
         self._workload = workload
@@ -192,15 +191,15 @@ class Responses:
             lengths.append(known[index])
 
     def _repeat(self, keys: range, failed: Sequence[int]) -> None:
-        """Give the samples `keys` the responses of the failed ones (keys `failed`) that they
-        replace."""
+        """Give the samples `keys` the responses of those that they replace, which failed."""
         for key, before in zip(keys, failed, strict=True):
             self.lengths[key] = self.lengths[before]
             if before in self.kept and self.done[key]:
                 self.kept[key] = self.done[key] = self.kept[before]
 
     def _take_up(self, keys: range, carried: bool) -> None:
-        """Let responses continue what earlier launches of the same samples had generated."""
+        """Let the samples `keys` have the responses that earlier launches left unfinished.
+        `carried`: their tokens are kept, and not generated again."""
         exact = carried and self._tail.carry == "exact"
         noises = self.noises
         prompt, left = None, dict[int, Draw]()

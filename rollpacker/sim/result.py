@@ -72,7 +72,7 @@ class SystemResult:
     """Mapping from the cause of idle devices to device-seconds. The causes of `BUBBLE_CAUSES` are
     always there, `PIPELINE` and `OTHER_POOL` only where they apply."""
     device_seconds: float
-    """Number of devices times the run's seconds; `bubble` divides a part of it by cause."""
+    """Number of devices times the run's seconds; `bubble` tells how much of it was idle."""
     num_releases: int
     """How often engines' devices were released to the trainer within a round."""
     own_length_mean: float = math.nan

@@ -96,7 +96,7 @@ class RewardScheduler:
     overlap: bool = True
     """Whether each response is checked as soon as it is generated. False: all after the rollout."""
     adaptive_timeout: bool = True
-    """Whether a check's time limit follows the slowest check of a correct response so far."""
+    """Whether a check's time limit adapts to the slowest check of a correct response so far."""
     colocated_judge: bool = True
     """Whether the judge model shares the rollout's GPUs. False: it has its own, and is slower."""
     order: Literal["fifo", "closest", "longest"] = "fifo"
@@ -176,7 +176,7 @@ class Scenario:
     rewards: tuple[RewardStage, ...] = ()
     """Ways to check responses, mixed by share of prompts; empty: every verdict is there at once."""
     turns: TurnsSpec | None = None
-    """Turns of a sample's model and environment; None: a sample is one response."""
+    """Turns of model and environment, of which a sample consists; None: it is one response."""
     train: TrainSpec = field(default_factory=TrainSpec)
     sync_s: float | None = None
     """Seconds to bring new weights into engines; None: estimated from the model's size."""
@@ -365,8 +365,8 @@ def load_scenario(
     path: str | Path, overrides: Sequence[str] = (), system: str | None = None
 ) -> Scenario:
     """Read a scenario from a file and apply the overrides. `system` (preset name) is simulated
-    instead of the file's own system; None: the file's own. With another system, sections that its
-    preset sets are the preset's, whatever the file and the overrides say of them.
+    instead of the file's own system; None: the file's own. Another system has the sections of its
+    preset as they are there, whatever the file and the overrides say of them.
 
     If an override sets another model, measured constants that the file gives for its own model are
     left out (`given_constants`). Raises `ConfigError` with one message.

@@ -128,9 +128,8 @@ def job_config(scenario: Scenario, machine: Machine) -> JobConfig:
 
 
 def _tail(scenario: Scenario) -> TailBatchingConfig:
-    """The scheduling core's settings of tail batching. If samples have turns, the core's `carry` is
-    "none", since the machine keeps the tokens of deferred trajectories
-    (`Machine.carries_turns`)."""
+    """The scheduling core's settings of tail batching. If samples have turns, its `carry` is
+    "none", since the machine keeps deferred trajectories' tokens (`Machine.carries_turns`)."""
     tail = scenario.tail_batching
     return replace(tail, carry="none") if scenario.turns is not None and tail.carries else tail
 

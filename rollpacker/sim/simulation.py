@@ -66,8 +66,7 @@ class Simulation:
     ) -> None:
         """`unkind`: rates of faults, drawn with `seed`; None: no faults. `observe` is called with
         every event and the commands with which the scheduling core answers it; None: nobody
-        watches. `pools` makes the run wait for devices shared with other jobs; None: it has its
-        own."""
+        watches. `pools` makes the run wait for devices that jobs share; None: it has its own."""
         self.job = make_job(config)
         self.clock = clock = VirtualClock()
         self._tally = tally = Tally(machine.gpus, workload, machine.train_gpus or 0)

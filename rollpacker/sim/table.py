@@ -30,12 +30,11 @@ STAGES = {
 `StepResult` with its seconds."""
 ORACLE = "oracle"
 MIN_FASTER = 0.02
-"""Share by which seconds of steps, or tokens per second, of two systems must differ for the text to
-call one of them faster."""
+"""Share by which steps must be shorter, or tokens per second more, to count as different."""
 MANY_TIMES = 2.0
 """Ratio of two durations from which on the text shows the ratio, not a percentage."""
 MIN_FEWER = 0.08
-"""Share of tokens by which a system must train on less for the text to mention it. Smaller
+"""Share by which a system must train on fewer tokens for the text to mention it. Smaller
 differences also come about by chance in a few dozen steps, which begin with short responses."""
 _NOTABLE_SHIFT = 0.03
 """Share by which mean trained lengths must differ from the policy's own to be called shorter or
@@ -306,7 +305,7 @@ def _not_yet_trained(name: str, result: SystemResult) -> str:
 
 
 def _compared(seconds: float, others: float) -> str:
-    """Two durations compared in a text such as "12% shorter than", without the second's name."""
+    """Text that compares `seconds` with `others`, to put before a name: "12% shorter than"."""
     ratio = _over(seconds, others)
     if abs(ratio - 1) < 0.005:
         return "as long as"

@@ -48,7 +48,7 @@ class Tally:
     # -- what the ports tell -----------------------------------------------------------
 
     def rollout_begins(self, now_s: float, kind: str, tensor_parallel: int) -> None:
-        """Called when samples of a round are launched on empty engines."""
+        """Count the wait until samples of a round of this `kind` are launched on empty engines."""
         step = self.step
         step.kind, step.tensor_parallel = kind, tensor_parallel
         if step.empty_since_s is None:
@@ -58,7 +58,7 @@ class Tally:
             step.rollout_from_s = now_s
 
     def rollout_ends(self, now_s: float) -> None:
-        """Called when the last engine with samples has become empty."""
+        """Count the rollout's seconds, now that the last engine with samples is empty."""
         step = self.step
         step.rollout_s += now_s - step.rollout_from_s
         step.empty_since_s = now_s
@@ -81,9 +81,8 @@ class Tally:
         self.step.num_streamed += num_samples
 
     def training_begins(self, now_s: float, lengths: Sequence[int], own_tokens: int) -> None:
-        """Count the wait for verdicts and the responses, of these lengths, that training begins on.
-        `own_tokens`: what their sum would be if none had been left out and no weights had
-        changed."""
+        """Count the wait for verdicts, and the responses (of these lengths) that training begins
+        on. `own_tokens`: their sum if none had been left out and no weights had changed."""
         self._waited(now_s)
         step, p95 = self.step, self._workload.policy_length_p95
         step.train_on_s = now_s
@@ -126,7 +125,7 @@ class Tally:
     # -- the result --------------------------------------------------------------------
 
     def result(self, num_releases: int, mismatch: float = 0.0) -> SystemResult:
-        """The result of all steps so far, of which there must be at least one."""
+        """The result of all steps so far, at least one. The arguments are parts of it."""
         steps = self.steps
         num_trained = sum(step.num_trained for step in steps)
         tokens_trained = sum(step.tokens_trained for step in steps)

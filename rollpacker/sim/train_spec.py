@@ -13,9 +13,9 @@ class TrainSpec:
     """How the optimizer step is simulated (`train.*`)."""
 
     tensor_parallel: int = 1
-    """Number of GPUs that share each layer. The product with `pipeline_parallel` and
-    `context_parallel` is the number of GPUs of a replica, which engines release together. It does
-    not change a step's time."""
+    """Number of GPUs that share each layer; it does not change a step's time. Times
+    `pipeline_parallel` and `context_parallel` it gives the GPUs of a replica, which are released
+    together."""
     pipeline_parallel: int = 1
     """Number of pipeline stages that divide the layers. It is used only to count a replica's GPUs,
     and has no effect on a step's time; see `pipeline`."""

@@ -80,8 +80,7 @@ class Trajectories:
 def _draw(
     at_rank: AtRank, message_of: Message, spec: TurnsSpec, cap: int, sample: SampleId
 ) -> tuple[Turn, ...]:
-    """Draws the turns of a sample by the scenario's `spec`. `cap`: number of tokens at which a
-    message is cut off."""
+    """Draws a sample's turns by the scenario's `spec`, with messages of at most `cap` tokens."""
     num = int(at_rank(spec.messages_quantiles, sample, 0, 1)[0])
     most = num if spec.max_turns is None else min(num, spec.max_turns)
     given = at_rank(spec.given_tokens_quantiles, sample, 1, most)

@@ -47,7 +47,7 @@ MODELLED = (
 )
 """Keys of a run's config that may be changed in a simulation, which takes account of them."""
 COLOCATED = ("train.colocate", "train.processes", "train.replicas")
-"""Further keys whose changes a simulation can follow if engines and the trainer share devices."""
+"""Further keys that may be changed in a simulation if engines and the trainer share devices."""
 SHORTEST_STEP_S = 1e-6
 NUM_AGAIN = 64
 """Number of response lengths that are drawn for every row of the data, besides its recorded ones,

@@ -36,7 +36,7 @@ from rollpacker.sim.workload_spec import RewardStage
 BLOCK_ROWS = 512
 """Number of prompts in a block, whose values are all drawn together."""
 MAX_BLOCKS = 64
-"""Most blocks of drawn lengths that are kept in memory; the same number of blocks of verdicts."""
+"""Most blocks (of `BLOCK_ROWS` prompts) of lengths that are kept in memory, and of verdicts."""
 CORRECT_SHARE = 0.5
 """Share of correct ones among responses whose check takes at most
 `RewardStage.correct_within_s`."""
@@ -69,7 +69,7 @@ class Workload:
             self.policy_length_mean, self.policy_length_p95 = lengths
 
     _latest: ClassVar[tuple[object, Workload] | None] = None
-    """The workload that `of` made last, after what its draws depend on; None at first."""
+    """Settings that draws of the workload depend on that `of` made last, and it; None at first."""
 
     @classmethod
     def of(cls, scenario: Scenario) -> Workload:
@@ -194,8 +194,7 @@ class Workload:
 
     def lengths(self, prompt: PromptId, attempt: int, count: int | None = None) -> list[int]:
         """Lengths, in tokens, of at least `count` responses to the prompt at its launch number
-        `attempt` (from 0), by sample index. `count` None: twice the number of a step's samples per
-        prompt."""
+        `attempt` (from 0), by sample index. `count` None: twice a step's samples per prompt."""
         place = prompt.row if self._rows is None else self._place(prompt)
         block, start = place // BLOCK_ROWS, place % BLOCK_ROWS * CHUNK
         values = self._lengths(block, attempt, 0)[start : start + CHUNK]
@@ -368,8 +367,8 @@ def _seconds_at(law: Mapping[float, float], ranks: FloatArray) -> FloatArray:
 
 
 def _policy(parts: Sequence[_Part]) -> tuple[float, float]:
-    """Mean and 95th percentile of response lengths over all stages, those of hard prompts (which
-    often run to the cap) included."""
+    """Mean and 95th percentile of response lengths over the reward stages `parts`, those of hard
+    prompts (which often run to the cap) included."""
     total = sum(part.stage.share for part in parts)
     lengths, weights = [], []
     for part in parts:

@@ -36,9 +36,8 @@ class LengthLaw:
     per prompt. With the latter the prompts come in the file's order, and the other keys of
     `lengths` have no effect. The path is relative to the folder that the command is run in."""
     within_prompt_correlation: float | None = None
-    """How much lengths of responses to one prompt have in common: at 0 a length is all luck, at 1
-    the prompt decides it (a correlation, of normal scores). None: as fitted for a preset; without a
-    preset 0.05."""
+    """How much lengths of responses to one prompt are alike (correlation of normal scores): at 0 a
+    length is all luck, at 1 the prompt decides it. None: as fitted for a preset; else 0.05."""
     hard_prompts: float | None = None
     """Share of prompts that are hard: some responses to them run to the cap of tokens whatever the
     law says. None: as fitted for a preset; without a preset 0."""
@@ -88,9 +87,9 @@ class RewardStage:
     """Mapping from quantile to seconds of one check (math, code); None: the default of the `kind`.
     Between quantiles the logarithm of the seconds is linear; beyond the ends it is constant."""
     workers: int | None = None
-    """Number of checks that run at once (math, code). None: as the kind says."""
+    """Number of checks that run at once (math, code). None: the default of the `kind`."""
     calls_per_s: float | None = None
-    """Number of calls that a judge answers per second (judge). None: as the kind says."""
+    """Number of calls that a judge answers per second (judge). None: the kind's default."""
     slowest_correct_s: float | None = None
     """Seconds of a check beyond which no answer is correct (math, code). None: the default of the
     `kind`, or the kind's time limit if `seconds_quantiles` is set."""
@@ -145,8 +144,7 @@ class RewardStage:
 
     @property
     def limit_s(self) -> float | None:
-        """Longest time that a check may take, in seconds, even if its adaptive deadline is later;
-        None: no limit."""
+        """Most seconds that a check may take, even if a deadline is later; None: no limit."""
         return REWARD_KINDS[self.kind].limit_s
 
     @property

@@ -63,7 +63,7 @@ class MlflowTracker(Tracker):
         return self._run_id, f"run {self._run_id} in {uri}"
 
     def _new_run(self, run: Opening) -> str:
-        """Create the run in MLflow, and its experiment if it has none. Returns the run's id."""
+        """Create the run in MLflow, and its experiment if there is none. Returns the run's id."""
         options = {n: one for n, one in self.config.options.items() if n != "tracking_uri"}
         known = self.shown.get_experiment_by_name(run.project)
         experiment = known.experiment_id if known else self.shown.create_experiment(run.project)

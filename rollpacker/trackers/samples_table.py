@@ -1,5 +1,4 @@
-"""Makes a table of a step's samples, in which no character is invisible or changes what the page of
-a tracker shows."""
+"""Makes a table of a step's samples, with no character that is invisible on a web page."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ row's step, and 0 for an evaluation or 1 for the step itself."""
 
 
 class TrackerProblem(Exception):
-    """A tracker cannot be used. The message says why and what to do, and is shown behind the
-    tracker's name."""
+    """A tracker cannot be used. The message, shown after the tracker's name, says why and what to
+    do."""
 
 
 def check_connection(url: str, cure: str) -> None:
@@ -78,7 +78,7 @@ class Opening(NamedTuple):
     folder: Path
     """An existing folder in which the tracking library may keep files."""
     run_id: str | None
-    """The library's id of the run that it is to continue. None: it begins a new run."""
+    """Id that the library gave its run, which it is to continue. None: it begins a new run."""
     last_step: int
     """Step of the last row that was handed to the library before a resume. -1: none was."""
 
@@ -135,8 +135,7 @@ class Tracker(Callback):
 
     def finish(self, status: Status, step: int, summary: Mapping[str, Any]) -> None:
         """End the library's run, whose last step is `step` and whose end was `status`. `summary`:
-        the values of `summary.json`, under names such as `a/b`, and as "ended" why the run
-        ended."""
+        the values of `summary.json`, under names such as `a/b`, and "ended": why the run ended."""
         raise NotImplementedError
 
     # --- what the run calls -----------------------------------------------------------------------
@@ -170,8 +169,7 @@ class Tracker(Callback):
 
     def _put(self, task: Callable[..., None], *arguments: Any, limit_s: float = CALL_S) -> None:
         """Have the tracker's thread call `task(*arguments)`, which may take `limit_s` seconds. If
-        an earlier task has taken too long, the tracker gets none any more; the run goes on without
-        it."""
+        an earlier task has taken too long, the tracker gets no task any more."""
         if (late_at := self._late_at) is not None and time.monotonic() > late_at:
             self._give_up("it did not answer in time")
         if not self._given_up:

@@ -20,7 +20,7 @@ class TrackerConfig:
     run_name: str | None = None
     """Name of the run in the tracking library. None: the run's own name."""
     samples_every_steps: int | None = 10
-    """Steps between two tables of samples, the first after step 1. None: no table is sent."""
+    """Steps between two tables of samples; step 1 has one too. None: no table is sent."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments for the library's call that opens a run, such as `entity` or `tags`."""
 

@@ -104,7 +104,7 @@ class _Batches:
         is_generating: Callable[[], bool],
         passes_over: Callable[[Event], bool],
     ) -> None:
-        """`passes_over` is a function that returns True for a verdict that was cancelled."""
+        """`passes_over` returns True for a verdict not to be given, as its check was cancelled."""
         self._is_generating = is_generating
         self._passes_over = passes_over
         self._clock = clock

@@ -31,8 +31,8 @@ class Rewards:
         max_response_tokens: int | None,
     ) -> None:
         self.delay_s: Callable[[SampleId], float] | None = None
-        """Function from a sample to seconds that are added to its check's drawn ones; None: none
-        are."""
+        """Function from a sample to seconds by which to prolong its check; None: no check is
+        prolonged."""
         self._clock = clock
         self._workload = workload
         self._responses = responses

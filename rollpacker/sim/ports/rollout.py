@@ -375,8 +375,7 @@ class Rollout:
         self._is_ready(number, command.version, start_s)
 
     def _resize(self, command: Resize) -> None:
-        """Restart all engines, empty now, with the number of GPUs that the next `Launch` will
-        tell."""
+        """Restart all engines, now empty; the next `Launch` tells their new number of GPUs."""
         machine = self._machine
         self._tally.bubble["sync"] += machine.resize_s * machine.gpus
         for number, incarnation in enumerate(command.incarnations):

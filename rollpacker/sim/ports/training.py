@@ -68,8 +68,7 @@ class Training:
         self._work = work
         self._step_done = step_done
         self._streamed: set[SampleId] = set()
-        """First sample of each group (a prompt's samples) whose gradients for this step have
-        begun."""
+        """First sample of each prompt whose gradients in this step have begun already."""
         self._version = 0
 
     def routes(self) -> Routes:

@@ -29,9 +29,9 @@ class Turns:
         keep_rows: bool,
         carried: CarriedTurns | None = None,
     ) -> None:
-        """`keep_rows`: whether an engine keeps a sample in its cache while the environment answers,
-        and need not compute it again. `carried`: tokens of trajectories put off to a later round;
-        None: those begin anew."""
+        """`keep_rows`: whether an engine keeps a sample's cache while the environment answers, to
+        go on with. `carried`: tokens of trajectories put off to a later round; None: they begin
+        anew."""
         self._trajectories = trajectories
         self._responses = responses
         self._keep_rows = keep_rows
