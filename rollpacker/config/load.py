@@ -104,8 +104,7 @@ def _origin(place: Path_, raw: Mapping[Path_, str], lines: Mapping[Path_, int]) 
 
 
 def _override(tree: dict[str, Any], override: str) -> tuple[Path_, str]:
-    """Set a key of `tree` by an override `a.b.0.c=value`; returns the key's path and value's
-    text."""
+    """Set a key of `tree` by an override `a.b.0.c=value`; returns its path and the value's text."""
     name, equals, text = override.partition("=")
     name = name.strip()
     if not equals or not name:

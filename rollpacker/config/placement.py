@@ -79,8 +79,7 @@ class PlacementConfig:
     colocate: tuple[RoleName, ...] = ()
     """Roles (rollout, train, judge) that use the same devices in turn. Others share none."""
     across_hosts: tuple[RoleName, ...] = ()
-    """Roles (rollout, train, judge) of which one engine or replica may have devices on several
-    hosts."""
+    """Roles (rollout, train, judge) of which one engine or replica may span several hosts."""
 
     def __post_init__(self) -> None:
         for name in ("colocate", "across_hosts"):
@@ -105,8 +104,7 @@ class RewardHostsConfig:
     """Processes that run rewards on all hosts (`rewards_hosts.*`), for `runtime=ray` only."""
 
     per_host: int = 1
-    """Number of processes on each host that check responses, each with all rewards and
-    sandboxes."""
+    """Number of processes on each host that check responses, with all rewards and sandboxes."""
 
     def __post_init__(self) -> None:
         if self.per_host < 1:

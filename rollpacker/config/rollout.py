@@ -25,8 +25,7 @@ class RolloutConfig:
     temperature: float = 1.0
     top_p: float = 1.0
     """Share of probability that sampling keeps, of the most probable tokens; 1: all. Training uses
-    log-probs of the whole distribution, so with top_p or top_k its gradient is not exactly that of
-    sampling."""
+    log-probs of the whole distribution, so top_p or top_k makes its gradient a little different."""
     top_k: int = 0
     """Number of most probable tokens that sampling keeps. 0: all."""
     stop: tuple[str, ...] = ()
@@ -41,8 +40,7 @@ class RolloutConfig:
     routing: Routing = "spread"
     """How several engines share samples. spread: each sample goes to the engine with the least
     work. group: the samples of a prompt go to one engine, so that its prefill is made once, unless
-    that engine has much more work than others. turns: samples go to each engine in turn, whatever
-    its work."""
+    that engine has much more work than others. turns: engines get samples in turn."""
 
     def __post_init__(self) -> None:
         counts = ("prompts_per_step", "samples_per_prompt", "max_response_tokens", "engines")

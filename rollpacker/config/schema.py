@@ -362,8 +362,8 @@ class RunConfig:
 
     @property
     def routed(self) -> bool:
-        """Whether some reward is only for rows of certain tasks, so that the sources of prompts are
-        their tasks."""
+        """Whether some reward is only for rows of certain tasks, which are then prompts'
+        sources."""
         return any(reward.tasks is not None for reward in self.rewards)
 
     def num_steps(self, num_prompts: int) -> int:

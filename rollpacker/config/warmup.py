@@ -27,8 +27,7 @@ class WarmupConfig:
     """Longer texts that are also single tokens of the built tokenizer, such as the marks of
     `chat_template`."""
     chat_template: str | None = None
-    """Chat template of the built tokenizer, in Jinja; `<eos>` is its end token. None: no
-    template."""
+    """Chat template of the built tokenizer, in Jinja; its end token is `<eos>`. None: none."""
     seed: int = 0
     threads: int | Literal["auto"] = "auto"
 

@@ -84,8 +84,7 @@ class VirtualClock:
 
     def run(self, take: Callable[[Event], None], until_s: float | None = None) -> None:
         """Call `take` with each event in turn, until the event `last` was handled or `stop` was
-        called. Events later than `until_s` seconds stay in the clock; None: there is no such
-        limit."""
+        called. Events later than `until_s` seconds stay in the clock; None: there is no limit."""
         # One call per event and one heap entry per engine: benchmarks/sim_speed.py.
         heap, at_once = self._heap, self._at_once
         while not self._stopped:

@@ -15,8 +15,7 @@ MAX_GPUS = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """The GPUs of a scenario (`cluster.*`), which generation and training share in turn or
-    divide."""
+    """The GPUs of a scenario (`cluster.*`), which generation and training share or divide."""
 
     gpu: str | GpuSpec
     """Name of a GPU preset, or the numbers of a GPU's datasheet."""

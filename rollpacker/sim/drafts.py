@@ -39,7 +39,7 @@ class Drafts:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
 
     def tokens_per_step(self, num_running: int) -> float:
-        """Mean tokens of a sequence in a decode step of `num_running` ones: 1, and right
+        """Mean tokens of a sequence in a decode step of `num_running` ones: 1, and more by
         guesses."""
         depth = min(self.max_depth, self.max_positions // num_running)
         tokens = chance = 1.0

@@ -24,8 +24,7 @@ FITTED_NUM_GPUS = (16, 128)
 FITTED_CAPS = (8 * 1024, 32 * 1024)
 OUR_PRESET = "rollpacker"
 OUTSIDE_STEPS = 20
-"""A plan's best setting is simulated for this number of steps, to name what the run did not
-measure."""
+"""Steps for which a plan's best setting is simulated, to name what the run did not measure."""
 LEAST = 0.005
 """A simulation with more tokens in a step than any measured step has is said to be outside of the
 measured range if training on the surplus takes at least this share of a step's time."""
@@ -184,8 +183,7 @@ def _beyond_the_run(model: RunModel, config: RunConfig, predicted: SystemResult)
 
 
 def _launched(config: RunConfig) -> tuple[int, int]:
-    """Number of prompts that a round of generation launches, and number of samples of each
-    prompt."""
+    """Number of prompts that a round of generation launches, and of samples of each prompt."""
     prompts, samples = config.rollout.prompts_per_step, config.rollout.samples_per_prompt
     factors = config.tail_batching.factors
     if not config.tail_batching.enabled:

@@ -37,9 +37,8 @@ class GivenConstants:
         return [] if self.model is None else [f"{key}=null" for key in self.values]
 
     def describe(self) -> str:
-        """Returns a sentence, for below a table, on whether the file's constants are used for the
-        other model or GPU. Empty: model and GPU are the file's own, or the file gives no
-        constants."""
+        """Returns a sentence, for below a table, on whether the file's constants are used for
+        another model or GPU. Empty: these are the file's own, or the file gives no constants."""
         if not self.values:
             return ""
         named = " and ".join(f"{key}={value:g}" for key, value in self.values.items())

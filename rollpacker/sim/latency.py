@@ -46,8 +46,7 @@ class StepCost:
             raise ValueError("a decode step must take time: launch_s, bytes_s or per_sequence_s")
 
     def step_s(self, num_running: int, cached_tokens: int) -> float:
-        """Seconds of a decode step of `num_running` sequences, with these tokens in the KV
-        cache."""
+        """Seconds of a decode step of `num_running` sequences, with so many tokens in the cache."""
         read_s = self.reading_step_s(num_running, cached_tokens)
         return max(self.empty_step_s(num_running), read_s) / self.speedup(num_running)
 
@@ -105,8 +104,7 @@ class LatencyModel(Protocol):
         """Seconds that one engine takes to prefill the prompts of `num_samples` samples."""
 
     def recompute_token_s(self, tensor_parallel: int) -> float:
-        """Seconds of prefill per token of a sequence that was preempted, or that another engine
-        began."""
+        """Prefill seconds per token of a preempted sequence, or one that another engine began."""
 
     def train_s(self, tokens: float, gpus: int) -> float:
         """Seconds that training on `tokens` tokens adds to a training step on `gpus` GPUs."""
@@ -126,8 +124,7 @@ class Calibration:
     with its unit and source."""
 
     launch_layer_s: float = _fitted(0.273e-3, "s per layer", _STEPS)
-    """Host seconds to launch one layer's kernels, which are the least that the layer takes in a
-    step."""
+    """Host seconds to launch one layer's kernels, the least that the layer takes in a step."""
     per_sequence_s: float = _fitted(0.214e-3, "s per sequence", _STEPS)
     """Seconds of sampling and bookkeeping per running sequence of a decode step."""
     bandwidth_share: float = _fitted(0.8, "share of the datasheet's", "assumed, not fitted")
@@ -193,8 +190,7 @@ TRAIN_FLOPS_PER_PARAM = 10.0
 """Training FLOP per token and parameter: 6 for forward and backward, 2 each for the log-probs of
 the policy and of the reference model."""
 SHARED_PREFILL_SHARE = 0.6
-"""Share of prompt tokens that need no prefill, since another sample of the prompt had them
-computed."""
+"""Share of prompt tokens without prefill, as another sample of the prompt had them computed."""
 KV_MEMORY_SHARE = 0.9
 """Share of a GPU's memory that weights and KV cache may fill together; 0.9 is vLLM's default."""
 

@@ -51,8 +51,7 @@ class Lengths(Protocol):
     def beyond(self, rank: int, u: float, tokens: int) -> tuple[float, Callable[[float], int]]:
         """Returns the chance that a response to a prompt is longer than `tokens`, and a function
         from a uniform number in [0, 1) to its length then. `rank` is the prompt's number in its
-        stage, `u` its normal number. Hard prompts, whose responses often run to the cap, are left
-        out."""
+        stage, `u` its normal number. Hard prompts (responses often run to the cap) are left out."""
 
     def law(self) -> tuple[IntArray, FloatArray]:
         """All possible lengths in tokens, and their probabilities, without hard prompts, whose

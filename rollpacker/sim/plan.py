@@ -79,13 +79,11 @@ class Budget:
     """Whether the search tries more values of the factors of tail batching (how many more prompts
     and samples a round launches than it needs)."""
     screen_steps: int
-    """Number of steps of each simulation in which an idea, or factors of tail batching, are first
-    tried."""
+    """Number of steps of each simulation that first tries an idea, or factors of tail batching."""
     kept: int
     """Most candidates (settings to compare) that pass one stage of the search."""
     second_steps: int
-    """Number of steps of each simulation of the better candidates, and of settings close to
-    them."""
+    """Number of steps of each simulation of the better candidates, and of others close to them."""
     finalists: int
     seeds: int
     """Number of seeds with which each finalist (one of the best settings found) is simulated."""
@@ -260,9 +258,8 @@ class _Search:
         self, tried: list[Candidate], steps: int, stage: str, slack: float
     ) -> list[Candidate]:
         """Returns the fastest of the candidates `tried` (at most `Budget.kept`), fastest first,
-        whose trained lengths differ from the policy's by at most the bound plus `slack`. A
-        candidate's time is raised by the share `MIN_GAIN` for each of its ideas, which must gain
-        that much."""
+        whose trained lengths differ from the policy's by at most the bound plus `slack`. To drop
+        ideas that gain little, each idea of a candidate adds the share `MIN_GAIN` to its time."""
         # Of several candidates with the same changes, the one with the fewest ideas is kept.
         by_ideas = sorted(tried, key=lambda candidate: -candidate.num_switches)
         distinct = {candidate.key: candidate for candidate in by_ideas}.values()
@@ -309,8 +306,7 @@ class _Search:
         return all(bound.keeps(end.shift, end.shift_error) for end in at_ends)
 
     def _reasons(self, best: Finding, seeds: Sequence[int]) -> tuple[Reason, ...]:
-        """What each idea of the best settings saves: the seconds lost if this idea alone is left
-        out."""
+        """What each idea of the best settings saves: the seconds lost without this idea alone."""
         ideas = best.candidate.ideas
         tried = [best.candidate, *(best.candidate.without(idea) for idea in ideas)]
         found = self._simulations.compare(tried, seeds, self._budget.steps, "reasons")[1:]
@@ -431,8 +427,8 @@ class _Simulations:
 
 def _together(alone: Sequence[tuple[Idea, float]], base: Base) -> Candidate:
     """A candidate of all ideas that may help, but only the best of each slot (group of ideas that
-    exclude one another). `alone` has each idea with the share of a step's time that it saves alone,
-    best first."""
+    exclude one another). `alone`: each idea and the share of a step's time that it saves, best
+    first."""
     best: dict[str, Idea] = {}
     for idea, saved in alone:
         if saved > -MAX_LOSS:

@@ -14,8 +14,7 @@ from rollpacker.sim.result import SystemResult
 from rollpacker.sim.whatif import RunModel, asked_steps
 
 MAX_FINAL_STEPS = 250
-"""Most steps of a final simulation, which uses only every second, third, ... row of a longer
-run."""
+"""Most steps of a final simulation. Of a longer run only every second, third, ... row is used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,8 +66,7 @@ class SystemResult:
     """Mean tokens of a response by the scenario's length law, as if no response was left out."""
     policy_length_p95: float
     tail_trained_share: float
-    """Share of trained responses that are longer than `policy_length_p95`; 0.05 if no response is
-    left out."""
+    """Share of trained responses longer than `policy_length_p95`; 0.05 if none is left out."""
     bubble: Mapping[str, float]
     """Mapping from the cause of idle devices to device-seconds. The causes of `BUBBLE_CAUSES` are
     always there, `PIPELINE` and `OTHER_POOL` only where they apply."""

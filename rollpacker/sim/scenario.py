@@ -40,8 +40,7 @@ from rollpacker.sim.workload_spec import LengthLaw, RewardStage
 SHARE_TOLERANCE = 0.01
 """Amount by which the sum of shares may differ from 1, so that three times 0.333 is accepted."""
 MAX_SAMPLES = 10_000_000
-"""Most samples of one step, or of the steps that an oracle sorts together; more do not fit into
-memory."""
+"""Most samples of a step, or of steps that an oracle sorts together; memory holds no more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,8 +147,7 @@ class CarrySpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OracleSpec:
-    """Advantages of a system that knows all response lengths beforehand, as only a simulator can
-    (`oracle.*`)."""
+    """Advantages of a system that knows all lengths, as only a simulator can (`oracle.*`)."""
 
     reorder_window: int = 0
     """Number of steps whose prompts are sorted together by longest response; 0: no sorting."""

@@ -14,8 +14,7 @@ class TrainSpec:
 
     tensor_parallel: int = 1
     """Number of GPUs that share each layer; it does not change a step's time. Times
-    `pipeline_parallel` and `context_parallel` it gives the GPUs of a replica, which are released
-    together."""
+    `pipeline_parallel` and `context_parallel` it gives the GPUs of a replica, released together."""
     pipeline_parallel: int = 1
     """Number of pipeline stages that divide the layers. It is used only to count a replica's GPUs,
     and has no effect on a step's time; see `pipeline`."""

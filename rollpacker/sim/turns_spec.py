@@ -15,8 +15,7 @@ from rollpacker.sim.scenario_checks import MAX_SECONDS, at_least_one, check_quan
 class TurnsSpec:
     """How samples take turns with environments (`turns.*`): a sample is then a trajectory of the
     model's messages and the environment's answers, and the scenario's lengths are those of
-    messages. Between quantiles the logarithm of a value is linear; beyond the ends it is
-    constant."""
+    messages. Between quantiles the logarithm of a value is linear, beyond them it is constant."""
 
     messages_quantiles: Mapping[float, int]
     """Mapping from quantile to the number of messages of a trajectory that no limit cuts short."""

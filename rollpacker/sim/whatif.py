@@ -61,8 +61,7 @@ class WhatIf:
     measured: SystemResult
     """Measured result of the recorded run itself."""
     predicted_same: SystemResult
-    """Result of a simulation at the run's own settings, which shows how close the fit is to
-    `measured`."""
+    """Result of simulating the run's own settings, to see how close the fit is to `measured`."""
     predicted: SystemResult
     """Result of a simulation of the run with the overrides."""
     fit_text: str
@@ -207,8 +206,7 @@ class RunModel:
 
     @cached_property
     def capped_share(self) -> float:
-        """Share of recorded responses that ran to the cap of tokens, among those that were not
-        aborted."""
+        """Share of recorded responses that ran to the cap of tokens, aborted ones not counted."""
         pools = self.fitted.workload.pools.values()
         lengths = [tokens for pool in pools for tokens in pool]
         cap = self.config.rollout.max_response_tokens

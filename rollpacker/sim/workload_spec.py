@@ -1,5 +1,4 @@
-"""The part of a scenario that describes prompts: lengths of their responses, and how these are
-checked."""
+"""The part of a scenario that describes prompts: their responses' lengths, and their checks."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ for laws that are given by `quantiles` or `trace`. Presets have their own."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthLaw:
-    """Law of response lengths (`lengths.*`, `rewards.N.lengths.*`): one of `preset`, `quantiles`
-    and `trace`."""
+    """Law of response lengths (`lengths.*`, `rewards.N.lengths.*`), given in one of three ways."""
 
     preset: str | None = None
     """Name of a length law that comes with the package. None: `quantiles` or `trace` is set."""

@@ -47,8 +47,7 @@ row's step, and 0 for an evaluation or 1 for the step itself."""
 
 
 class TrackerProblem(Exception):
-    """A tracker cannot be used. The message, shown after the tracker's name, says why and what to
-    do."""
+    """A tracker cannot be used. The message, shown after its name, says why and what to do."""
 
 
 def check_connection(url: str, cure: str) -> None:
@@ -85,8 +84,7 @@ class Opening(NamedTuple):
 
 class Tracker(Callback):
     """The base of all trackers. A subclass for a tracking library overrides methods from `check` to
-    `finish`. These are called in the tracker's thread only, one at a time, and may raise
-    anything."""
+    `finish`. They are called in the tracker's thread only, one at a time, and may raise."""
 
     name: ClassVar[str]
     shows_texts: ClassVar[bool] = True
@@ -123,8 +121,7 @@ class Tracker(Callback):
         raise NotImplementedError
 
     def send(self, step: int, row: Mapping[str, Any]) -> None:
-        """Show a row of `metrics.jsonl` in the library. Values are finite numbers, and texts if
-        `shows_texts`."""
+        """Show a row of `metrics.jsonl`, with finite numbers, and texts if `shows_texts`."""
         self.shown.log(row, step=step)
 
     def send_samples(self, step: int, table: SamplesTable) -> None:

@@ -40,8 +40,7 @@ class Environments:
     ) -> None:
         """`concluded` is a function that is called whenever a trajectory is over."""
         self.hangs: Callable[[SampleId, int], bool] = lambda sample, turn: False
-        """Function that returns whether an environment never answers this turn (from 1) of a
-        sample."""
+        """Function that returns whether the environment never answers this turn (from 1)."""
         self._clock = clock
         self._responses = responses
         self._trajectories = trajectories

@@ -114,8 +114,7 @@ class _Batches:
         self._free = [0.0] * calls.num_workers
         """Heap of the seconds of the clock at which each worker of the reward becomes free."""
         self._running: list[tuple[float, int, Sequence[SampleScored]]] = []
-        """Heap of running calls: (seconds at which the call ends, number of the call, its
-        verdicts)."""
+        """Heap of running calls: (seconds at which the call ends, its number, its verdicts)."""
         self._done: deque[SampleScored] = deque()
         self._begins = math.inf
         """Time in seconds at which the checks in `_asked` begin as one call; inf: not known yet."""

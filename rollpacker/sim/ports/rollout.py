@@ -98,8 +98,7 @@ class Rollout:
         self._empty_from_s = 0.0
         """Time in seconds at which the last response of the round had finished or was aborted."""
         self._released: tuple[float, list[Lane]] | None = None
-        """Time in seconds when engines were released to the trainer, and these engines; else
-        None."""
+        """Time in seconds when engines were released to the trainer, and these; else None."""
 
     def routes(self) -> Routes:
         return {
@@ -159,8 +158,7 @@ class Rollout:
         self._give(keys, command.engines or (0,) * len(keys), now)
 
     def _give(self, keys: Sequence[int], engines: Sequence[int], now: float) -> None:
-        """Submit the sample of each key to the engine whose number has the same place in
-        `engines`."""
+        """Submit the sample of each key to the engine whose number stands beside it."""
         by_engine = defaultdict[int, list[int]](list)
         for key, number in zip(keys, engines, strict=True):
             by_engine[number].append(key)
@@ -174,8 +172,7 @@ class Rollout:
         self, lane: Lane, keys: Sequence[int], carried: int, now: float, *, is_new: bool = True
     ) -> None:
         """Submit samples to this engine, which first prefills their prompts and `carried` further
-        tokens (the sum over the samples). `is_new` False: their prompts are in its cache
-        already."""
+        tokens (summed over the samples). `is_new` False: it has the prompts in its cache."""
         assert self._launch is not None
         lengths, done = self._responses.lengths, self._responses.done
         latency, degree = self._machine.latency, self._launch.tensor_parallel

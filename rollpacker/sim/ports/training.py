@@ -112,8 +112,7 @@ class Training:
 
     def _swept_s(self, pipeline: Pipeline, lengths: list[int]) -> float:
         """Seconds that responses of these lengths (tokens) take to pass the trainer's pipeline
-        stages. Counts the stages' idle time, as if gradients begun during generation caused
-        none."""
+        stages. Counts the stages' idle time, as if gradients begun during generation had none."""
         if not lengths:
             return 0.0
         prompt_tokens = self._machine.prompt_tokens

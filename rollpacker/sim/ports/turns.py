@@ -30,8 +30,7 @@ class Turns:
         carried: CarriedTurns | None = None,
     ) -> None:
         """`keep_rows`: whether an engine keeps a sample's cache while the environment answers, to
-        go on with. `carried`: tokens of trajectories put off to a later round; None: they begin
-        anew."""
+        go on with. `carried`: tokens of trajectories put off to a later round; None: not kept."""
         self._trajectories = trajectories
         self._responses = responses
         self._keep_rows = keep_rows
