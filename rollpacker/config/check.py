@@ -250,8 +250,8 @@ def allowed_value(kind: Any) -> str:
 
 
 def _prepared(kind: Any, value: Any) -> Any:
-    """The value with lists made tuples, and a text such as "1e-6" made a number, where the type
-    `kind` wants these."""
+    """The value with lists made tuples, and a text such as "1e-6" made a number, if `kind` wants
+    these."""
     parts = members(kind)
     for part in parts:
         if get_origin(part) is Mapping and isinstance(value, Mapping):

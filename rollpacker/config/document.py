@@ -68,8 +68,8 @@ class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
         return True
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
-        """Returns the YAML node of a text. Next line (U+0085) is escaped, since the loader would
-        make a space of it."""
+        """Returns a text's YAML node. Next line (U+0085) is escaped: the loader would make it a
+        space."""
         return self.represent_scalar(_TEXT_TAG, data, style='"' if "\x85" in data else None)
 
 

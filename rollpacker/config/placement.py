@@ -53,8 +53,7 @@ class TrainPlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgePlacement:
-    """Devices left free for the server of a judge model, which the run calls and does not start
-    (`placement.judge.*`)."""
+    """Devices left free for a judge model's server, which no run starts (`placement.judge.*`)."""
 
     devices: int | str = 1
     """Devices of the judge, written as those of the engines (`placement.rollout.devices`)."""

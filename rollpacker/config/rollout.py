@@ -35,8 +35,8 @@ class RolloutConfig:
     engines: int = 1
     """Number of engines. 1: the engine is in the run's own process. More: each engine has a process
     of its own, on a device of its own or, on a CPU, with its share of `train.threads`; a lost one
-    is replaced while the others go on. With `parallelism_planner`, this is the number at its
-    `initial` degree."""
+    is replaced while others go on. With `parallelism_planner`, the number at its `initial`
+    degree."""
     routing: Routing = "spread"
     """How several engines share samples. spread: each sample goes to the engine with the least
     work. group: the samples of a prompt go to one engine, so that its prefill is made once, unless

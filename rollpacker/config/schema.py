@@ -1,5 +1,5 @@
 """The whole configuration of a run: `RunConfig`. The class of each section stands beside the code
-that uses it. Every default is on its field and nowhere else, units are in the names, and a loaded
+that uses it. Every default is on its field and nowhere else, units are in names, and a loaded
 config is frozen."""
 
 from __future__ import annotations
@@ -362,8 +362,7 @@ class RunConfig:
 
     @property
     def routed(self) -> bool:
-        """Whether some reward is only for rows of certain tasks, which are then prompts'
-        sources."""
+        """Whether some reward is for certain tasks only, so that prompts have tasks as sources."""
         return any(reward.tasks is not None for reward in self.rewards)
 
     def num_steps(self, num_prompts: int) -> int:

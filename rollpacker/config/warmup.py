@@ -24,8 +24,7 @@ class WarmupConfig:
     alphabet: str | None = None
     """Characters that are the tokens of a tokenizer to build. None: `model` has a tokenizer."""
     markers: tuple[str, ...] = ()
-    """Longer texts that are also single tokens of the built tokenizer, such as the marks of
-    `chat_template`."""
+    """Longer texts that are single tokens of the built tokenizer, such as marks in a template."""
     chat_template: str | None = None
     """Chat template of the built tokenizer, in Jinja; its end token is `<eos>`. None: none."""
     seed: int = 0

@@ -276,8 +276,8 @@ class _Search:
     ) -> tuple[Finding, Finding, list[Finding]]:
         """Returns findings (results of settings) on seeds that the search has not used: of the
         current settings, of the first finalist without tail batching, and of the finalists, fastest
-        first. Finalists are simulated in groups of `Budget.finalists` until one keeps the bound on
-        the length shift."""
+        first. Finalists come in groups of `Budget.finalists` until one keeps the bound on
+        lengths."""
         num, steps = self._budget.finalists, self._budget.steps
         first = finalists[0] if finalists else Candidate()
         found = list[Finding]()
@@ -426,9 +426,8 @@ class _Simulations:
 
 
 def _together(alone: Sequence[tuple[Idea, float]], base: Base) -> Candidate:
-    """A candidate of all ideas that may help, but only the best of each slot (group of ideas that
-    exclude one another). `alone`: each idea and the share of a step's time that it saves, best
-    first."""
+    """A candidate of all ideas that may help, but only the best of each slot (ideas that exclude
+    one another). `alone`: each idea and the share of a step's time that it saves, best first."""
     best: dict[str, Idea] = {}
     for idea, saved in alone:
         if saved > -MAX_LOSS:

@@ -229,8 +229,7 @@ class Plan:
     best: Finding
     """The setting to use: `current` unless another one with allowed lengths is clearly faster."""
     ranked: tuple[Finding, ...]
-    """The finalists that keep the bound on the length shift (trained lengths against the policy's
-    own), fastest first."""
+    """The finalists whose trained lengths are near enough to the policy's own, fastest first."""
     too_short: tuple[Finding, ...]
     """The finalists whose trained lengths are farther from the policy's own than is allowed."""
     reasons: tuple[Reason, ...]

@@ -32,8 +32,8 @@ class Tally:
     call its methods as things happen, in order of time."""
 
     def __init__(self, gpus: int, workload: Workload, train_gpus: int = 0) -> None:
-        """`train_gpus`: number of devices that only train, while the `gpus` only generate. 0: the
-        `gpus` devices do both."""
+        """`train_gpus`: devices that only train, while the `gpus` ones only generate. 0: these do
+        both."""
         self.steps: list[StepResult] = []
         self.bubble = dict.fromkeys(BUBBLE_CAUSES, 0.0)
         """Mapping from cause to idle device-seconds so far."""

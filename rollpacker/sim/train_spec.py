@@ -21,8 +21,7 @@ class TrainSpec:
     context_parallel: int = 1
     """Number of GPUs that share each sequence. It is used only to count a replica's GPUs."""
     fixed_s: float | None = None
-    """Seconds of an optimizer step that do not depend on its tokens. None: estimated from the
-    number of parameters."""
+    """Seconds of a step that do not depend on its tokens. None: estimated from the model's size."""
     pipeline: PipelineSpec | None = None
     """Pipeline stages to simulate one by one. None: the work of a step is shared out evenly over
     the GPUs, and no stage waits."""

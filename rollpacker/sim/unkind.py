@@ -78,8 +78,7 @@ class Unkind:
         self._retries: dict[SampleId, int] = {}
         """How often the check of each sample was tried again, while its verdict is awaited."""
         self._replays: dict[SampleId, int] = {}
-        """How often the environment of each sample was tried again in the current turn, as long as
-        its answer is awaited."""
+        """How often each sample's environment was tried again in a turn whose answer is awaited."""
 
     def routes(self) -> Routes:
         """Returns the function that obeys each command to the simulated engines, rewards and

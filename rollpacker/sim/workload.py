@@ -159,8 +159,8 @@ class Workload:
 
     def take(self, count: int) -> tuple[tuple[PromptId, ...], bool, bool]:
         """Returns the next `count` prompts and two flags, whether the epoch and whether the data
-        ended with them. Both are always False, since this data is endless. Raises `ValueError` for
-        a `count` below 1."""
+        ended with them: always False, since this data is endless. Raises `ValueError` if `count` is
+        below 1."""
         if count < 1:
             raise ValueError(f"count must be at least 1, not {count}")
         if not self._window:

@@ -11,8 +11,7 @@ TrackerName = Literal["wandb", "mlflow", "trackio", "swanlab"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackerConfig:
-    """Settings of one tracker (`trackers[]`). A name alone, as in `trackers: [wandb]`, means
-    default settings."""
+    """Settings of one tracker (`trackers[]`); a name alone, as in `[wandb]`, means the defaults."""
 
     name: TrackerName
     project: str | None = None
