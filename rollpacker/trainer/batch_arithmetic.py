@@ -37,8 +37,8 @@ class BatchArithmetic:
     steps: int | None
     """Number of steps of the run. None: until the data's epochs are done."""
     most_carried: int
-    """The most prompts that can be put off to a later round at one time with the tokens generated
-    for them so far kept. 0: such tokens are not kept."""
+    """The most prompts that can wait for a later round (one batch of generation) at one time, with
+    tokens of unfinished responses kept for them. 0: such tokens are not kept."""
 
     @property
     def most_samples(self) -> int:
@@ -48,7 +48,8 @@ class BatchArithmetic:
 
 
 def batch_arithmetic(config: RunConfig) -> BatchArithmetic:
-    """Compute the numbers of prompts, samples and tokens of a step of this run."""
+    """Compute from a run's config how many prompts and samples each kind of round submits to
+    engines, and how many tokens a step trains on."""
     prompts, samples = config.rollout.prompts_per_step, config.rollout.samples_per_prompt
     tail = config.tail_batching
     short_prompts = tail.factors.num_prompts(prompts)
@@ -96,8 +97,9 @@ def _most_carried(config: RunConfig) -> int:
 
 
 def tail_notes(config: RunConfig) -> list[str]:
-    """Return sentences about the settings of short and long rounds, and of training that begins
-    before all rewards are there, for `--dry-run` to print. Empty if they need no remark."""
+    """Return sentences about the settings of short and long rounds, and of training that
+    begins before all rewards are there, for `--dry-run` to print. An empty list means that
+    there is nothing to remark."""
     tail, stream = config.tail_batching, config.stream_trainer
     notes = []
     if tail.chooses:

@@ -42,8 +42,8 @@ Packs = Callable[[Sequence[int], int], list[list[int]]]
 """Function that groups rows (token sequences) into micro-batches: given the rows' lengths and the
 most tokens of a micro-batch, it returns the row indices of each micro-batch."""
 Budget = Callable[[Sequence[int], Packs], int]
-"""Function that returns the most tokens of a micro-batch, given the lengths of a call's rows and
-the `Packs` function that will group them."""
+"""Function that returns the most tokens of a micro-batch, given the lengths of the rows that go
+through the model in one trainer call, and the `Packs` function that will group them."""
 
 
 class Batcher:
@@ -110,8 +110,9 @@ class Batcher:
 
 
 def budget_of(config: TrainConfig, of_stages: Callable[..., int] | None) -> int | Budget:
-    """Return a `Batcher`'s `max_tokens` (most tokens of a micro-batch) for this config. `of_stages`
-    is the method `Stage.budget`, which chooses it with pipeline stages; None: there are none."""
+    """Return a `Batcher`'s `max_tokens` (most tokens of a micro-batch) for this config.
+    With pipeline stages, `of_stages` is the method `Stage.budget`, which chooses that
+    number; None: no stages."""
     if config.micro_batch_tokens != "auto":
         return config.micro_batch_tokens
 

@@ -70,7 +70,7 @@ class FlopModel:
     output: float
     """FLOPs per predicted token in the output layer."""
     attention: float
-    """FLOPs of attention per token, per token that it attends to, and per layer."""
+    """FLOPs of attention for each pair of a token and a token that it attends to, in one layer."""
     windows: tuple[int | None, ...]
     """For each layer with attention, how many tokens back it looks. None: to the beginning."""
 

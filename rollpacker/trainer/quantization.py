@@ -77,7 +77,8 @@ def moments_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
 def restore_moments(
     optimizer: torch.optim.Optimizer, saved: Mapping[nn.Parameter | Tensor, Mapping[str, Tensor]]
 ) -> None:
-    """Load moments that `moments_of` returned, exactly. Parameters not in `saved` get none."""
+    """Load moments that `moments_of` returned, exactly. A parameter that is not in `saved` is left
+    without moments, as before its first update."""
     known: Any = optimizer
     known.state.clear()
     for group_index, group in enumerate(optimizer.param_groups):

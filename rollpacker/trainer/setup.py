@@ -35,7 +35,7 @@ class LearnerSetup:
     """Contents of the CSV file that `train.pipeline.order` names. None: it names no file."""
 
     def device(self) -> torch.device:
-        """The device on which this process computes."""
+        """The torch device on which a learner built in this process computes."""
         from rollpacker.trainer.model import model_device
 
         return model_device(self.model.device)

@@ -69,7 +69,7 @@ class TorchTrainer:
         await self._in_thread(lambda: self.learner.rescale(factor))
 
     async def update(self) -> Mapping[str, float]:
-        """Make an update that is not the step's last, and return its metrics."""
+        """Make one of the step's updates that is not the last, and return the update's metrics."""
 
         def update() -> Mapping[str, float]:
             return step_metrics([self.learner.update()], peak_flops(self.learner.device))
