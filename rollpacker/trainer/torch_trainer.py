@@ -86,8 +86,8 @@ class TorchTrainer:
         return await self._in_thread(apply)
 
     async def hand_over(self) -> HandOver:
-        """Return the weights for an engine with a copy, and their hash. Both are None if the engine
-        reads the learner's own tensors."""
+        """Return the weights for an engine that keeps its own copy, and a hash to check the copy
+        by. Both are None if the engine reads the learner's own tensors."""
 
         if self._in_place:
             return HandOver(weights=None, probe=None)
@@ -103,7 +103,8 @@ class TorchTrainer:
         return await self._in_thread(weights)
 
     async def offload(self) -> None:
-        """Move models and optimizer state to host memory until `reload`."""
+        """Move models, gradients and optimizer state to host memory. `reload` must be called before
+        the next call that computes."""
         await self._in_thread(self.learner.offload)
 
     async def reload(self, replicas: Sequence[int] | None = None) -> None:

@@ -27,8 +27,8 @@ ROWS_KEYWORD = "packed_rows"
 BLOCK_SIZE = 128
 """Tokens per side of a FlexAttention block."""
 GROUP_OVERHEAD_TOKENS = 80
-"""Cost of one more group of rows in `grouped` attention, in padded tokens. Up to this much more
-padding is accepted to have one group fewer."""
+"""Cost of one more group of rows in `grouped` attention, as a number of padded tokens. Rows are put
+into one group fewer if that adds fewer tokens of padding than this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +38,8 @@ class RowGroup:
     num_rows: int
     width: int
     from_pack: Tensor
-    """For each token of the group, its index in the packed rows, [rows * width]. Padding points at
-    index 0; its attention is not used."""
+    """Index in the packed rows of each token of the group, [rows * width]. For padding the index is
+    0, and the attention computed there is not used."""
 
 
 class PackedAttention(Protocol):
