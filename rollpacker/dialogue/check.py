@@ -37,7 +37,8 @@ def dialogue_lines(
 
 
 def remarks(template: DialogueTemplate, rewrites: Rewrites | None) -> list[str]:
-    """Return sentences about the chat template that a user should know; often none."""
+    """Return sentences about the chat template that a user should know: it rewrites messages, ends
+    turns at a token where sampling does not stop, or writes the date. Often empty."""
     told = []
     if rewrites is not None:
         told.append(

@@ -58,7 +58,9 @@ class TemplateDialogue:
     def appended(
         self, messages: Sequence[Message], sampled: Sequence[int], *, most: int | None = None
     ) -> tuple[int, ...]:
-        """Return the tokens to give the model after a turn whose tokens are `sampled`."""
+        """Return the tokens to give the model after a turn whose tokens are `sampled`: the rest of
+        the turn's ending, the new messages and the generation prompt; see
+        `DialogueTemplate.appended`."""
         return self.template.appended(messages, sampled, most=most)
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> TemplateDialogue:
@@ -136,7 +138,8 @@ class TemplateDialogue:
 
     def _by_schema(self, text: str, sampled: Sequence[int], turn: int) -> dict[str, Any]:
         """Return the message as transformers' parser reads it, for tokenizers with a response
-        schema. It completes what is cut off, so calls in an unfinished turn count as malformed."""
+        schema. That parser completes what is cut off, so calls in an unfinished turn count as
+        malformed. `turn` is part of made-up ids."""
         tokenizer = self.template.tokenizer
         is_over = bool(sampled) and sampled[-1] in self.template.end_tokens
         try:
