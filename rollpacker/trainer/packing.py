@@ -56,7 +56,7 @@ def best_kind(
     model: nn.Module, device: torch.device, dtype: torch.dtype | None = None
 ) -> PackedKind | None:
     """Return the fastest kind of packed attention that this model can use on this device in `dtype`
-    (None: the dtype of the weights). None: it can use no kind."""
+    (None: the dtype of the weights). Returns None if the model can use no kind."""
     return next((kind for kind in KINDS if why_not(model, kind, device, dtype) is None), None)
 
 
