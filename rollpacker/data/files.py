@@ -15,8 +15,8 @@ from rollpacker.data.dataset import DataError, DatasetConfig
 from rollpacker.imports import GIVEN, ImportSpecError, given, require
 
 MAX_TOLD = 200
-"""A row whose prompt an environment gives later is named by its number and its columns as JSON.
-Columns of more characters than this are left out of the name."""
+"""Largest number of characters of a row's columns, as JSON, in the name of a row whose prompt an
+environment gives later. Longer columns are left out, and the name is the row's number alone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,8 +145,8 @@ def _with_arguments(name: str, inside: str, pattern: str, tools: Tools) -> Call 
 
 
 def _typed(text: str, name: str, schema: Mapping[str, Any]) -> Any:
-    """Return the value of an argument that is written as text: the text itself if the schema asks
-    for a string or the text is no JSON, else its JSON value."""
+    """Return the value of the argument `name`, which the model wrote as `text`: the text itself if
+    the tool's `schema` asks for a string or the text is no JSON, else its JSON value."""
     properties = schema.get("properties")
     one = properties.get(name) if isinstance(properties, Mapping) else None
     kind = one.get("type") if isinstance(one, Mapping) else None

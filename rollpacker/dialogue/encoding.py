@@ -30,12 +30,14 @@ class Encoder:
     """Encodes rendered text to tokens, and decodes tokens to text."""
 
     def __init__(self, tokenizer: Any, template_texts: Iterable[str]) -> None:
-        """`template_texts` are texts that the chat template writes. Markers are the special tokens,
-        and those tokens of the added vocabulary that occur in these texts."""
+        """Find the markers: the texts of special tokens, and those of added tokens that occur
+        in `template_texts` (what the chat template writes). Texts from tools and users never
+        become tokens of markers."""
         self._tokenizer = tokenizer
         self._text = Detokenizer(tokenizer, is_raw=True)
         self._texts: dict[int, str] = {}
-        """Cache of the texts of single tokens. There are few: the tokens that end turns."""
+        """Cache of the text of each token id that was asked for. There are few:
+        the tokens that end turns."""
         written = "\n".join(template_texts)
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self._ids = {

@@ -26,11 +26,10 @@ class Change:
     which text is only ever added at the end."""
 
     what: str
-    """The part in which the place is: "prompt", "turn" (a message of the model) or "answer" (what
-    was given after a turn)."""
-    index: int
     """Part of the dialogue in which the texts first differ: "prompt", "turn" (a message of the
     model) or "answer" (what was given after a turn)."""
+    index: int
+    """Number of the turn or answer among those of the dialogue, from 1."""
     num_turns: int
     """Number of the model's turns before the message that caused the change."""
     follows: str

@@ -36,9 +36,10 @@ class DialogueTemplate:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         end_tokens: Collection[int] = (),
     ) -> None:
-        """`tools` are the schemas to show to the model. `end_tokens` are tokens at which sampling
-        stops, besides the tokenizer's own end token. Raises `TemplateError` if there is no
-        template, or if it refuses a plain dialogue or does not show tools."""
+        """Try out the tokenizer's chat template. `tools` are JSON schemas of the tools to show to
+        the model. `end_tokens` are tokens at which sampling stops, besides the tokenizer's own
+        end token. Raises `TemplateError` if there is no template, or if it refuses a plain
+        dialogue or does not show tools."""
         if not getattr(tokenizer, "chat_template", None):
             raise TemplateError(
                 "a dialogue needs a chat template, and the tokenizer has none. Use an instruct"
@@ -111,8 +112,9 @@ class DialogueTemplate:
     def render(
         self, messages: Sequence[Message], *, to_go_on: bool = False, with_tools: bool = True
     ) -> str:
-        """Return the template's text for these messages, with the generation prompt if `to_go_on`.
-        Raises `TemplateError` if the template refuses the messages."""
+        """Return the template's text for these messages, with the generation prompt if `to_go_on`,
+        and with the tools' schemas unless `with_tools` is False. Raises `TemplateError` if the
+        template refuses the messages."""
         tools: dict[str, Any] = {}
         if self.tools and with_tools:
             tools["tools"] = list(self.tools)

@@ -20,13 +20,15 @@ class BatchArithmetic:
     short_samples_per_prompt: int
     short_samples: int
     cascade_rounds: tuple[tuple[int, int], ...]
-    """Number of prompts, and of samples per prompt, of each further round for prompts put off by a
-    short round (one that ends without the longest responses). Empty: there are none."""
+    """For each kind of round between short and long ones, its number of prompts and of samples per
+    prompt. Such a round generates for prompts that a short round (one that ends without the longest
+    responses) put off. Empty: there are no such rounds."""
     long_samples: int
     """Number of samples that a long round (one that waits for all of them) submits to engines."""
     pooled: bool
-    """Whether prompts that a short round (one that ends without the longest responses) puts off are
-    generated for in the next short round. False: other rounds generate for them."""
+    """Whether the next short round goes on with the prompts that a short round (one
+    that ends without the longest responses) puts off. False: rounds of other kinds are
+    held for these prompts."""
     trained_prompts: int
     trained_samples: int
     max_trained_tokens: int

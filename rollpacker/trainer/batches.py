@@ -132,8 +132,9 @@ def _sorted_runs(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 def _packed_kinds(
     models: Sequence[nn.Module], layout: Layout, device: torch.device, dtype: torch.dtype | None
 ) -> list[tuple[nn.Module, PackedKind]]:
-    """Return the models, each with the kind of packed attention that it will use; empty for sorted
-    rows. Raises `ValueError` if `packed` is asked for and a model's attention does not allow it."""
+    """Return the models, each with the kind of packed attention that it will use. Empty if rows are
+    to be sorted and padded, as `layout` says or, with `auto`, a model's attention requires. Raises
+    `ValueError` if `packed` is asked for and a model's attention does not allow it."""
     if layout == "sorted":
         return []
     packed: list[tuple[nn.Module, PackedKind]] = []

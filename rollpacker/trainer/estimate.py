@@ -79,8 +79,8 @@ class Estimate:
         return self.memory.size_bytes + others
 
     def rank(self, number: int) -> Memory:
-        """Return the memory of the trainer's process of this number. It has no
-        parts if it is not known."""
+        """Return the memory of the trainer's process with this number. The record has no parts if
+        the memory is not known."""
         if not self.ranks:
             return Memory()
         return self.ranks[number * len(self.ranks) // self.processes]

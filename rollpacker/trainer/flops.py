@@ -56,7 +56,8 @@ PEAK_TFLOPS: dict[tuple[str, ...], float] = {
 From NVIDIA's datasheets (halved where one gives the sparse number); GeForce and RTX A6000 from the
 white papers of their architectures."""
 _OTHER_CHIPS = ("Laptop", "MIG", "D", "Ti")
-"""Words in the name of a device whose chip is not the one that `PEAK_TFLOPS` lists."""
+"""Words in a device's name which say that its chip is another than the one listed in `PEAK_TFLOPS`
+under the rest of the name."""
 _MEASURE_S = 0.05
 _MATMUL_SIZE = 512
 

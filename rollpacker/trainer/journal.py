@@ -61,8 +61,8 @@ class Journal:
         self._segments = [Segment(0, folder)]
 
     def add(self, method: str, calls: Sequence[bytes], numbers: Sequence[int]) -> None:
-        """Record a call that these ranks have all carried out. Raises `OSError` if writing
-        fails."""
+        """Record that the ranks with these `numbers` (empty: all) have carried out a call of
+        `method`; `calls` has each rank's encoded call. Raises `OSError` if writing fails."""
         file = self._segments[-1].file
         head = json.dumps([method, list(numbers), [len(call) for call in calls]])
         file.write(f"{head}\n".encode())

@@ -56,7 +56,8 @@ class Torchrun:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Torchrun | None:
-        """Read this process's place from torchrun's variables. None: torchrun did not start it."""
+        """Read the record from the environment variables that torchrun sets. None: torchrun did
+        not start this process."""
         names = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         if not all(name in environment for name in names) or LINE_FD in environment:
             return None

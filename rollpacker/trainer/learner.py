@@ -193,9 +193,9 @@ class Learner:
             self._compute_again("a loss or a log-prob")
 
     def rescale(self, factor: float) -> None:
-        """Multiply the gradient and sums accumulated so far by `factor`. A gradient that cannot be
-        multiplied yet is multiplied in `update`; until then new losses are divided by the factor to
-        make up for it."""
+        """Multiply the gradient and losses accumulated so far by `factor`, as the samples' weights
+        were provisional. A gradient that cannot be multiplied yet is multiplied in `update`; until
+        then new losses are divided by the factor to make up for it."""
         assert self._step.parts or self._replicas > 1, "nothing was accumulated"
         assert math.isfinite(factor) and factor > 0, factor
         at_rest = self._passes.rescale(factor)

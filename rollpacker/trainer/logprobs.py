@@ -177,12 +177,13 @@ class _RunningSoftmax:
         self._top = torch.full_like(targets, torch.finfo(dtype).min, dtype=dtype)
         self._sum = torch.zeros_like(self._top)
         self._weighted = torch.zeros_like(self._top)
-        """Sum of exp(logit - top) x (logit - top), by row."""
+        """For each row, the sum over the logits so far of exp(logit - top) x (logit - top), where
+        top is the row's largest logit so far."""
         self._chosen = torch.zeros_like(self._top)
 
     def add(self, logits: Tensor, first: int) -> None:
-        """Add a block of logits [rows, columns] from column `first` on; the block is
-        overwritten."""
+        """Add a block of logits [rows, columns] to the sums; `first` is the block's first column in
+        the vocabulary. The block is overwritten."""
         index = self._targets - first
         inside = (index >= 0) & (index < logits.shape[1])
         found = logits.gather(-1, index.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]

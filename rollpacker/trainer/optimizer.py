@@ -214,8 +214,9 @@ class MasterOptimizer:
             self.offloaded_state.reload()
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors that `offload` may move: weights, float32 master weights, gradients and
-        optimizer state. Gradients that are offloaded are left out."""
+        """Yield all tensors kept for training: the trained weights, float32 master
+        weights, gradients and optimizer state. Gradients that `offload` has moved to
+        host memory are left out."""
         for name, master in self._masters.items():
             yield from (self._weights[name], master)
             if master.grad is not None:

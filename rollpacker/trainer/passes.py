@@ -129,8 +129,8 @@ class LocalPasses:
         return finite
 
     def rescale(self, factor: float) -> bool:
-        """Return True, for no running pass: each call of `differentiate` waits for its passes, so
-        all losses are in its `sums` already."""
+        """Return True, since no pass is running: each call of `differentiate` waits for its passes,
+        so all losses are in its `sums` already."""
         return True
 
     def finish(self) -> bool:

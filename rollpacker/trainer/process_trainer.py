@@ -200,9 +200,10 @@ class ProcessTrainer:
         return self._ranks.how_lost()
 
     async def restore(self, checkpoint: Path | None, tell: Callable[[], None]) -> None:
-        """Start new ranks and bring them to the present `version`, from a checkpoint (None: from
-        the run's first model) and recorded calls. `tell` is called now and then as a sign of life.
-        Raises `TrainerProcessError` if too few calls are recorded for this checkpoint."""
+        """Start new ranks and bring them to the present `version`, from a checkpoint (None:
+        from the run's first model) and recorded calls. `tell` is called now and then to
+        show that the work goes on. Raises `TrainerProcessError` if too few calls are
+        recorded for this checkpoint."""
 
         def restore() -> None:
             self._ranks.start_anew()
@@ -223,12 +224,12 @@ class ProcessTrainer:
     async def relayout(
         self, pipeline: PipelineConfig, order: Sequence[int] | None = None
     ) -> float | None:
-        """Replace the ranks between two steps by new ones in another layout (split of the model
-        over ranks). The new ranks load the state that the old ones wrote. `order` gives the index
-        of each new rank's place; that of rank 0 cannot change. Returns the seconds that this took.
-        None: the new layout failed, and ranks in the old one are back. Raises `ValueError` under
-        torchrun, `TrainerError` or `OSError` if the state cannot be written, and `RanksLost` if
-        ranks were lost meanwhile, or if the old layout fails, too."""
+        """Replace the ranks between two steps by new ones in the layout (split of the model over
+        ranks) that `pipeline` sets. The new ranks load the state that the old ones wrote. `order`
+        gives the index of each new rank's place; that of rank 0 cannot change. Returns the seconds
+        that this took. None: the new layout failed, and ranks in the old one are back. Raises
+        `ValueError` under torchrun, `TrainerError` or `OSError` if the state cannot be written, and
+        `RanksLost` if ranks were lost meanwhile, or if the old layout fails, too."""
         return await self._in_thread(lambda: self._switch(pipeline, order))
 
     def _switch(self, pipeline: PipelineConfig, order: Sequence[int] | None) -> float | None:
@@ -306,7 +307,8 @@ class ProcessTrainer:
         return {f"{PREFIX}/relayout_s": seconds}
 
     def _load_anew(self, setup: LearnerSetup, order: Sequence[int] | None) -> None:
-        """Start new ranks, and have them load the state that the old ranks have written."""
+        """Start new ranks with the settings `setup`, at the places of `order` (None: where they
+        were), and have them load the state that the old ranks have written."""
         self._setup = setup
         self._ranks.start_anew(order)
         self._begin(lambda: None)
@@ -348,8 +350,9 @@ class ProcessTrainer:
         rows: Sequence[ScoreRequest] | Sequence[TrainSample],
         replicas: Sequence[int] | None,
     ) -> dict[int, list[int]]:
-        """Deal `rows` out to the ranks of these replicas (None: of all), and return the row indices
-        for each rank. Ranks that differ only in their pipeline stage get the same rows."""
+        """Deal `rows` out to the ranks of these replicas (None: of all) by their lengths,
+        and return the row indices for each rank. Ranks that differ only in their pipeline
+        stage get the same rows."""
         lengths = [length_of(row) for row in rows]
         ranks = self._ranks_of(replicas)
         shares = assign(lengths, len(ranks) // self._stages)

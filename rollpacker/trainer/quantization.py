@@ -138,7 +138,8 @@ def _quantized(package: Any, module: nn.Linear, device: torch.device, dtype: tor
 
 
 def num_elements(parameter: Tensor) -> int:
-    """Return the number of elements of a matrix, which may be held as 4-bit codes."""
+    """Return the number of elements of the matrix that a parameter stands for. A 4-bit parameter
+    has fewer elements of its own, since it holds codes."""
     state = getattr(parameter, "quant_state", None)
     return parameter.numel() if state is None else math.prod(state.shape)
 

@@ -152,8 +152,8 @@ def _turns(
     config: AlgorithmConfig,
 ) -> Turns | None:
     """Return the dialogue turns of these samples, each with its number of sampled tokens and its
-    reward; None if a sample has one reward. What penalties take off a sample's reward (`shaped`
-    minus `rewards`, [N]) is taken off its last turn."""
+    reward; None if the algorithm gives credit to whole samples. What penalties take off a sample's
+    reward (`shaped` minus `rewards`, [N]) is taken off its last turn."""
     if config.credit == "trajectory":
         return None
     counts: list[int] = []

@@ -27,7 +27,7 @@ class LearnerSetup:
     temperature: float
     """The sampling temperature, at which log-probs are taken."""
     total_steps: int | None
-    """Number of steps at whose end learning-rate schedules end. None: it is not known, which only
+    """Number of the step with which learning-rate schedules end. None: it is not known, which only
     the constant schedule allows."""
     threads: int | None = None
     """Number of torch's threads on a CPU. None: torch's default number."""

@@ -130,7 +130,8 @@ class ShardedGradients:
         self._fsdp: FSDPModule = root
         self._at_every_backward = gradient_sync == "micro-batch"
         self._is_complete = self._at_every_backward and replicas == 1
-        """Whether every backward pass leaves gradients that are summed over all processes."""
+        """Whether gradients are summed over all processes after every backward pass, so that
+        `finish` has nothing to do."""
         self._sum_at_backward()
 
     def _sum_at_backward(self) -> None:

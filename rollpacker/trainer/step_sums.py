@@ -55,7 +55,8 @@ class StepSums:
     min_log_ratio: float = math.inf
     max_log_ratio: float = -math.inf
     totals: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Further sums, such as `loss`, by name. A sum to which nothing was added is 0."""
+    """Further sums over the micro-batches, by name: `loss`, and those that the loss reports. A sum
+    to which nothing was added is 0."""
 
     def add_micro_batch(
         self,

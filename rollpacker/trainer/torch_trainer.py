@@ -65,7 +65,8 @@ class TorchTrainer:
         await self._in_thread(lambda: self.learner.accumulate(samples))
 
     async def rescale(self, factor: float) -> None:
-        """Multiply the gradient and the losses accumulated so far by `factor`."""
+        """Multiply the gradient and the losses accumulated so far by `factor`, which corrects
+        provisional loss weights."""
         await self._in_thread(lambda: self.learner.rescale(factor))
 
     async def update(self) -> Mapping[str, float]:

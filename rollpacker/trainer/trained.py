@@ -137,8 +137,8 @@ class Trained:
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load what `state` returned: optimizer state, and float32 master weights. Raises
-        `TrainerError` if a master weight is missing."""
+        """Load copies of the tensors that `state` returned: optimizer state, and float32 master
+        weights. Raises `TrainerError` if a master weight is missing."""
         rest = dict(tensors)
         for name, parameter in self._masters():
             if f"master.{name}" not in rest:

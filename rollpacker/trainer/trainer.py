@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from rollpacker.weights.buffer import WeightSource
 
 AUTO_MICRO_BATCH_TOKENS = 4096
-"""Default of `train.micro_batch_tokens`. With `auto` it is the least value, which the longest
-sample raises if it is longer."""
+"""Default of `train.micro_batch_tokens`. If that setting is `auto`, a micro-batch may have this
+many tokens, or as many as the longest sample if that is longer."""
 
 
 class TrainerError(RuntimeError):
@@ -221,7 +221,8 @@ class TrainConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     max_grad_norm: float | None = 1.0
-    """Largest norm of the gradient, which is scaled down to it. None: it is never scaled down."""
+    """Largest norm of the gradient. A gradient with a larger norm is scaled down to this one. None:
+    gradients are never scaled down."""
     micro_batch_tokens: int | Literal["auto"] = AUTO_MICRO_BATCH_TOKENS
     """Largest number of tokens of a micro-batch, padding included; a longer sample gets a
     micro-batch of its own. auto: 4096, or the length of the longest sample if that is more; with
@@ -230,7 +231,8 @@ class TrainConfig:
     """How samples lie in a micro-batch. packed: end to end without padding. sorted: samples of like
     length, padded to the longest. auto: packed, if the model's attention allows it."""
     offload: bool = False
-    """Keep optimizer state and gradients in host memory while they are not needed (CUDA)."""
+    """Keep optimizer state and gradients in host memory while they are not
+    needed. Only with CUDA."""
     compile: bool = False
     """Run the layers through torch.compile. If that fails, the run goes on without and says so."""
     critic: CriticConfig = field(default_factory=CriticConfig)

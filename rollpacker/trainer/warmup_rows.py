@@ -195,7 +195,8 @@ class RowParser:
 
 
 def _messages(record: Mapping[str, Any], key: str, role: str) -> Messages:
-    """Return the chat messages under a key. A plain text becomes one message of this role."""
+    """Return the chat messages that a record has under `key`. A plain text becomes one
+    message of this `role`."""
     value = record[key]
     if isinstance(value, str) and key != "messages":
         return [{"role": role, "content": value}]

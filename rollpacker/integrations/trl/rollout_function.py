@@ -195,7 +195,8 @@ class RolloutFunction(TrainerCallback):
             self._trainer._metrics["train"][f"rollpacker/{name}"].append(value)
 
     def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Save the prompts that were put off to a later step, beside TRL's checkpoint."""
+        """Save the state of the rollouts, with the prompts that were put off to a later step,
+        beside TRL's checkpoint."""
         if self._rollouts is not None and state.is_world_process_zero:
             self._rollouts.save(_checkpoint(args, state.global_step))
 
@@ -330,8 +331,8 @@ def _sampling(args: Any) -> SamplingParams:
 
 
 def _check_tail_batching(config: TailBatchingConfig) -> None:
-    """Raise `ValueError` for settings that need something of the trainer or the rewards that TRL
-    does not do."""
+    """Raise `ValueError` for settings of tail batching that need the trainer or the rewards
+    to do what TRL's do not."""
     if config.carries and config.carry == "weighted":
         raise ValueError("carry=weighted needs token weights in the loss: not with TRL; use exact")
     if config.debias != "none":
@@ -341,7 +342,8 @@ def _check_tail_batching(config: TailBatchingConfig) -> None:
 
 
 def _check_context(args: Any, model: Any, prompts: Prompts) -> None:
-    """Raise `ValueError` if the first prompt and its longest response exceed the context."""
+    """Raise `ValueError` if the first prompt with the longest response allowed does not fit
+    into the model's context."""
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     num_prompt = len(prompts[0].tokens)
     if context is not None and num_prompt + args.max_completion_length > context:
