@@ -32,8 +32,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write a template's files and prepare its run; returns the exit code. Raises `ValueError` if
-    that fails."""
+    """Write a template's files and prepare its run; returns the exit code. Raises `ValueError`."""
     from rollpacker.cli.templates import find_template
 
     if args.list:
@@ -110,7 +109,7 @@ def prepare(template: Template, folder: Path, *, overwrite: bool) -> None:
 
 
 def _is_made(command: str, folder: Path) -> bool:
-    """Whether the command is a warm-up (supervised fine-tuning) whose model is there already."""
+    """Whether `command` is a warm-up (supervised fine-tuning) and its model in `folder` already."""
     if not command.startswith("rollpacker warmup "):
         return False
     from rollpacker.config.load import load_config

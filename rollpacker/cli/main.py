@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 GOES_ON_AFTER_SIGTERM = ("train",)
-"""Verbs (commands) that SIGTERM and SIGHUP end in order, as Ctrl-C does. Others end at once."""
+"""Verbs (commands) that SIGTERM and SIGHUP stop as Ctrl-C does. Others end without clean-up."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

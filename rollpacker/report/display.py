@@ -85,7 +85,7 @@ def make_display(accounting: Accounting, *, total_steps: int | None, console: Co
 
 @dataclass(slots=True)
 class State:
-    """The state of a run, as its displays show it."""
+    """What the displays show of a run: accounting, last step and evaluation, and times."""
 
     accounting: Accounting
     total_steps: int | None
@@ -154,8 +154,8 @@ def learned(state: State) -> dict[str, str]:
 
 
 def doing(history: History) -> str:
-    """What the run is doing now, in words: the kind of the step's first round, the phase, and while
-    engines generate the number of samples in them."""
+    """What the run is doing now, as a text for the display, such as "long round, generating, 5 of
+    64 samples live". The kind (short or long) is that of the step's first batch of generation."""
     kind, words = history.step.kind, phase_words(history)
     text = words if kind is None else f"{kind} round, {words}"
     if history.phase == "rollout":

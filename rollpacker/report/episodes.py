@@ -111,7 +111,8 @@ class StepEpisodes:
             self._keep_slowest([*self.slowest, Slow(seconds, str(sample), turn, tool)])
 
     def lose(self, event: Acted) -> None:
-        """Note that an environment failed to give an answer, so that its episode was lost."""
+        """Note that an environment failed to give an answer, as `event` tells, so that the sample's
+        episode was lost."""
         sample, calls, seconds = event.sample, event.calls, event.seconds or 0.0
         self.answers.setdefault(sample.prompt.source, Answers()).lost[event.cause] += 1
         self.first_reason.setdefault(event.cause, event.reason[:MAX_REASON])

@@ -69,7 +69,7 @@ class FittedRun:
     """Number of rounds left out of the fit, since samples failed or ended out of order."""
     step: DecodeFit
     """Constants of decode steps. If the engine gave several tokens of a sample in a step, they are
-    fitted to whole rounds, as if each token of the sample that is furthest took one step."""
+    fitted to whole rounds, each taken to have as many steps as its longest sample has tokens."""
     errors: Mapping[str, RoundErrors]
     """Errors of the fit for each kind of round, and for "all" rounds."""
     checks: Mapping[int, tuple[Check, ...]]
@@ -77,7 +77,7 @@ class FittedRun:
     calls: Calls | None
     """Calls of rewards that check several responses at a time, if there were any, else None."""
     exposed_s: float
-    """Seconds from the end of a round's last sample to the start of training, spent on verdicts."""
+    """Seconds of waiting for verdicts: from the end of generation to the start of training."""
     stop_s: float
     """Seconds from the order to stop samples until the engine has released them."""
     train: TrainFit

@@ -77,12 +77,12 @@ class TrainerBook:
     entry that `History` has read."""
 
     num_streaming: int = 0
-    """Number of groups whose gradients are being computed while the round goes on."""
+    """Number of prompts (with all their samples) whose gradients are computed during generation."""
     losses: int = 0
     away_s: float = 0.0
     """Sum of the seconds from each loss of the trainer until it was back."""
     interrupted: str = ""
-    """The phase that goes on when a lost trainer is back. Empty if no phase was interrupted."""
+    """What the run was doing (as in `History.phase`) when the trainer was lost. Empty: no loss."""
     _lost_since: float | None = None
 
     def begin_session(self) -> None:
@@ -90,7 +90,7 @@ class TrainerBook:
         self.num_streaming, self.interrupted, self._lost_since = 0, "", None
 
     def lose(self, now: float) -> None:
-        """Note that the trainer was lost, and with it the gradients that it had begun."""
+        """Note at time `now` that the trainer was lost, with all gradients computed so far."""
         self.num_streaming = 0
         self.losses += 1
         if self._lost_since is None:
@@ -157,8 +157,7 @@ class History:
         return None
 
     def so_far(self, step: int, now: float) -> StepHistory:
-        """The record of the step under way before its commit, under the number `step`, as of time
-        `now`."""
+        """The record of the uncommitted step, with the number `step`, as of time `now`."""
         self.step.prompts.long_queue = len(self.queue)
         self.step.settle()
         return dataclasses.replace(self.step, step=step, end_s=now)
@@ -299,13 +298,12 @@ class History:
         return found
 
     def _end_round(self) -> None:
-        """End the round if engines are empty after the event and the commands that followed."""
+        """End the round if the log entry just read has left no sample in any engine."""
         if self._emptied_s is not None:
             self.step.rounds[-1].end_s, self._emptied_s = self._emptied_s, None
 
     def _lose(self, event: EngineLost, now: float) -> None:
-        """Note that an engine was lost. Its samples are in no engine until a `Place` starts them
-        again."""
+        """Note that an engine was lost. Its samples are in none until a `Place` starts them."""
         gone = self.engines.lose(event, now)
         self.live.difference_update(gone)
         if gone:

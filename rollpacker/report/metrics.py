@@ -74,8 +74,8 @@ OTHER_NAMES = {
         "critic/vf_clipfrac": "critic/value_clip_ratio",
     },
 }
-"""For each other framework, a mapping from its names of metrics to the names here, where they
-differ. It is shown in docs/migration.md, and gives a hint for a name that a run's table lacks."""
+"""Mapping from another RL framework to its names of metrics, each with RollPacker's name, where the
+two differ. It is shown in docs/migration.md, and gives a hint for a name that a run lacks."""
 
 Value = float | int | str
 Row = dict[str, Any]
@@ -292,7 +292,7 @@ def is_evaluation(row: Row) -> bool:
 
 
 def _place(row: Row) -> tuple[int, bool]:
-    """Key by which rows are sorted: by step, and a step's evaluation before the step's own row."""
+    """Key that sorts rows by step, with the row of a step's evaluation before its own."""
     return row["step"], not is_evaluation(row)
 
 

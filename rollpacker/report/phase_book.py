@@ -21,8 +21,7 @@ class PhaseBook:
 
     @property
     def now(self) -> str:
-        """The current phase. A wait for a device pool interrupts another phase, which goes on
-        afterwards."""
+        """The current phase. A wait for a device pool interrupts another phase for a time."""
         return self._doing if self._waits_since_s is None else POOL_WAIT
 
     def begin_session(self) -> None:
@@ -32,7 +31,7 @@ class PhaseBook:
         self._doing, self._evaluates_in = self._evaluates_in or self._doing, None
 
     def begin(self) -> None:
-        """Begin with the phase `controller`: the run only decides on commands, nothing else."""
+        """Begin the phase `controller`: no engine, reward, environment or trainer is at work."""
         self._doing = "controller"
 
     def turn(self, step: StepHistory, phase: str, now: float) -> None:
@@ -41,8 +40,8 @@ class PhaseBook:
         self._doing, self._since_s = phase, now
 
     def evaluate(self, step: StepHistory, now: float) -> None:
-        """Begin an evaluation, when it asks for its device pool. It lasts until `span` is called
-        with the note (log entry on a span of time) of the evaluation."""
+        """Begin an evaluation, which at first asks for its pool of devices. The evaluation lasts
+        until `span` is called with the evaluation's note (a log entry on a span of time)."""
         if self._evaluates_in is None:
             self._evaluates_in = self._doing
             self.turn(step, "evaluation", now)
@@ -62,7 +61,8 @@ class PhaseBook:
             step.phases.append(Phase("callbacks", note.time_s - told_s, note.time_s))
 
     def _book(self, step: StepHistory, note: Note, end_s: float) -> None:
-        """Add the span of a note to the step, as a phase that ends at `end_s`."""
+        """Add to the step a phase named after the note (a log entry on a span of time), which ends
+        at the time `end_s`. The current phase goes on after it."""
         start_s = note.time_s - note.seconds
         if note.name == POOL_SWITCH:
             since_s = self._since_s if self._waits_since_s is None else self._waits_since_s

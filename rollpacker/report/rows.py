@@ -29,8 +29,8 @@ class Table(Sequence[Mapping[str, Any]]):
         first: Sequence[str] = (),
         of_metrics: bool = False,
     ) -> None:
-        """`first`: columns that a notebook shows first. `of_metrics`: whether columns are metrics,
-        so that a metric's name in another framework gets a hint to the name here."""
+        """`first`: columns that a notebook shows first. `of_metrics`: the columns are metrics, so
+        that the error on another framework's name for one gives RollPacker's."""
         self._rows = rows
         self._name = name
         self._first = first

@@ -60,14 +60,13 @@ class CarriedInto(NamedTuple):
     whole: bool
     """Whether the tokens are a complete response, rather than the beginning of one."""
     version: int
-    """Version of the weights that generated the tokens, or last drew the same ones again. If they
-    have several versions, the oldest."""
+    """Version of the weights that generated the tokens, or that last generated them again
+    unchanged. If tokens have several versions, the oldest."""
 
 
 @dataclass(slots=True)
 class SampleHistory:
-    """One sample that was launched. If its launch is missing in the log, `start_s` is when it
-    ended."""
+    """One sample that was launched. If its launch is not in the log, `start_s` is its end."""
 
     sample: SampleId
     start_s: float
@@ -88,7 +87,7 @@ class SampleHistory:
 
     @property
     def num_taken_up(self) -> int:
-        """Number of the sample's tokens that come from an earlier launch."""
+        """Number of the sample's tokens that an earlier launch generated and this launch kept."""
         if self.num_kept is not None or self.carried is None:
             return self.num_kept or 0
         return min(self.carried.num_tokens, self.num_tokens)
@@ -141,8 +140,8 @@ class RoundHistory:
 @dataclass(frozen=True, slots=True)
 class Phase:
     """A stretch of a step's time that is no rollout. Its name is reward_wait, training, sync,
-    checkpoint, recovery, pool_wait, switch, or that of a note in the log (evaluation, callbacks,
-    startup). Phases of a step do not overlap: a phase that a note interrupts becomes two."""
+    checkpoint, recovery, pool_wait, switch, or that of a note (a log entry on a span of time:
+    evaluation, callbacks, startup). A phase that a note interrupts becomes two."""
 
     name: str
     start_s: float
@@ -151,7 +150,7 @@ class Phase:
 
 @dataclass(slots=True)
 class Turns:
-    """Times at which a step began to train, was trained and so on. None: not in the log."""
+    """Times of a step's training, new weights and commit. None: not in the log."""
 
     committed_before_s: float | None = None
     """Time of the commit of the step before. None if an earlier process of the run did it."""
@@ -159,8 +158,8 @@ class Turns:
     trained_s: float | None = None
     synced_s: float | None = None
     commit_s: float | None = None
-    """Time of the `Commit` command. None also if that process of the run ended before the commit,
-    and another finished it."""
+    """Time of the `Commit` command. None if there was no commit, or if the process of the run ended
+    in mid-commit and its successor completed it."""
 
 
 @dataclass(slots=True)
@@ -180,12 +179,11 @@ class StepPrompts:
     """For each prompt, why the last of its lost samples was lost."""
 
     def lose(self, sample: SampleId, reason: str) -> None:
-        """Note for the sample's prompt why this sample was lost: its engine, reward or environment
-        failed."""
+        """Note for which `reason` a sample was lost (its engine, reward or environment failed)."""
         self._lost[sample.prompt] = reason
 
     def drop(self, command: Drop) -> None:
-        """Note that a prompt was dropped: it will never be trained on."""
+        """Note that `command` drops a prompt for good, and for which reason."""
         self.dropped[command.reason] += 1
         after = self._lost.get(command.prompt)
         if after is not None and command.reason in _FOR_LOSSES:
@@ -293,7 +291,7 @@ class StepHistory:
         )
 
     def settle(self) -> None:
-        """Set the outcome of every sample, which is known when the step is committed."""
+        """Set what became of each sample (trained, put off, unused, ...), at the commit."""
         trained = {sample for group in self.groups for sample in group}
         deferred = self.prompts.deferred
         for sample in self.samples.values():

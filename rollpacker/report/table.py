@@ -70,7 +70,7 @@ def lines(
 ) -> list[str]:
     """The rows as lines of text in aligned columns, without colours, of any width. `numbers`: all
     columns but the first are aligned to the right. `rule`: the first row is a head, with a line of
-    hyphens below. `gap`: blanks between columns; None: three, or one if lines would be longer than
+    hyphens below. `gap`: blanks between columns; None: three, or one in lines longer than
     `MAX_WIDTH`."""
     from rich.box import Box
     from rich.console import Console

@@ -132,8 +132,8 @@ def _common_steps(one: str | Path, other: str | Path) -> range:
 
 @dataclass(slots=True)
 class _Clock:
-    """Converts a run's time into a place on the time axis, in seconds: the first step starts at 0,
-    and stretches that are cut out take no room."""
+    """Converts a time of the run into a place on the time axis, in seconds. The first step starts
+    at 0. Evaluation, callbacks, startup and checkpoints are cut out."""
 
     start_s: float
     end_s: float
@@ -174,8 +174,8 @@ def _begin(step: StepHistory) -> float:
 def _figure(
     panels: int, *, heights: list[float], blank: int | None = None
 ) -> tuple[Figure, list[Axes]]:
-    """Returns a figure and its rows, which have these heights in inches and share the time axis.
-    The row number `blank` stays empty and is not returned."""
+    """Returns a figure and its rows (`Axes`), which have these `heights` in inches and share the
+    time axis. The row with the number `blank` is hidden and not returned; None: all rows are."""
     # The object interface: no display, no global state of pyplot.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

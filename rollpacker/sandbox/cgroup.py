@@ -195,12 +195,12 @@ class Group:
         if place.version == 1:
             self._peak = os.open(self._memory / "memory.max_usage_in_bytes", os.O_RDWR)
         self._num_killed = 0
-        """Number of processes that the kernel had killed for memory before the present run."""
+        """Number of processes that the kernel had killed for lack of memory before the run."""
 
     async def settle(self) -> None:
-        """Wait, before a run, until the memory of the run before is no longer counted. Reading
-        about a process in /proc keeps its memory beyond its end, and the kernel might kill the
-        process prepared for the next run because of it."""
+        """Wait, before a run, until the memory of the run before is no longer counted in the group.
+        Else the kernel might kill the next run's process for it. (Who reads about a process in
+        /proc keeps its memory beyond its end.)"""
         usage = self._memory / ("memory.current" if self._version == 2 else "memory.usage_in_bytes")
         until = asyncio.get_running_loop().time() + _SETTLE_LIMIT_S
         while self._limit and int(usage.read_text()) > self._limit // 2:
