@@ -119,7 +119,7 @@ def _add_submit(actions: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the action that the command line names, and return the exit code. Raises `ValueError`."""
+    """Run the action in `args`; returns the exit code. Raises `ValueError` for a mistake."""
     if args.action == "simulate":
         return _simulate(args)
     if args.action == "serve":

@@ -77,8 +77,8 @@ def write_files(folder: Path, files: dict[str, str], *, overwrite: bool) -> list
 
 
 def prepare(template: Template, folder: Path, *, overwrite: bool) -> None:
-    """Run the commands that make the template's data and model, without those whose model is there
-    already, so that `init` can be repeated. Raises `ValueError` if a command fails."""
+    """Run the commands that make the template's data and model, so that it can train. A model that
+    is there already is kept, unless `overwrite`. Raises `ValueError` if a command fails."""
     left = list(template.preparation())
     while left:
         command = left[0]

@@ -17,7 +17,7 @@ GOES_ON_AFTER_SIGTERM = ("train",)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command of `rollpacker`; returns the exit code (see `EXIT_CODES`)."""
+    """Run the command in `argv` (None: `sys.argv`); returns the exit code (see `EXIT_CODES`)."""
     import importlib
 
     from rollpacker.cli.verbs import VERBS, build_parser, parse, unknown_verb

@@ -23,8 +23,7 @@ few very long responses, ends most rounds."""
 
 
 def left(seconds: float) -> str:
-    """The time left as rough words, such as "about a minute". Empty for 0 seconds, that is if the
-    time is not known."""
+    """The time left as rough words, such as "about a minute". Empty for 0 seconds: not known."""
     minutes = round(seconds / 60)
     if minutes < 2:
         return "about a minute" if seconds > 0 else ""
@@ -264,8 +263,7 @@ def _small_print(plan: Plan, corrected: bool) -> list[str]:
 
 
 def _prices(plan: Plan) -> list[str]:
-    """A sentence on the prices of shared pools of devices, and what they include. Empty without
-    such pools."""
+    """A sentence on the prices of shared device pools, and what they include. Empty without."""
     prices = plan.base.prices
     if prices is None:
         return []

@@ -26,8 +26,9 @@ class Accounting:
         self._max_response_tokens = max_response_tokens
         self._length_bias = LengthBias(max_response_tokens)
         self._bias_so_far: dict[str, float] | None = None
-        """Metrics of response lengths for the step under way. `LengthBias.add` counts the step at
-        each call, so `so_far` keeps its only result here. None: not computed yet."""
+        """Metrics of response lengths for the step under way. As a step must be counted only once,
+        `so_far` computes them at its first call and `feed` takes them over. None: not computed
+        yet."""
 
     def seconds(self) -> dict[str, float]:
         """Seconds of the run by cause up to the last log entry, which add up to the wall time."""

@@ -130,8 +130,8 @@ class CarryCounts:
     tokens: int = 0
     """Number of carried tokens that launches began with."""
     looked_at: int = 0
-    """Number of all carried tokens of samples whose carried tokens newer weights drew again. Those
-    after the first that came out differently count, too."""
+    """Number of carried tokens of the samples whose carried tokens newer weights have begun to draw
+    again, those after the first difference included."""
     kept: int = 0
     """Number of carried tokens that newer weights drew again, and that came out the same."""
     redraws: int = 0

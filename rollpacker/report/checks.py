@@ -41,7 +41,7 @@ class CheckBook:
         self._asked[command.sample] = (now, queue_s)
 
     def scored(self, event: SampleScored, step: StepHistory, now: float) -> None:
-        """Note that a check has ended, in the record of the step and in that of the sample."""
+        """Note at time `now` that a check has ended, for the step and for the sample."""
         asked_s, queue_s = self._asked.pop(event.sample, (None, 0.0))
         verdict = Verdict(event, now, asked_s, queue_s)
         step.checks.verdicts.append(verdict)

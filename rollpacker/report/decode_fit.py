@@ -163,8 +163,8 @@ class _Stretches:
 
 
 def _best_bend(columns: Callable[[float], Matrix], table: _Stretches, weights: Vector) -> float:
-    """The bend (number of cached tokens from which on they slow a step down) with the least squared
-    error under fixed weights of the stretches of decode steps, found by ever closer searches."""
+    """The bend (number of cached tokens from which on they slow a decode step down) with the least
+    squared error, found by ever closer searches. `weights`: weight of each stretch in the error."""
     seconds = table.seconds * weights
 
     def loss(bend: float) -> float:

@@ -164,8 +164,8 @@ def doing(history: History) -> str:
 
 
 def left_out(metrics: Mapping[str, float]) -> str:
-    """A text such as " (28 without a verdict)" if some samples of the evaluation got no verdict and
-    do not count in pass@1. Empty if all samples have a verdict."""
+    """A text such as " (28 without a verdict)" on samples that got no verdict in an evaluation with
+    these `metrics`, and so do not count in pass@1. Empty if there are none."""
     num = metrics.get("eval/no_verdict", 0)
     return f" ({num:.0f} without a verdict)" if num else ""
 

@@ -1,6 +1,5 @@
 """Accounting of engines: which engine has which sample, what each engine did, and when all engines
-were replaced by engines with other numbers of devices. A run with one engine has no counts by
-engine."""
+were replaced by engines with other numbers of devices. With one engine there are no counts."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ class Switch:
     """Number of the first step that ran with the new numbers of devices."""
     start_s: float
     seconds: float | None = None
-    """Seconds from the order to replace the engines until the last new one was ready. None: some
-    never were ready."""
+    """Seconds from the order until all new engines were ready. None: they never were."""
 
 
 class EngineBook:
@@ -79,8 +77,7 @@ class EngineBook:
         """Numbers of new engines, made with another number of devices, that are not ready yet."""
 
     def begin_session(self, job: Mapping[str, Any]) -> None:
-        """Begin a session (one process of the run) with the settings `job`. All its engines are new
-        and have no samples."""
+        """Begin a session (process of the run) with the settings `job` and new engines."""
         num_engines = engines_of(job)
         if num_engines > 1 or (job.get("fleet") or {}).get("num_devices"):
             for number in range(num_engines):
@@ -132,8 +129,7 @@ class EngineBook:
         self._released = frozenset(engines)
 
     def nowhere(self, samples: Iterable[SampleId]) -> list[SampleId]:
-        """Returns those of these samples that are in no engine, since theirs was lost. Empty if the
-        run has one engine."""
+        """Returns those of these samples whose engine was lost. Empty if the run has one engine."""
         return [s for s in samples if s not in self._at] if self.counts else []
 
     def end(self, event: SampleGenerated | SampleAborted | SampleFailed, now: float) -> None:
@@ -144,7 +140,7 @@ class EngineBook:
             counts.tokens += 0 if isinstance(event, SampleFailed) else event.num_tokens
 
     def lose(self, event: EngineLost, now: float) -> list[SampleId]:
-        """Note that an engine was lost. Returns the samples that were in it."""
+        """Note at time `now` that an engine was lost. Returns the samples that were in it."""
         number = event.engine
         if not self.counts or event.incarnation != self._incarnation[number]:
             return []

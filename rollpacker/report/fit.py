@@ -87,7 +87,7 @@ class _Clocked:
     may_draft: bool = False
     rounds: ClockedRounds = field(default_factory=list)
     num_skipped: int = 0
-    """Number of rounds whose decode steps cannot be counted."""
+    """Number of rounds left out: their samples' ends do not tell the decode steps."""
     reason: str = ""
     """Why the decode steps of the last skipped round cannot be counted. Empty: none was skipped."""
     drafted: bool = False

@@ -97,7 +97,7 @@ class TrainerBook:
             self._lost_since = now
 
     def ready(self, now: float) -> None:
-        """Note that the trainer is back."""
+        """Note that the trainer is back, at the time `now`."""
         if self._lost_since is not None:
             self.away_s += now - self._lost_since
             self._lost_since = None
@@ -109,10 +109,10 @@ class History:
     step's end a time linear in the step's samples.
 
     Attributes can be read at any time: `step` is the step under way, `phase` what the run is doing
-    (rollout, environment, reward_wait, training, sync, checkpoint, recovery, on shared pools
-    pool_wait and evaluation, or else controller), `live` the samples that engines generate, and
-    `queue` the prompts that were put off to a later round. If a session (process of the run) starts
-    the step anew, `step` is replaced and its contents are gone, as they are for the run."""
+    (rollout, environment, reward_wait, training, sync, checkpoint, recovery, controller; where jobs
+    share pools of devices also pool_wait and evaluation), `live` the samples that engines generate,
+    and `queue` the prompts that were put off to a later round. If a session (process of the run)
+    starts the step anew, `step` is replaced and its contents are gone, as they are for the run."""
 
     def __init__(self) -> None:
         self.step = StepHistory()
@@ -163,8 +163,8 @@ class History:
         return dataclasses.replace(self.step, step=step, end_s=now)
 
     def take(self, now: float, event: Event, commands: Sequence[Command]) -> StepHistory | None:
-        """Read an event and the commands with which the run answered it, as `feed` does for a
-        `Record` (log entry of both). Returns the step that the commands commit, or None."""
+        """Read an event, logged at time `now`, and the commands with which the run answered it, as
+        `feed` does for a `Record`. Returns the step that the commands commit, or None."""
         done = self._event(event, now)
         for command in commands:
             self._command(command, now)

@@ -30,8 +30,7 @@ class RobustFit:
     factor: float
     """Sum of the measured seconds over that of the predicted seconds: what disturbances added."""
     num_left_out: int
-    """Number of rows (measurements) above their prediction by more than the `limit` of
-    `robust_fit`."""
+    """Number of rows (measurements) above their prediction by more than `robust_fit`'s `limit`."""
 
     @property
     def constants(self) -> list[float]:

@@ -206,7 +206,7 @@ class MetricsWriter:
                 self.write_evaluation(row["step"], {k: v for k, v in row.items() if k != "step"})
 
     def write(self, step: int, metrics: Mapping[str, Value]) -> None:
-        """Write the row of a step. Numbers that are not finite become null, since JSON has none."""
+        """Write the row of a step, its `metrics`. Numbers that are not finite become null."""
         self._append(step, metrics)
 
     def write_evaluation(self, step: int, metrics: Mapping[str, Value]) -> bool:
@@ -230,8 +230,7 @@ class MetricsWriter:
             self._board.write(step, metrics)
 
     def _cut(self, resume_step: int, log_rows: Sequence[Row]) -> None:
-        """Cut the file back to the rows up to step `resume_step`, and add rows of the event log
-        that the file lacks."""
+        """Cut the file back to the rows up to step `resume_step`, and add missing `log_rows`."""
         numbered = read_metrics(self.path) if self.path.exists() else []
         for number, row in numbered:
             if not isinstance(row.get("step"), int):

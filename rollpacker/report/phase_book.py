@@ -40,7 +40,7 @@ class PhaseBook:
         self._doing, self._since_s = phase, now
 
     def evaluate(self, step: StepHistory, now: float) -> None:
-        """Begin an evaluation, which at first asks for its pool of devices. The evaluation lasts
+        """Begin an evaluation at time `now`, at first to ask for its pool of devices. It lasts
         until `span` is called with the evaluation's note (a log entry on a span of time)."""
         if self._evaluates_in is None:
             self._evaluates_in = self._doing
@@ -75,13 +75,13 @@ class PhaseBook:
         step.phases.append(Phase(note.name, start_s, end_s))
 
     def wait(self, step: StepHistory, now: float) -> None:
-        """Begin to wait for a pool of devices that other jobs use too."""
+        """Begin at time `now` to wait for a pool of devices that other jobs use too."""
         self._end(step, now)
         self._waits_since_s = now
 
     def end_wait(self, step: StepHistory, now: float, switch_s: float = 0.0) -> None:
-        """End the wait for a device pool, if there is one. In its last `switch_s` seconds, counted
-        as a phase of their own, the run had the pool and its parked processes woke up."""
+        """End the wait for a device pool at time `now`, if there is one. Its last `switch_s`
+        seconds are a phase of their own: parked processes woke up on the pool."""
         since_s, self._waits_since_s = self._waits_since_s, None
         if since_s is not None:
             woke_s = max(since_s, now - switch_s)

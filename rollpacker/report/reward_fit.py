@@ -32,9 +32,9 @@ WORSE = 1.05
 whose error, in the predicted times of calls' ends, is at most this multiple of the least error."""
 SHORTEST_S = 1e-6
 NUM_FIRST = 8
-"""Number of a run's first calls of a reward among which slow first calls of workers are sought."""
+"""Number of a run's first calls of a reward that may be `Calls.warm_ups` (slow first calls)."""
 WARM_UP = 2.0
-"""A first call is kept apart if it took more than this many times as long as every later call."""
+"""A first call is a warm-up if it took more than this many times as long as any later one."""
 
 
 class Check(NamedTuple):

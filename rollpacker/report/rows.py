@@ -29,8 +29,9 @@ class Table(Sequence[Mapping[str, Any]]):
         first: Sequence[str] = (),
         of_metrics: bool = False,
     ) -> None:
-        """`first`: columns that a notebook shows first. `of_metrics`: the columns are metrics, so
-        that the error on another framework's name for one gives RollPacker's."""
+        """`rows`: each row's values by column. `first`: columns that a notebook shows first.
+        `of_metrics`: columns are metrics; an error names the column for another framework's
+        name."""
         self._rows = rows
         self._name = name
         self._first = first

@@ -119,12 +119,10 @@ class RoundHistory:
     samples: tuple[SampleId, ...]
     start_s: float
     slots: int | None
-    """Maximum number of samples that all engines together generate at once, as the log has it.
-    None: not recorded."""
+    """Maximum number of samples of all engines together at once. None: not in the log."""
     num_engines: int = 1
     engines: tuple[int, ...] = ()
-    """The number of the engine that each sample began in, aligned with `samples`. Empty: all began
-    in the first engine."""
+    """Number of the engine in which each of `samples` began. Empty: all in the first."""
     end_s: float | None = None
     """Time at which the last sample ended or failed. None if a sample has not ended in the log."""
     ends: list[SampleHistory] = field(default_factory=list)
@@ -171,12 +169,12 @@ class StepPrompts:
     dropped: Counter[str] = field(default_factory=Counter)
     """Number of the step's dropped prompts, by the reason for which they were dropped."""
     dropped_after: dict[str, str] = field(default_factory=dict)
-    """For each reason for dropping prompts that lost too many samples, an example: why the first
-    such prompt had lost a sample."""
+    """For each reason for dropping prompts whose samples failed too often, an example: why a sample
+    of the first such prompt failed."""
     long_queue: int = 0
     """Number of prompts that were put off to a later round when the step was committed."""
     _lost: dict[PromptId, str] = field(default_factory=dict)
-    """For each prompt, why the last of its lost samples was lost."""
+    """For each prompt, why the last of its samples that were lost (by a failure) was lost."""
 
     def lose(self, sample: SampleId, reason: str) -> None:
         """Note for which `reason` a sample was lost (its engine, reward or environment failed)."""
@@ -267,8 +265,8 @@ class StepHistory:
         return ends[-1] if ends else None
 
     def trained_samples(self) -> list[SampleHistory]:
-        """Samples that the step was trained on, in the order of training, without samples whose end
-        is not in the log."""
+        """Samples that the step was trained on, in order, without those whose end is not in the
+        log."""
         known = (self.samples.get(sample) for group in self.groups for sample in group)
         return [sample for sample in known if sample is not None and sample.is_finished]
 
@@ -282,8 +280,8 @@ class StepHistory:
         return others + in_rounds
 
     def waited_s(self, start_s: float, end_s: float) -> float:
-        """Seconds between two times that went to waits for device pools and switches to them. A
-        wait that has not ended yet does not count."""
+        """Seconds between the times `start_s` and `end_s` that went to waits for device pools and
+        to switches to them. A wait that has not ended yet does not count."""
         return sum(
             max(0.0, min(phase.end_s, end_s) - max(phase.start_s, start_s))
             for phase in self.phases

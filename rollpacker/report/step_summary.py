@@ -27,8 +27,8 @@ class PromptCounts:
     dropped: Mapping[str, int]
     """Number of dropped prompts, by the reason for which they were dropped."""
     dropped_after: Mapping[str, str]
-    """For each reason for dropping prompts that lost too many samples, an example: why the first
-    such prompt had lost a sample."""
+    """For each reason for dropping prompts whose samples failed too often, an example: why a sample
+    of the first such prompt failed."""
     long_queue: int
     """Number of prompts that are put off to a later round when the step is over."""
 
@@ -139,8 +139,7 @@ class StepSummary:
 
     @property
     def waited_s(self) -> float:
-        """Seconds of waits for pools of devices that other jobs use too, and of switches to
-        them."""
+        """Seconds of waits for, and of switches to, pools of devices that other jobs use too."""
         return sum(self.seconds[cause] for cause in POOL_CAUSES)
 
     @property

@@ -53,8 +53,8 @@ def table(*heads: str, expand: bool = True, dense: bool = False) -> Table:
 def table_of(
     title: str, rows: Mapping[str, Mapping[str, Any]], columns: Mapping[str, tuple[str, int | str]]
 ) -> Table:
-    """A table with a row for each name in `rows`. `columns` maps each head to the key of a row's
-    value and the format for `cell`."""
+    """A table headed `title` with a row for each name in `rows`. `columns` maps each further head
+    to the key of a row's value and the format for `cell`."""
     made = table(title, *columns)
     for name, one in rows.items():
         made.add_row(text(name), *(cell(one[key], shown) for key, shown in columns.values()))

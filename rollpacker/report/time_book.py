@@ -58,8 +58,7 @@ class TimeBook:
     def __init__(self, slots: int | None) -> None:
         self.slots = slots
         """Maximum number of samples that the engines of the current session (process of the run)
-        generate at once: as the log has it, or else as the constructor was given. None: not
-        known."""
+        generate at once: as the log or the constructor's argument has it. None: not known."""
         self._given_slots = slots
         self.start_s: float | None = None
         self.now_s = 0.0

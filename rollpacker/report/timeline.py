@@ -83,7 +83,8 @@ def draw_comparison(
     *,
     steps: range | None = None,
 ) -> None:
-    """Draw two runs over the same steps on one time axis: with tail batching above, without below.
+    """Draw two runs, given their logs, over the same steps on one time axis: with tail batching
+    above, without below.
 
     `steps` None: ten steps that end with the first long round, or as many as both logs have. Raises
     `ValueError` if a log has none of the steps."""
@@ -195,8 +196,7 @@ def _figure(
 
 
 def _draw_samples(axes: Axes, steps: Sequence[StepHistory], clock: _Clock, lanes: int) -> None:
-    """Draw a bar for each sample. The samples of a step are stacked by their seconds, the longest
-    at the bottom."""
+    """Draw a bar for each sample. A step's samples are stacked, the longest at the bottom."""
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 

@@ -101,7 +101,7 @@ class TurnBook:
                 samples[sample].end, samples[sample].outcome = End.STOPPED, Outcome.SURPLUS
 
     def _conclude(self, command: Conclude, step: StepHistory) -> None:
-        """Note how a conversation ended, which may differ from the end of its last message."""
+        """Note how a conversation ended: by a limit (on tokens, turns or seconds), or by itself."""
         found = step.samples.get(command.sample)
         episode = self._of(command.sample, step)
         if found is not None and found.end is End.AT_LIMIT:

@@ -175,7 +175,7 @@ class Group:
     """The control group of one worker, whose runs enter the group one after the other."""
 
     def __init__(self, place: Place, name: str, max_tasks: int) -> None:
-        """Makes the group, for at most `max_tasks` tasks. Raises `OSError`."""
+        """Makes the group `name`, for at most `max_tasks` tasks. Raises `OSError`."""
         self._version = place.version
         unique = f"{next(_NUMBERS)}-{name}"  # this process may have several pools
         own = _name(unique)
@@ -224,8 +224,7 @@ class Group:
         self._num_killed = self._count_killed()
 
     def _write(self, name: str, value: int) -> None:
-        """Write a limit of the group. Files that the kernel does not have are skipped, such as
-        those for swap."""
+        """Write a limit of the group. If the kernel has no such file, nothing happens."""
         with contextlib.suppress(FileNotFoundError):
             (self._memory / name).write_text(str(value))
 

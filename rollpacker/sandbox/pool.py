@@ -55,7 +55,7 @@ class _Call:
     """A run of a program that a caller of `Pool.run` has asked for and that has not ended."""
 
     result: asyncio.Future[RunResult]
-    """Future that gets the run's result; the worker is put back afterwards."""
+    """Future that gets the run's result, before the worker is ready for another run."""
     worker: Worker | None = None
     cancelled: bool = False
 
@@ -179,8 +179,7 @@ class Pool:
         return await self._started(profile)
 
     async def _replace(self, worker: Worker) -> None:
-        """End the worker and start another one at once, so that the next run need not wait for
-        it."""
+        """End the worker and start another one at once, so that no run need wait for it."""
         await self._end(worker)
         if self._closing.is_set():
             return

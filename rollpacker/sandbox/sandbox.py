@@ -86,8 +86,7 @@ PROFILES = {profile.name: profile for profile in (PYTHON, COLD)}
 
 
 def profile_of(profile: Profile | str) -> Profile:
-    """The profile itself, or the built-in one of this name. Raises `ValueError` for another
-    name."""
+    """The profile itself, or the built-in one of this name; else raises `ValueError`."""
     if isinstance(profile, Profile):
         return profile
     if profile not in PROFILES:

@@ -41,8 +41,7 @@ sandbox's own process), CLONE_PTRACE."""
 
 @dataclass(frozen=True, slots=True)
 class _Check:
-    """A condition on a system call's argument: its lower or upper 32 bits, with `mask` applied, are
-    one of `values`."""
+    """A condition on a system call's argument: 32 bits of it, masked, are one of `values`."""
 
     argument: int
     values: tuple[int, ...]

@@ -27,7 +27,8 @@ _log = logging.getLogger(__name__)
 
 
 async def open_pool(workers: int, defaults: Limits) -> Pool:
-    """Open a pool that has passed its self-test. Raises `SandboxUnavailable` if it fails."""
+    """Open a pool of `workers` that passed its self-test. Raises `SandboxUnavailable` if it
+    fails."""
     for allow_fork in (True, False):
         pool = Pool(workers=workers, defaults=defaults, allow_fork=allow_fork)
         try:

@@ -29,8 +29,7 @@ from rollpacker.sandbox.program import add_exit, run_program
 
 MAGIC = b"rp1"
 START = struct.Struct("<3sI")
-"""First message to a zygote: three magic bytes, and the number of bytes of the system call filter
-that follows."""
+"""First message to a zygote: magic bytes, and the size of the system call filter that follows."""
 REQUEST = struct.Struct("<3scQddQQQQQ")
 """A request: magic bytes, b"r" (run) or b"c" (cancel), id of the run, wall_s, cpu_s, memory, output
 and disk bytes, number of files, number of bytes of the payload that follows."""
@@ -66,7 +65,7 @@ _SIGINT, _SIGKILL, _SIGXCPU = 2, 9, 24
 
 
 def receive_exactly(fd: int, size: int) -> bytes:
-    """Read exactly `size` bytes. Raises `EOFError` if the source ends before."""
+    """Read exactly `size` bytes from the descriptor `fd`. Raises `EOFError` if it ends before."""
     parts = bytearray()
     while len(parts) < size:
         part = os.read(fd, min(size - len(parts), _LARGE))
@@ -148,9 +147,9 @@ class PreparedRun:
         return pid
 
     def watch(self, control: int, wall_s: float, cpu_s: float, cap: int) -> bytes:
-        """Wait until the run ends or must be ended: by a message on the socket `control`, a limit,
-        or output of over `cap` bytes. Returns how it ended (`ENDED...`); exit code, times and
-        output are in fields of this object."""
+        """Wait until the run ends or must be ended: by a message on `control`, one of its limits in
+        seconds, or output of over `cap` bytes. Returns how it ended (`ENDED...`); exit code, times
+        and output are in fields of this object."""
         began = time.monotonic()
         self.output = {fd: Kept(cap + _CHUNK) for fd in (self._stdout, self._stderr)}
         how = self._follow(control, began + wall_s, cap)
@@ -245,8 +244,8 @@ class PreparedRun:
 
 
 def serve(kernel: Kernel, control: int) -> tuple[PreparedRun, bytes] | None:
-    """Serve requests until the socket closes, then return None. Every run is a fork of this
-    process, in which the call returns its `PreparedRun` and the system call filter."""
+    """Serve the requests on the socket `control` until it closes, then return None. Every run is a
+    fork of this process, in which the call returns its `PreparedRun` and the system call filter."""
     magic, size = START.unpack(receive_exactly(control, START.size))
     assert magic == MAGIC
     program = receive_exactly(control, size)
@@ -331,8 +330,9 @@ def prepare(
     *,
     cold: bool,
 ) -> bytes:
-    """Turn this process, forked for a run, into one without rights, as its request says. Returns
-    the program; with `cold` it does not return, but executes the program in a new interpreter."""
+    """Take this process, forked for a run, into the run's control groups (`entrances`), limits and
+    folder, and drop its rights. `base_bytes`: address space in use before. Returns the
+    model-written program; `cold`: executes it in a new interpreter, and never returns."""
     os.setsid()
     for group in entrances:
         os.write(group, b"0")
@@ -371,8 +371,7 @@ def _program_file(program: bytes) -> int:
 
 
 def _standard_input(data: bytes) -> None:
-    """Make these bytes the standard input: a file that cannot be changed, so that no process has to
-    feed a pipe."""
+    """Make these bytes the standard input, as a file that cannot be changed: no pipe to feed."""
     if not data:
         os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
         return
@@ -407,8 +406,7 @@ def _limit(request: Request, base_bytes: int) -> None:
 
 
 def address_space() -> int:
-    """Bytes of address space that this process has mapped. A lower limit (RLIMIT_AS) would let it
-    map nothing more."""
+    """Bytes of address space that this process has mapped. With less it could map no more."""
     import mmap
     import resource
 
