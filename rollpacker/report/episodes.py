@@ -26,7 +26,7 @@ class Answers:
     """Sum of the seconds that environments report for their answers."""
     longest_s: float = 0.0
     waited_s: float = 0.0
-    """Sum of the seconds that answers took beyond those that the environments report."""
+    """Sum of the seconds that environments' answers took beyond those that the answers report."""
     lost: Counter[str] = field(default_factory=Counter)
     """Number of answers that environments failed to give, by cause, in all attempts at episodes."""
 

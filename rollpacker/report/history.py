@@ -303,7 +303,8 @@ class History:
             self.step.rounds[-1].end_s, self._emptied_s = self._emptied_s, None
 
     def _lose(self, event: EngineLost, now: float) -> None:
-        """Note that an engine was lost. Its samples are in none until a `Place` starts them."""
+        """Note at time `now` that an engine was lost. Its samples are in none until they start
+        again."""
         gone = self.engines.lose(event, now)
         self.live.difference_update(gone)
         if gone:

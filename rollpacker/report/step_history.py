@@ -66,7 +66,7 @@ class CarriedInto(NamedTuple):
 
 @dataclass(slots=True)
 class SampleHistory:
-    """One sample that was launched. If its launch is not in the log, `start_s` is its end."""
+    """One launched sample. If its launch is not in the log, `start_s` is the time of its end."""
 
     sample: SampleId
     start_s: float

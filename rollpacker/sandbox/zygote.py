@@ -371,7 +371,7 @@ def _program_file(program: bytes) -> int:
 
 
 def _standard_input(data: bytes) -> None:
-    """Make these bytes the standard input, as a file that cannot be changed: no pipe to feed."""
+    """Make these bytes the standard input, as a file in memory that cannot be changed."""
     if not data:
         os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
         return
