@@ -44,7 +44,8 @@ class EngineCompleter:
         concurrency: int = CONCURRENCY,
         config: EngineConfig | None = None,
     ) -> None:
-        """Starts the engine's thread.
+        """Starts the engine's thread. `concurrency`: most requests that run at once. `config`: None
+        for an engine with that many places and a cache of `KV_CACHE_GIB`.
 
         Raises:
             UnsupportedModelError: the model cannot run on the engine.

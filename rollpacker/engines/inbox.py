@@ -97,7 +97,7 @@ class Inbox:
             self._weights_change = True
 
     def end_weights(self) -> None:
-        """Accept samples again, as before `begin_weights`."""
+        """End the refusal of `begin_weights`: accept samples again."""
         self._weights_change = False
 
     def leave(self) -> None:
@@ -109,7 +109,7 @@ class Inbox:
             self._is_away = True
 
     def come_back(self) -> None:
-        """Accept calls again, as before `leave`."""
+        """End the refusal of `leave`: accept all calls again."""
         self._is_away = False
 
     def _check_idle(self, what: str) -> None:
@@ -132,8 +132,8 @@ class Inbox:
             return not self._closed
 
     def take_let_go(self) -> list[SampleId]:
-        """Return the samples, noted since the last call, whose kept keys and values are not needed.
-        Call this before `take`: a sample that is submitted again later may need them."""
+        """Return the samples given to `let_go` since the last call. Call this before `take`: a
+        sample that is submitted again later may need them."""
         with self._condition:
             unkept, self._unkept = self._unkept, []
         return unkept
@@ -154,8 +154,9 @@ class Inbox:
             return not self._in_flight, self._listener
 
     def die(self, error: BaseException) -> Callable[[BaseException], None]:
-        """Note that the engine is dead: later calls raise. Returns the function to call with the
-        error, which does nothing if the engine was dead before."""
+        """Note that the engine is dead, so that later calls raise `EngineError`. Returns the
+        `on_error` function to call with `error`, or one that does nothing if the engine was dead
+        before."""
         with self._condition:
             if self._error is not None:
                 return _tell_nobody

@@ -135,7 +135,8 @@ class LoopEngine(ABC):
             self._overwrite(weights)
 
     def _trained(self) -> dict[str, torch.nn.Parameter]:
-        """The parameters that training changes, by name: only the adapters' if there are any."""
+        """The parameters that training changes, by name: the adapters' where the model has
+        adapters, else all."""
         return {n: p for n, p in self._model.named_parameters() if p.requires_grad}
 
     @torch.no_grad()
@@ -224,8 +225,8 @@ def abortion(entry: Pending, response: Response, **facts: Any) -> Numbered:
 
 
 def untouched(entry: Pending, version: int) -> Response:
-    """The response of a sample that was aborted before the engine generated anything for this
-    request: its tokens from an earlier request, if any. `version`: that of the weights."""
+    """The response of a sample that is aborted before its row was made. Its tokens are those that
+    the request carried (from an earlier abort), if any. `version`: that of the engine's weights."""
     request = entry.request
     return Response(
         sample=request.sample,

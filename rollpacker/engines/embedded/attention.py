@@ -43,8 +43,9 @@ class RolloutStep(Protocol):
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores
     ) -> Tensor:
-        """Return the attention's output [rows, tokens, heads, head_dim]. Query, key and value are
-        [rows, heads, tokens, head_dim]; key and value have the key-value heads."""
+        """Return the output [rows, tokens, heads, head_dim] of attention layer number `layer`.
+        `query`, `key` and `value` of the new tokens are [rows, heads, tokens, head_dim]; key and
+        value have the key-value heads."""
         ...
 
 

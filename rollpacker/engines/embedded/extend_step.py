@@ -100,8 +100,8 @@ class ExtendStep:
         return joined.unsqueeze(0)
 
     def _flat_places(self, num_kv_heads: int) -> Tensor:
-        """Return the index of every head of every token in a layer's storage of keys or values,
-        seen as a list of vectors [head_dim]."""
+        """Return the index in a layer's keys or values, seen as a list of vectors [head_dim], for
+        every head of every token of the pass: [tokens x heads]."""
         flat = self._flat.get(num_kv_heads)
         if flat is None:
             lines = self._row_of_token[:, None] * num_kv_heads + np.arange(num_kv_heads)

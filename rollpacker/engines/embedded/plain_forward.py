@@ -80,8 +80,8 @@ class _Layer:
 
 def plain_forward(model: PreTrainedModel) -> PlainForward | None:
     """The plain forward pass of `model`, or None if the model has any part that is not known here.
-    It reads the weights in place at every call. It must be made again when a parameter gets other
-    storage, that is when `addresses` differ."""
+    The pass reads the weights in place at every call. It must be made again when a parameter gets
+    other storage, that is when `addresses` differ."""
     family = next(
         (
             part
@@ -153,7 +153,8 @@ class PlainForward:
         )
 
     def reserve(self, width: int) -> None:
-        """Compute the rotary embedding's rotations for positions below `width`."""
+        """Prepare for rows of up to `width` positions by computing the rotary embedding's
+        rotations."""
         old_width = len(self._rotations)
         if width <= old_width:
             return
@@ -180,9 +181,9 @@ class PlainForward:
     def extend(
         self, tokens: Tensor, positions: Tensor, wanted: Tensor | None, step: RolloutStep
     ) -> Tensor:
-        """Return logits after some of the `tokens` [tokens] at `positions` [tokens]: [wanted,
-        vocabulary], for the tokens whose indices are in `wanted` (None: for all). `step` sees one
-        row."""
+        """Feed one sequence of `tokens` [tokens] at `positions` [tokens], and return the logits
+        [wanted, vocabulary] after those whose indices are in `wanted` (None: after all). `step` may
+        hold several rows' tokens in the sequence."""
         hidden = self._hidden(tokens, positions, 1, step)
         return self._logits(hidden if wanted is None else hidden.index_select(0, wanted))
 
@@ -215,7 +216,8 @@ class PlainForward:
         num_rows: int,
         step: RolloutStep,
     ) -> Tensor:
-        """Outputs of all heads of a layer's attention side by side: [tokens, heads x head_dim]."""
+        """Outputs of all heads of a layer's attention side by side, [tokens, heads x head_dim], for
+        the normed hidden states. `step` reads and writes the cache."""
         head_dim, num_heads = self._head_dim, layer.num_heads
         value = _project(normed, layer.value)
         # Query and key heads are normed and rotated together.

@@ -56,12 +56,14 @@ _HOST_COLUMNS = {
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A request that the engine has taken on. `sequence` numbers the engine's requests."""
+    """A request that the engine has taken on. `sequence` is its number in the order of
+    submission."""
 
     request: GenerationRequest
     sequence: int
     redraws: list[tuple[int, int]] = field(default_factory=list)
-    """The sets of random numbers used for the tokens generated so far, as in `Response.redraws`."""
+    """Pairs (token's number, set of random numbers that it and later tokens are drawn with), as in
+    `Response.redraws`. Empty: all tokens are drawn with set 0."""
 
     @property
     def limit(self) -> int:
@@ -111,10 +113,10 @@ class RowTable:
 
     Columns [slots]: token is the newest token, log_prob its log-probability, and position its
     place, where the next step writes its key and value. num_kept is the number of carried tokens
-    (generated before an abort) that came out the same (-1: not compared), num_reused the number of
-    prompt tokens whose keys and values were kept from an earlier turn. floor and ceiling bound the
-    length as `Carried.floor` says, and redraw counts how often tokens were drawn with new noise for
-    that.
+    (generated before an abort) that were drawn again just as they were (-1: not compared),
+    num_reused the number of prompt tokens whose keys and values were kept from an earlier turn.
+    A response may not end with floor tokens or fewer, nor become longer than ceiling; redraw counts
+    how often its tokens were drawn with new noise for that reason.
     """
 
     def __init__(self, device: torch.device, vocabulary_size: int) -> None:
@@ -132,7 +134,8 @@ class RowTable:
         self._noise_column = 0
         self._is_uneven = False
         """Whether rows have got different numbers of tokens since the block of noise (random
-        numbers) was made. The block is then of no use, and soon perhaps the next."""
+        numbers for several steps) was made. The rest of the block is then useless, and the next
+        block is kept short."""
         self._free_stores: list[int] = []
         self._tokens = np.zeros((0, 0), np.int64)
         self._log_probs = np.zeros((0, 0), np.float32)
@@ -161,7 +164,8 @@ class RowTable:
         self._noise_column = steps
 
     def device_column(self, name: str) -> Tensor:
-        """The column of this name for all rows, as a tensor on the device. It may only be read."""
+        """The column of this name over all slots, used or not, as a tensor on the device for
+        reading."""
         return self._seen_as_tensors[name].to(self.device)
 
     def host_column(self, name: str) -> np.ndarray:
@@ -203,8 +207,8 @@ class RowTable:
         return exponentials(keys, counts, count, self._noise.shape[2])
 
     def _fill_noise(self, rows: slice | np.ndarray) -> None:
-        """Make the noise (random numbers) of these rows for the remaining steps of the block,
-        beginning with the token number in their column `count`."""
+        """Make the noise (random numbers) of these rows for the remaining steps of the block. The
+        first is for each row's next token."""
         left = self._noise.shape[1] - self._noise_column
         if left > 0:
             where = rows if isinstance(rows, slice) else torch.from_numpy(rows).to(self.device)
@@ -213,7 +217,8 @@ class RowTable:
     # -- rows come, advance, go --------------------------------------------------------------------
 
     def add(self, new: list[Pending]) -> Tensor:
-        """Append rows without tokens. Returns their first random numbers, float64 [new, size]."""
+        """Append rows without tokens. Returns the random numbers for each row's first token,
+        float64 [new rows, random numbers that one draw takes]."""
         first, self.num_rows = self.num_rows, self.num_rows + len(new)
         rows = slice(first, self.num_rows)
         self.pending.extend(new)
@@ -285,9 +290,9 @@ class RowTable:
         self._is_uneven = True
 
     def cut(self, rows: np.ndarray, counts: Sequence[int]) -> None:
-        """Shorten row rows[i] to its first counts[i] tokens; later tokens get the random numbers of
-        the row's present key. The cache of removed tokens stays as garbage. A row left without
-        tokens feeds its prompt's last token again."""
+        """Shorten row rows[i] to its first counts[i] tokens, and make the random numbers of the
+        next ones. Keys and values of removed tokens stay in the cache as garbage. A row left
+        without tokens feeds its prompt's last token again."""
         for row, count in zip(rows.tolist(), counts, strict=True):
             store, prompt = self._columns["store"][row], self.pending[row].request.prompt_tokens
             assert count <= self._columns["count"][row]
@@ -300,13 +305,14 @@ class RowTable:
         self._fill_noise(rows)
 
     def redraw_from(self, row: int, start: int) -> None:
-        """Let the row's tokens from number `start` on be drawn with random numbers that were not
-        used yet. Call this before `cut`, which makes them."""
+        """Let the row's tokens from index `start` on be drawn with a set of random numbers that was
+        not used yet. Only takes effect with the next `cut`, which makes the random numbers."""
         self._columns["redraw"][row] += 1
         self._columns["key"][row] = self.pending[row].redraw_from(start)
 
     def draw_with(self, row: int, start: int, redraw: int) -> None:
-        """Let the row's tokens from `start` on be drawn with random numbers of the set `redraw`."""
+        """Let the row's tokens from index `start` on be drawn with set number `redraw` of random
+        numbers."""
         self._columns["key"][row] = self.pending[row].draw_with(start, redraw)
 
     def _widen_outputs(self) -> None:
