@@ -36,8 +36,8 @@ class RewardModelConfig:
     """A Hugging Face folder with the model. Chat prompts go through its chat template, with the
     completion as the assistant's message; a text prompt is followed by the completion as it is."""
     max_tokens: int | None = None
-    """Most tokens of a text. Longer texts lose their beginning, since the score is read at the end.
-    None: the model's own limit."""
+    """Most tokens of prompt and completion together. Longer ones lose their beginning, since the
+    score is read at the end. None: the model's own limit, which also bounds other values."""
     batch_size: int = 8
     """Most texts in one forward pass."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -47,8 +47,8 @@ class RewardModelConfig:
     depend on the rest of the batch, but for rounding (relative error below 1e-5); bfloat16 rounds
     to about 1e-2."""
     normalize: Literal["none", "sigmoid"] = "none"
-    """What is done with `(output - mean) / std`. none: it is the value; sigmoid: its sigmoid, from
-    0 to 1, is."""
+    """The value is `(output - mean) / std` of the model's output with "none", and the sigmoid of
+    that, from 0 to 1, with "sigmoid"."""
     mean: float = 0.0
     std: float = 1.0
     threads: int = 1

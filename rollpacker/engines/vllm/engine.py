@@ -290,9 +290,9 @@ class VllmEngine(LoopEngine):
         return outputs
 
     def _look(self) -> dict[int, int]:
-        """Compare the carried tokens (from before an abort) with the tokens drawn in their places,
-        where vLLM has read them all. Returns the numbers of the requests that vLLM cannot continue
-        because a token came out differently, each with the number of tokens that are kept."""
+        """Compare carried tokens (from before an abort) with those drawn in their places, in the
+        requests whose prompt vLLM has now read. Returns the requests' numbers where a token
+        differs, each with the number of tokens to keep: vLLM cannot go on with these requests."""
         seen = [
             live
             for live in self._live.values()
@@ -315,8 +315,8 @@ class VllmEngine(LoopEngine):
         return [one for one in broken if one in self._live and self._live[one].is_broken]
 
     def _end(self, live: Live, reason: str | None) -> Numbered | None:
-        """The output of a response that vLLM has ended for this reason (None: it was taken out of
-        vLLM). Returns None if the response is not over: it is then handed to vLLM again."""
+        """Return the output of a response that has left vLLM, or hand it to vLLM again and return
+        None if it is not over. `reason`: why vLLM ended it; None if it was taken out of vLLM."""
         if reason not in (None, "stop", "length"):
             return failure(live.entry, f"vLLM ended it: {reason}")
         if live.first_broken is not None:
@@ -350,8 +350,8 @@ class VllmEngine(LoopEngine):
         ]
 
     def _take_out(self, numbers: Sequence[int], unended: Sequence[int]) -> list[Live]:
-        """Take the responses of these requests out of vLLM and return them. `unended`: numbers of
-        the requests that vLLM has not ended by itself, which it is told to drop."""
+        """Take the responses of these requests out of vLLM and return them. `unended`: those of the
+        numbers that vLLM is still generating for, and must be told to drop."""
         states = self._vllm.output_processor.request_states
         for number in unended:
             state = states.get(self._live[number].request.request_id)

@@ -52,9 +52,9 @@ def watch(worker: Any, draws: Draws) -> str | None:
 def _draw_anew(
     runner: Any, draws: Draws, hidden_states: Tensor, num_scheduled: Mapping[str, int]
 ) -> None:
-    """Draw again the tokens from before an abort that this step has read, from the hidden states
-    before them. `hidden_states` is [tokens of the step, hidden]; `num_scheduled` is the number of
-    the step's tokens by request."""
+    """Draw again the carried tokens (from before an abort) that vLLM's step has read, from the
+    hidden states before them. `hidden_states` [tokens of the step, hidden]. `num_scheduled`: vLLM
+    request's id to the number of its tokens in the step."""
     found: list[_Piece] = []
     for name, num_tokens in num_scheduled.items():
         state = runner.requests[name]
@@ -84,7 +84,8 @@ class _Piece(NamedTuple):
     """Index in the response of the first of these tokens."""
     num_tokens: int
     row: int
-    """Index in the step's hidden states of the state that the first of them is drawn from."""
+    """Index in the step's hidden states of the one that gives the logits for the first of these
+    tokens."""
 
 
 def _draw_all(runner: Any, found: list[_Piece], hidden_states: Tensor) -> None:

@@ -42,8 +42,9 @@ class Extension:
         return [(one.tokens, one.log_probs) for one in found if one is not None]
 
     def watch(self: Any) -> str | None:
-        """Watch this worker's model runner (see `verify.watch`); called once, before there are
-        requests. Returns a sentence if the runner cannot be watched, else None."""
+        """Have this worker's model runner draw carried tokens again (`verify.watch`). Called once,
+        before there are requests. Returns a sentence if the runner is of an unknown class, else
+        None."""
         return watch(self, _draws)
 
     def load_shared(self: Any, source: WeightSource) -> None:

@@ -95,8 +95,9 @@ async def grade(
 
     The value is 1.0 if the program passes all tests, else 0.0; running stops at the first test that
     fails. With `partial` it is the share of tests passed, and tests after one that ran out of time
-    count as failed. `limits` apply to each single run. Nothing that the program does raises an
-    error; for tests that cannot be used the result is a `Failed`.
+    count as failed. `limits` (None: `Limits()`) apply to each single run; only the first
+    `max_tests` tests are used (None: all). Nothing that the program does raises an error; for tests
+    that cannot be used the result is a `Failed`.
     """
     if not isinstance(tests, _Read):
         try:
@@ -187,14 +188,14 @@ class CodeReward:
         self._shared = shared
         self._box: Sandbox | None = None
         self._has_references = False
-        """Whether an earlier `check` found rows with reference solutions. The rows of later checks,
-        such as those of an evaluation, then need no such solutions."""
+        """Whether an earlier `check` found rows with reference solutions. Later checks, such as of
+        an evaluation's rows, then accept a `reference_column` that no row has."""
 
     # -- before the run ----------------------------------------------------------------
 
     def check(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Raise `RewardError` if a row's tests cannot be used or fail their own reference solution,
-        and `SandboxUnavailable` if nothing isolates programs on this machine."""
+        """Raise `RewardError` if a row's tests cannot be used or fail the row's own reference
+        solution, and `SandboxUnavailable` if this machine has no means to isolate programs."""
         self._shared.check_sandbox()
         tests, bad = {}, {}
         for number, row in enumerate(rows):
@@ -292,7 +293,7 @@ class CodeReward:
         self, samples: Sequence[RewardInput], *, timeout_s: float | None = None
     ) -> list[Scored | Failed | None]:
         """Return one verdict for each sample. `timeout_s` limits every run of a program, in
-        seconds. None: the limit is the longest that the adaptive deadline allows, its `max_s`."""
+        seconds. None: the limit is `max_s` of the reward's `deadline` setting."""
         await self.open()
         limits = self._limits(timeout_s or self._longest_s())
         return list(await asyncio.gather(*(self._score(sample, limits) for sample in samples)))

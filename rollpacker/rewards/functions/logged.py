@@ -96,8 +96,9 @@ def _plain(value: Any) -> Any:
 def read(
     reply: Mapping[str, Any], count: int
 ) -> list[tuple[Mapping[str, float], Mapping[str, Any]]]:
-    """Return the metrics and the extras of each sample from a worker's reply. Whatever
-    `Logged.reply` would not give is ignored: the function might have written to the socket."""
+    """Return the metrics and the extras of each of a call's `count` samples from a worker's reply.
+    Anything of another form than `Logged.reply` has is ignored, as the function may have forged
+    it."""
     metrics, extras = reply.get("metrics", {}), reply.get("extras", {})
     if not (isinstance(metrics, dict) and isinstance(extras, dict)):
         return [({}, {})] * count
