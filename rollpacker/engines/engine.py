@@ -48,9 +48,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """Strings that end a response; the response keeps the tokens up to and with the stop string."""
     seed: int = 0
-    """Seed of the noise (random numbers). It depends only on the seed, the sample (or the one that
-    `GenerationRequest.noise` names), the number of the dialogue's turn, and the token's
-    position."""
+    """Seed of the noise (random numbers). Noise depends only on the seed, the sample (or that in
+    `GenerationRequest.noise`), the number of the dialogue's turn, and the token's position."""
 
     def truncation(self, vocabulary_size: int) -> tuple[int, float]:
         """The top_k and top_p to draw with. Where one truncates nothing (as both at temperature 0)
@@ -78,8 +77,8 @@ class Carried:
     0, or without `verify`: it may end anywhere."""
     ceiling: int | None = None
     """Most tokens that the response may have if `verify` drew one of the carried tokens
-    differently. If it gets longer, the tokens after that one are drawn again, as with `floor`.
-    None: no bound."""
+    differently. If it gets longer, tokens after that one are drawn again, as with `floor`. None: no
+    bound."""
     redraws: Redraws = ()
     """The sets of random numbers that these tokens were drawn with, as in `Response.redraws`."""
 
@@ -251,8 +250,8 @@ class EngineStatus:
     """Number of tokens that were guessed and tried in decode steps
     (`rollout.engine.draft_tokens`)."""
     accepted_tokens: int = 0
-    """Number of tokens gained by guessing: those that steps with guessed tokens gave, less one for
-    each sample and step."""
+    """Number of tokens gained by guessing: those of steps with guesses, less one a sample and
+    step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -155,8 +155,8 @@ class Inbox:
 
     def die(self, error: BaseException) -> Callable[[BaseException], None]:
         """Note that the engine is dead, so that later calls raise `EngineError`. Returns the
-        `on_error` function to call with `error`, or one that does nothing if the engine was dead
-        before."""
+        `on_error` function, to be called with `error`; if the engine was dead before, one that does
+        nothing."""
         with self._condition:
             if self._error is not None:
                 return _tell_nobody

@@ -135,8 +135,8 @@ class LoopEngine(ABC):
             self._overwrite(weights)
 
     def _trained(self) -> dict[str, torch.nn.Parameter]:
-        """The parameters that training changes, by name: the adapters' where the model has
-        adapters, else all."""
+        """The parameters that training changes, by name: the adapters' if there are any, else
+        all."""
         return {n: p for n, p in self._model.named_parameters() if p.requires_grad}
 
     @torch.no_grad()

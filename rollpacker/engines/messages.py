@@ -61,8 +61,7 @@ class Call:
     version: int = 0
     """New version number of the weights, for `UPDATE_WEIGHTS`; unused in other calls."""
     source: WeightSource | None = None
-    """Where `UPDATE_WEIGHTS` finds the new weights. None: they are in the engine's tensors
-    already."""
+    """Where `UPDATE_WEIGHTS` finds the weights. None: the engine's tensors hold them already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +75,7 @@ class Answer:
 @dataclass(frozen=True, slots=True)
 class Work:
     """What an engine is to do with samples: requests to submit, samples to abort, and samples whose
-    kept keys and values it may drop (`Engine.let_go`). Has all since the last message of this
-    kind."""
+    kept keys and values it may drop (`Engine.let_go`). Has all since the last `Work`."""
 
     requests: tuple[GenerationRequest, ...] = ()
     aborts: tuple[SampleId, ...] = ()

@@ -54,8 +54,7 @@ PROGRAM = "rollpacker.engines.engine_worker"
 MAX_BEAT_S = 1.0
 """Longest time between two reports of an engine, in seconds. Each costs this process time."""
 CLOSE_S = 5.0
-"""Seconds that `close` waits at most for the event loop, shared by all processes' connections, to
-start closing."""
+"""Seconds that `close` waits at most for the event loop that all processes' connections share."""
 HERE = ThisHost()
 
 
@@ -214,8 +213,7 @@ class ProcessEngine:
 
     def _ask(self, call: Call) -> Future[str | None]:
         """Have the engine's process make this call after those before it. Returns a future of the
-        answer's result, from any thread. The future or, for a closed or dead engine, the method
-        raises `EngineError`."""
+        answer's result, from any thread. Future or method raises `EngineError`."""
         self._inbox.check_open()  # a closed engine's loop may have ended
         return asyncio.run_coroutine_threadsafe(self._answer_to(call), self._use.loop)
 
@@ -295,7 +293,7 @@ class ProcessEngine:
         on_error(error)
 
     def _end(self, error: Exception) -> None:
-        """End the process. Later calls do nothing. A caller that still waits in `ready` gets
+        """End the process, if it has not been ended before. A caller that waits in `ready` gets
         `error`."""
         if self._is_over:
             return

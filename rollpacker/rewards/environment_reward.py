@@ -18,8 +18,7 @@ class EnvironmentRewardConfig:
 
 class EnvironmentReward:
     """Gives each sample the sum of the environment's rewards for its turns, where a turn without a
-    reward counts 0. An episode that a limit ended counts too; one that failed is not judged at
-    all."""
+    reward counts 0. An episode that a limit ended counts too; a failed one is not judged."""
 
     DEADLINE: AdaptiveDeadlineConfig | None = None
     WORKERS: int | None = None

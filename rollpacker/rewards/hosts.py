@@ -79,8 +79,7 @@ def reward_setup(
     rewards: Sequence[RewardConfig], sandbox: SandboxConfig, *, heartbeat_s: float
 ) -> RewardSetup:
     """Return the setup for reward hosts, with this process's folder and module paths. A host that
-    is silent for `heartbeat_s` seconds counts as lost. Raises `RewardError` as `refuse_bound`
-    does."""
+    is silent for `heartbeat_s` seconds is lost. Raises `RewardError` as `refuse_bound` does."""
     refuse_bound(rewards)
     return RewardSetup(
         rewards=tuple(rewards),
@@ -106,9 +105,9 @@ class HostedReward:
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         """Starts one process at each of `places` (hosts); `ready` waits for them. `names`: the
-        rewards' names, in order. `heartbeat_s`: seconds of silence after which a host counts as
-        lost. Raises `RewardError` for rewards that cannot be sent, and `OSError` if a process
-        cannot be started."""
+        rewards' names, in order. `heartbeat_s`: seconds of silence after which one is lost. Raises
+        `RewardError` for rewards that cannot be sent, and `OSError` if a process cannot be
+        started."""
         self.names = tuple(names)
         self._places, self._heartbeat_s = tuple(places), heartbeat_s
         setup = reward_setup(rewards, sandbox, heartbeat_s=heartbeat_s)

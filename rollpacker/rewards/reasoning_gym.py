@@ -20,8 +20,7 @@ from rollpacker.rewards.reward import RewardError
 
 _EVALUATING = {"eval", "exec", "parse_expr", "sympify", "simplify"}
 _SOUND = {"number_sorting"}
-"""Tasks whose scorers call `eval` or the like, but only on the row's right answer, not the
-model's."""
+"""Tasks whose scorers call `eval` or the like, but on the row's right answer alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +29,8 @@ class ReasoningGymConfig:
 
     answer_regex: str | None = None
     """Regular expression that finds the answer in the completion: its last match that is not empty,
-    or that match's first group if there is one. Without a match the value is 0. None: the whole
-    completion is the answer."""
+    or this match's first group. Without a match the value is 0. None: the answer is the whole
+    completion."""
     require_stop: bool = False
     """Whether a response that was cut off by a limit scores 0."""
     allow_evaluation: bool = False

@@ -21,8 +21,7 @@ class RewardError(RuntimeError):
 
 
 class Progress(NamedTuple):
-    """How far a run is: `steps_done` of `num_steps`. For reward functions that change during a
-    run."""
+    """How far a run is: `steps_done` of `num_steps`, for rewards that change during a run."""
 
     steps_done: int = 0
     num_steps: int = 1
@@ -121,8 +120,7 @@ class Failed:
 
 
 class Reward(Protocol):
-    """All rewards of a run together, as the run uses them. They are judged in this process or on
-    reward hosts."""
+    """All rewards of a run together, which judge in the run's process or on other hosts."""
 
     names: tuple[str, ...]
     """Names of the individual rewards, in the order of the config."""
@@ -174,8 +172,7 @@ class RewardPart(Protocol):
         self, samples: Sequence[RewardInput], *, timeout_s: float | None = None
     ) -> list[Scored | Failed | None]:
         """Judge a batch as `Reward.score` does. The verdict is None where this reward does not
-        apply to a sample. Returns within the time limit plus one second, whatever a sample or a
-        worker does."""
+        apply to a sample. Returns within the time limit plus one second, whatever happens."""
         ...
 
     def outage(self) -> str | None: ...

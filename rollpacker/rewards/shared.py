@@ -39,8 +39,7 @@ def logged_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 @dataclass(slots=True)
 class _Opened:
-    """The sandbox that one event loop uses. `context` closes it; None, as `box` is: it is not open
-    yet."""
+    """The sandbox that one event loop uses, and what closes it. Both are None until it is open."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     context: AbstractAsyncContextManager[Sandbox] | None = None
@@ -57,8 +56,7 @@ class Shared:
         engine_completer: MakeCompleter | None = None,
         workers: int | None = None,
     ) -> None:
-        """`workers`: most programs that run in the sandbox at a time. None: the sandbox's backend
-        decides."""
+        """`workers`: most programs that run in the sandbox at a time. None: its backend decides."""
         self.config = sandbox
         self._workers = workers
         self.engine_completer = engine_completer

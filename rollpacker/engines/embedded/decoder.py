@@ -95,8 +95,8 @@ class Decoder:
         self.read_model()
 
     def read_model(self) -> None:
-        """Build the faster forward pass (plain_forward.py) anew if the model's tensors have moved
-        since it was built."""
+        """Build the faster forward pass (plain_forward.py) anew if the model's tensors have
+        moved."""
         if not self._may_be_plain:
             return
         plain, old = plain_forward(self.model), self._plain

@@ -105,8 +105,7 @@ class RowText(Text):
 
     def go_on(self, new: str) -> None:
         """Append the row's `new` tokens to its text, and skip as many in the source text, where its
-        next draft begins. If skipped and new tokens differ, only those after the last difference
-        match."""
+        next draft begins. If the two differ, only tokens after the last difference match."""
         self.text += new
         self.num_seen += len(new)
         if self.source is None:

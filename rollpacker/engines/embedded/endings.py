@@ -60,8 +60,8 @@ class Endings:
         self, rows: RowTable, drawn_for: np.ndarray, tokens: np.ndarray, log_probs: np.ndarray
     ) -> np.ndarray:
         """Whether each of these tokens [rows, tokens], drawn for the rows with indices `drawn_for`,
-        ends its row regardless of limits and stop strings: it is an end token, or its
-        log-probability is NaN."""
+        ends its row, whatever limits and stop strings say: it is an end token or has a NaN
+        log-probability."""
         may_stop = rows.host_column("may_stop")[drawn_for]
         ends: np.ndarray = self._is_end[tokens] & may_stop[:, None] | np.isnan(log_probs)
         return ends

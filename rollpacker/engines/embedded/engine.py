@@ -206,8 +206,8 @@ class TorchEngine(LoopEngine):
         return outputs
 
     def _carrying(self, row: int) -> dict[str, Any]:
-        """Return the fields of a row's event about its carried tokens (generated before an abort):
-        how many were drawn again just as they were, and how often later ones were drawn with new
+        """Return an event's fields about the row's carried tokens (generated before an abort): how
+        many were drawn again just as they were, and how often later ones were drawn with new
         noise."""
         column = self._decoder.rows.host_column
         num_kept = int(column("num_kept")[row])
@@ -293,9 +293,9 @@ class TorchEngine(LoopEngine):
         return self._settle(kept, outputs) if kept else outputs
 
     def _keep(self, gone: list[int], outputs: list[Numbered]) -> list[SampleId]:
-        """For the next turns of dialogues, copy the keys and values of rows in `gone`: those that
-        ended with "stop" and whose requests ask for it (`GenerationRequest.keep`). Returns these
-        rows' samples."""
+        """For later turns of dialogues, copy the keys and values of those rows in `gone` that ended
+        with "stop" and whose requests ask for it (`GenerationRequest.keep`). Returns the rows'
+        samples."""
         kept = []
         for row, (_, output) in zip(gone, outputs, strict=True):
             request, response = self._decoder.rows.pending[row].request, output.response

@@ -214,10 +214,9 @@ class Extender:
     # -- what was carried --------------------------------------------------------------------------
 
     def take_up(self, first: int) -> int:
-        """Let the rows from `first` on keep their carried tokens (generated before an abort): all
-        of them, or if they are to be verified, as far as they are drawn again. These rows have just
-        drawn a first token. Returns how many tokens of all rows from `first` on are new, that is
-        not carried."""
+        """Let the rows from `first` on keep their carried tokens (generated before an abort): all,
+        or if they are to be verified, as far as they are drawn again. These rows have just drawn a
+        first token. Returns how many tokens of all rows from `first` on are not carried ones."""
         carrying = [
             row for row in range(first, self._rows.num_rows) if self._rows.pending[row].has_carried
         ]

@@ -48,8 +48,7 @@ class KeptRows:
 
     def take(self, sample: SampleId, prompt: tuple[int, ...]) -> KeptRow | None:
         """Remove and return the keys and values kept of a sample, cut to the tokens with which
-        `prompt` begins and to all but the prompt's last token, which must be fed. None: no tokens
-        are left."""
+        `prompt` begins, without its last token, which must be fed. None: no tokens are left."""
         kept = self._rows.get(sample)
         if kept is None:
             return None

@@ -122,8 +122,7 @@ class KVSlots:
     def _zeros(self, size: tuple[int, ...]) -> Tensor:
         """Return zeros for keys or values of this shape. Uninitialized memory may hold NaN, and a
         masked position contributes 0 times its value, which would be NaN. On a CPU the zero pages
-        cost nothing until they are touched, so a wide slot takes memory only as its sample
-        grows."""
+        cost nothing until they are touched, so a wide slot takes memory as its sample grows."""
         if self.device.type != "cpu":
             return torch.zeros(size, dtype=self.dtype, device=self.device)
         num_bytes = math.prod(size) * self.dtype.itemsize

@@ -153,8 +153,8 @@ class PlainForward:
         )
 
     def reserve(self, width: int) -> None:
-        """Prepare for rows of up to `width` positions by computing the rotary embedding's
-        rotations."""
+        """Compute the rotary embedding's rotations, to be ready for rows of up to `width`
+        positions."""
         old_width = len(self._rotations)
         if width <= old_width:
             return

@@ -56,8 +56,7 @@ _HOST_COLUMNS = {
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A request that the engine has taken on. `sequence` is its number in the order of
-    submission."""
+    """A request that the engine has taken on. `sequence`: its number in the order of submission."""
 
     request: GenerationRequest
     sequence: int
@@ -134,8 +133,8 @@ class RowTable:
         self._noise_column = 0
         self._is_uneven = False
         """Whether rows have got different numbers of tokens since the block of noise (random
-        numbers for several steps) was made. The rest of the block is then useless, and the next
-        block is kept short."""
+        numbers for several steps) was made. The rest of the block is then useless, and the next is
+        kept short."""
         self._free_stores: list[int] = []
         self._tokens = np.zeros((0, 0), np.int64)
         self._log_probs = np.zeros((0, 0), np.float32)
@@ -164,8 +163,8 @@ class RowTable:
         self._noise_column = steps
 
     def device_column(self, name: str) -> Tensor:
-        """The column of this name over all slots, used or not, as a tensor on the device for
-        reading."""
+        """The column of this name over all slots, used or not, as a tensor on the device to
+        read."""
         return self._seen_as_tensors[name].to(self.device)
 
     def host_column(self, name: str) -> np.ndarray:
@@ -311,8 +310,8 @@ class RowTable:
         self._columns["key"][row] = self.pending[row].redraw_from(start)
 
     def draw_with(self, row: int, start: int, redraw: int) -> None:
-        """Let the row's tokens from index `start` on be drawn with set number `redraw` of random
-        numbers."""
+        """Let the row's tokens from index `start` on be drawn with random numbers of set
+        `redraw`."""
         self._columns["key"][row] = self.pending[row].draw_with(start, redraw)
 
     def _widen_outputs(self) -> None:

@@ -159,9 +159,8 @@ class VllmEngine(LoopEngine):
         return outputs
 
     def _add(self, entry: Pending) -> Numbered | None:
-        """Hand a request to vLLM. Returns None; or its output if there is nothing to generate,
-        since it can never run, or its carried tokens (from before an abort) are a whole response
-        already."""
+        """Hand a request to vLLM. Returns None; or its output if there is nothing to generate, as
+        it can never run, or its carried tokens (from before an abort) are a whole response."""
         reason = self._why_impossible(entry)
         if reason is not None:
             return failure(entry, reason)
@@ -173,8 +172,7 @@ class VllmEngine(LoopEngine):
         return None
 
     def _begin_live(self, live: Live) -> None:
-        """Hand a response to vLLM, with the tokens that it has as the end of the prompt, and keep
-        it among the live ones."""
+        """Hand a live response to vLLM, with the tokens that it has as the end of the prompt."""
         entry, given = live.entry, live.begin()
         # What comes from the prefix cache is not read, and so not drawn anew.
         draws_anew = live.draw.anew is not None
@@ -190,8 +188,7 @@ class VllmEngine(LoopEngine):
 
     def _hand_over(self, number: int, draw: Draw, prompt: list[int], **sampling: Any) -> Request:
         """Hand vLLM a request under this number. `draw` tells how its tokens are drawn, and takes
-        their log-probabilities; `sampling` are further parameters of vLLM's. Returns vLLM's record
-        of it."""
+        their log-probabilities; `sampling` are further parameters. Returns vLLM's record of it."""
         from vllm import SamplingParams as VllmSamplingParams
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind

@@ -37,8 +37,8 @@ class Live:
         self.entry = entry
         self.carried = carried
         self.given = list(carried.tokens)
-        """The response's tokens when vLLM got its current request: what vLLM generates for that
-        comes after them."""
+        """The response's tokens when vLLM got its current request, which generates those after
+        them."""
         self.log_probs = list(carried.log_probs)
         """Log-probability of each token in `given`."""
         self.num_kept: int | None = None

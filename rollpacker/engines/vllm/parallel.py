@@ -33,8 +33,8 @@ class Workers:
     """The worker processes of one vLLM engine that several devices share."""
 
     def __init__(self, engine: LLMEngine, model: PreTrainedModel) -> None:
-        """Takes shared memory for as many weights as `model` has. Raises `OSError`, or `ValueError`
-        if there is not enough."""
+        """Takes shared memory for the weights of `model`. Raises `OSError`, or `ValueError` for
+        lack of it."""
         self._engine = engine
         self._buffer = WeightBuffer.create(base_weights(model))
         self._num_loads = 0
@@ -74,8 +74,7 @@ class Workers:
 
 def watch_processes(engine: LLMEngine, on_error: Callable[[EngineError], None]) -> threading.Event:
     """Watch the engine's worker processes in a thread, and call `on_error` when one of them ends
-    unasked. Set the event that this returns before ending them. vLLM's own watch is ten seconds
-    slower."""
+    unasked. Set the event that this returns before ending them. vLLM's own watch is 10 s slower."""
     executor: Any = engine.engine_core.engine_core.model_executor
     processes = [worker.proc for worker in executor.workers]
     family = [os.getpid(), *(one.pid for one in processes)]

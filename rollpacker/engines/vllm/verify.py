@@ -84,8 +84,7 @@ class _Piece(NamedTuple):
     """Index in the response of the first of these tokens."""
     num_tokens: int
     row: int
-    """Index in the step's hidden states of the one that gives the logits for the first of these
-    tokens."""
+    """Index in the step's hidden states of the one that gives the first of these tokens' logits."""
 
 
 def _draw_all(runner: Any, found: list[_Piece], hidden_states: Tensor) -> None:

@@ -54,8 +54,7 @@ class Copy:
     @torch.no_grad()
     def load(self) -> None:
         """Copy the model's weights into vLLM: all at first, and later only the adapter if there is
-        one. Raises `EngineError` if vLLM's log-probabilities of a fixed prompt then differ from the
-        model's."""
+        one. Raises `EngineError` if vLLM then gives a fixed prompt other log-probabilities."""
         if not (self._has_base and has_adapter(self._model)):
             self._load_base()
             self._has_base = True
@@ -85,8 +84,8 @@ class Copy:
 
     def wake_up(self) -> None:
         """Undo `sleep`: bring back the weights, then allocate an empty cache. Raises `EngineError`
-        if some of vLLM's memory is missing, or if its log-probabilities of a fixed prompt are not
-        the model's."""
+        if some of vLLM's memory is missing, or it gives a fixed prompt other log-probabilities than
+        the model."""
         for stage in ("weights", "kv_cache"):
             is_whole = self._vllm.wake_up(tags=[stage])
         if not is_whole or self._vllm.is_sleeping():

@@ -43,8 +43,7 @@ class Extension:
 
     def watch(self: Any) -> str | None:
         """Have this worker's model runner draw carried tokens again (`verify.watch`). Called once,
-        before there are requests. Returns a sentence if the runner is of an unknown class, else
-        None."""
+        before any request. Returns a sentence if the runner is of an unknown class, else None."""
         return watch(self, _draws)
 
     def load_shared(self: Any, source: WeightSource) -> None:

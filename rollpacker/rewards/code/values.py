@@ -79,8 +79,7 @@ def _refuse(text: str) -> Any:
 
 def check_tree(tree: Tree, depth: int = 0, key_depth: int = 0) -> None:
     """Raise `BadValue` unless `tree` is the plain form of a value. `depth`: number of containers
-    that the value lies in. `key_depth`: how many of them hold it as a dict key or a set's
-    member."""
+    that the value lies in. `key_depth`: how many of them have it in a set or a dict key."""
     if tree is None or type(tree) in (bool, int, str):
         return
     if type(tree) is not list or not tree or max(depth, 12 * key_depth) > MAX_DEPTH:

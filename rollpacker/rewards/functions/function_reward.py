@@ -348,8 +348,7 @@ class RewardFunction:
 
 
 class Patience:
-    """Counts the calls in a row in which no sample got a verdict, and decides when the function is
-    not called any more."""
+    """Counts the calls in a row that gave no sample a verdict, and says when to call no more."""
 
     def __init__(self, name: str, most: int | None) -> None:
         """`name`: the reward's, for messages. `most`: number of failed calls in a row after which

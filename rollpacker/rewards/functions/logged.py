@@ -97,8 +97,7 @@ def read(
     reply: Mapping[str, Any], count: int
 ) -> list[tuple[Mapping[str, float], Mapping[str, Any]]]:
     """Return the metrics and the extras of each of a call's `count` samples from a worker's reply.
-    Anything of another form than `Logged.reply` has is ignored, as the function may have forged
-    it."""
+    What is not of the form of `Logged.reply` is ignored: the function may have forged it."""
     metrics, extras = reply.get("metrics", {}), reply.get("extras", {})
     if not (isinstance(metrics, dict) and isinstance(extras, dict)):
         return [({}, {})] * count

@@ -25,8 +25,8 @@ class Printed:
         self._num_lines = 0
 
     def line(self, name: str, line: str) -> None:
-        """Show a line that a worker printed, or only count it after `MAX_LINES`. `name`: the
-        reward's or environment's."""
+        """Show a line that the reward or environment `name` printed, or after `MAX_LINES` count
+        it."""
         self._num_lines += 1
         if self._num_lines <= MAX_LINES:
             logger.warning("%s %s: %s", self._kind, name, line)

@@ -196,8 +196,8 @@ class Binding:
         by_name = not signature.positional_only and set(first) <= set(self._style.fields)
         self._positional = () if by_name else tuple(self._style.fields)[:num]
         self._filled = {*self._style.fields, *(() if by_name else first), *LOGGERS}
-        """Names of parameters that never get a column, because the framework or the run passes
-        something else there."""
+        """Names of parameters that get no column, since framework or run pass something else
+        there."""
         self._check_signature()
         self._fields = [
             name
@@ -260,9 +260,8 @@ class Binding:
         return None
 
     def bind(self, samples: Sequence[RewardInput]) -> tuple[list[Any], dict[str, Any]]:
-        """Return the positional and the named arguments with which to call the function for these
-        samples; the config's own arguments are not among them. Raises `KeyError` for a missing
-        column."""
+        """Return the positional and the named arguments of a call for these samples, except those
+        that the config gives. Raises `KeyError` for a missing column."""
         named: dict[str, Any] = {}
         for name in dict.fromkeys(name for sample in samples for name in sample.columns):
             if self._takes_column(name):

@@ -26,8 +26,7 @@ class Finding:
 
     text: str
     certain: bool
-    """Whether every response would meet the mistake. False: perhaps only the made-up completions
-    do."""
+    """Whether every response would meet the mistake, not just the made-up completions perhaps."""
 
 
 def made_up(row: RewardInput) -> list[RewardInput]:

@@ -43,8 +43,7 @@ _REQUEST_ID = "rollpacker-"
 
 class _Passing(Exception):
     """A request failed, and may succeed if sent again. `after_s`: seconds to wait first, if the
-    endpoint asks for them, else None. `busy`: whether the endpoint says that it has too much to
-    do."""
+    endpoint asks for them, else None. `busy`: whether it says that it has too much to do."""
 
     def __init__(self, why: str, *, after_s: float | None = None, busy: bool = False) -> None:
         super().__init__(why)
@@ -238,8 +237,7 @@ class EndpointCompleter:
 
     def _status(self, response: Any, content: bytes) -> Exception:
         """The error for an unsuccessful HTTP status: `_Passing` if another attempt may succeed,
-        `_Refused` if this request is at fault, `CompletionFailed` if the user's settings are
-        wrong."""
+        `_Refused` if this request is at fault, `CompletionFailed` if the user's settings are."""
         status, detail = response.status_code, self._detail(content)
         if status in _PASSING or status >= 500:
             after_s = retry_after_s(response.headers.get("retry-after"), time.time())
@@ -269,8 +267,8 @@ class EndpointCompleter:
         return f": {text[:MAX_DETAIL_CHARS]}" if text else ""
 
     async def _answers_others(self, timeout_s: float) -> bool:
-        """Whether the endpoint reacts to a request that any model can answer, even if it refuses
-        the request."""
+        """Whether the endpoint reacts, be it by a refusal, to a request that any model can
+        answer."""
         try:
             await self._send([{"role": "user", "content": "Reply with OK."}], timeout_s, None)
         except _Passing:

@@ -150,8 +150,7 @@ def question(
 ) -> Question:
     """Make the request about one `answer` to `prompt`. `system`: the system message. `reference`:
     the right answer, or None to judge without one. `with_id`: whether the reply must repeat a
-    random id. `reminder`: whether the form of the reply is stressed, because the last reply was
-    unreadable."""
+    random id. `reminder`: whether to stress the reply's form, as the last reply was unreadable."""
     shown, left_out = _shown(answer, max_answer_chars)
     asked = as_text(prompt)
     expected = None if reference is None else neutral(reference)

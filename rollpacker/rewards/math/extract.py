@@ -174,8 +174,7 @@ def _boxes(text: str) -> list[_Box]:
 
 def _boxed(text: str, caps: Caps) -> str | None:
     """The content of the last box, joined by commas with boxes directly before it. Empty if that
-    box is not closed, or if there are more than `caps.boxes` different boxes. None: there is no
-    box."""
+    box is not closed or there are more than `caps.boxes` different boxes. None: no box."""
     boxes = _boxes(text)
     if not boxes:
         return None

@@ -56,8 +56,7 @@ Verdict = tuple[Literal["right", "wrong", "unknown"], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MathConfig:
-    """The `arguments` of the built-in reward `math`. Raises `ValueError` for values that are not
-    allowed."""
+    """The `arguments` of the built-in reward `math`. Raises `ValueError` for a wrong value."""
 
     answer_column: str = "answer"
     """The column with the right answer, or with a solution that ends in it."""

@@ -46,7 +46,7 @@ RIGHT, WRONG, UNKNOWN = "right", "wrong", "unknown"
 
 class Comparison:
     """Compares a right answer ("gold") with another answer. The options are those of `MathConfig`,
-    except `strict`: whether a right answer must be readable by the parser even where equal text
+    except `strict`: whether the parser must be able to read a right answer even where equal text
     would do."""
 
     def __init__(self, *, form: str, percent: str, min_digits: int, strict: bool = False) -> None:

@@ -28,8 +28,7 @@ _SIDE_BY_SIDE = re.compile(r"\d\s+\d|(?:\\pi|[)}])\s*\d|(?<![A-Za-z\\])[A-Za-z]\
 _TAKES_ARGUMENT = re.compile(
     r"\\(?:sum|int|prod|lim|log|ln|sinh?|cosh?|tanh?|cot|sec|csc)(?![A-Za-z])"
 )
-"""Matches commands (sum, log, sin) after which, or in whose limits, a number may stand without an
-operator."""
+"""Matches commands (log, sum) after which, or in whose limits, a number needs no operator."""
 
 
 def same_expression(
@@ -226,8 +225,8 @@ _converter_class: Any = None
 
 
 def _converter() -> Any:
-    """The class of math-verify's LaTeX parser with two changes: decimals are exact, and 2(3) is 6,
-    not a mixed number."""
+    """math-verify's LaTeX parser (a class), but decimals are exact and 2(3) is 6, no mixed
+    number."""
     global _converter_class
     if _converter_class is not None:
         return _converter_class

@@ -80,8 +80,7 @@ _REWRITES = [
 ]  # fmt: skip
 NO_LETTER = r"(?![A-Za-z])"
 _SPACED_THOUSANDS = re.compile(r"(?<![\w.,/^}\u2063])\d{1,3}(?: \d{3})+(?![\w/.,]|\s*[/\d])")
-"""Matches digits in groups of three, such as 10 000, as one number; but not `1 500/1000`, which is
-a mixed number."""
+"""Matches digits in groups of three: 10 000, but not the mixed number `1 500/1000`."""
 
 
 def clean(text: str) -> str:
@@ -115,8 +114,8 @@ def _ascii(character: str) -> str:
 
 
 def wrapped(text: str, opening: str, closing: str) -> str | None:
-    """Return the text inside the brackets `opening` and `closing` if one pair of them encloses the
-    whole text, else None."""
+    """The text inside the brackets `opening` and `closing` that enclose it as a whole, else
+    None."""
     if not (text.startswith(opening) and text.endswith(closing)):
         return None
     inner = text[len(opening) : len(text) - len(closing)]
@@ -236,8 +235,8 @@ def _signed(found: re.Match[str], value: Fraction) -> Fraction:
 
 
 def stands_for(decimal: Number, value: Any, min_digits: int) -> bool:
-    """Whether the decimal is `value` rounded or cut off, and has at least `min_digits` significant
-    digits."""
+    """Whether the decimal is `value` rounded or cut off, with `min_digits` significant digits or
+    more."""
     if decimal.decimals is None or decimal.digits < min_digits:
         return False
     one = Fraction(1, 10**decimal.decimals)
