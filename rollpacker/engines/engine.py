@@ -213,7 +213,7 @@ class Engine(Protocol):
         ...
 
     async def offload(self) -> None:
-        """Free the device's memory; its content waits in host memory or is made again. Until
+        """Free the device's memory: weights wait in host memory, keys and values are dropped. Until
         `reload` the engine can only be closed. On a CPU nothing happens. Raises `EngineError` while
         samples run."""
         ...
@@ -250,8 +250,7 @@ class EngineStatus:
     """Number of tokens that were guessed and tried in decode steps
     (`rollout.engine.draft_tokens`)."""
     accepted_tokens: int = 0
-    """Number of tokens gained by guessing: those of steps with guesses, less one a sample and
-    step."""
+    """Tokens gained by guessing: those of steps with guesses, less one per sample and step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,8 +82,8 @@ class Inbox:
             self._condition.notify()
 
     def let_go(self, samples: Sequence[SampleId]) -> None:
-        """Note that the keys and values kept of these samples are not needed any more. Samples that
-        have ended are allowed."""
+        """Note that the keys and values kept of these samples are not needed any more. Samples may
+        have ended."""
         with self._condition:
             self.check_open()
             self._unkept.extend(samples)

@@ -135,8 +135,7 @@ class LoopEngine(ABC):
             self._overwrite(weights)
 
     def _trained(self) -> dict[str, torch.nn.Parameter]:
-        """The parameters that training changes, by name: the adapters' if there are any, else
-        all."""
+        """Parameters that training changes, by name: the adapters' if there are any, else all."""
         return {n: p for n, p in self._model.named_parameters() if p.requires_grad}
 
     @torch.no_grad()
@@ -159,7 +158,7 @@ class LoopEngine(ABC):
 
     @property
     def _is_on_device(self) -> bool:
-        """Whether the model is on a device of the kind that `offload` empties."""
+        """Whether the model is on a device that `offload` empties, which a CPU is not."""
         return self._model.device.type == self._host.source
 
     def _let_go(self) -> None:

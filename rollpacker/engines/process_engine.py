@@ -54,7 +54,7 @@ PROGRAM = "rollpacker.engines.engine_worker"
 MAX_BEAT_S = 1.0
 """Longest time between two reports of an engine, in seconds. Each costs this process time."""
 CLOSE_S = 5.0
-"""Seconds that `close` waits at most for the event loop that all processes' connections share."""
+"""Seconds that `close` waits at most for the shared event loop to end process and connection."""
 HERE = ThisHost()
 
 
@@ -213,7 +213,7 @@ class ProcessEngine:
 
     def _ask(self, call: Call) -> Future[str | None]:
         """Have the engine's process make this call after those before it. Returns a future of the
-        answer's result, from any thread. Future or method raises `EngineError`."""
+        answer's result, from any thread. Raises `EngineError`, as the future does."""
         self._inbox.check_open()  # a closed engine's loop may have ended
         return asyncio.run_coroutine_threadsafe(self._answer_to(call), self._use.loop)
 
@@ -293,8 +293,7 @@ class ProcessEngine:
         on_error(error)
 
     def _end(self, error: Exception) -> None:
-        """End the process, if it has not been ended before. A caller that waits in `ready` gets
-        `error`."""
+        """End the process, if it is not ended yet. A caller that waits in `ready` gets `error`."""
         if self._is_over:
             return
         self._is_over = True

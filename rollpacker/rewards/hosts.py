@@ -43,7 +43,7 @@ Verdict = Scored | Failed
 
 PROGRAM = "rollpacker.rewards.host_worker"
 BEATS = 5
-"""Number of reports that a host sends in the time after which a silent host counts as lost."""
+"""Number of reports that a host is to send within `heartbeat_s`, the silence that makes it lost."""
 
 
 class RewardHostsLost(RuntimeError):

@@ -25,7 +25,7 @@ _SOUND = {"number_sorting"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningGymConfig:
-    """The `arguments` of the built-in reward `reasoning_gym`. Raises `ValueError`."""
+    """The reward `reasoning_gym`'s `arguments`. Raises `ValueError` for a wrong value."""
 
     answer_regex: str | None = None
     """Regular expression that finds the answer in the completion: its last match that is not empty,
@@ -58,7 +58,7 @@ def make(**arguments: Any) -> ReasoningGymScorer:
 
 
 class ReasoningGymScorer:
-    """Scores completions of rows made by `kind: reasoning_gym`."""
+    """Scores completions of rows from a data source of `kind: reasoning_gym`."""
 
     __name__ = "reasoning_gym"
 

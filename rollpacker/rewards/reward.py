@@ -209,8 +209,8 @@ class RewardConfig:
     workers, endpoints that are down or the sandbox do not count. None: the run never ends for
     it."""
     workers: int | Literal["auto"] = "auto"
-    """Most checks at a time, each in a worker of its own; workers are started as work waits. auto:
-    one per processor (judge: 16 requests)."""
+    """Most checks at a time, each in a worker of its own; more are started while samples wait.
+    auto: one per processor (judge: 16 requests)."""
     deadline: AdaptiveDeadlineConfig | None = None
     """Adaptive time limit of each check. None: the built-in reward's own default; functions then
     have `timeout_s` alone."""

@@ -22,12 +22,12 @@ from rollpacker.warn_once import WarnOnce
 logger = logging.getLogger(__name__)
 
 MAX_TOKENS = 4096
-"""Most tokens of a text if neither the config nor the model has a limit."""
+"""Most tokens of prompt and completion if neither the config nor the model has a limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardModelConfig:
-    """The `arguments` of the built-in reward `reward_model`. Raises `ValueError`."""
+    """The reward `reward_model`'s `arguments`. Raises `ValueError` for a wrong value."""
 
     WORKERS: ClassVar[int] = 1
     """Number of workers if the config sets none. Each worker holds a copy of the model."""
@@ -39,7 +39,7 @@ class RewardModelConfig:
     """Most tokens of prompt and completion together. Longer ones lose their beginning, since the
     score is read at the end. None: the model's own limit, which also bounds other values."""
     batch_size: int = 8
-    """Most texts in one forward pass."""
+    """Most completions (with their prompts) in one forward pass."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """The device that the model runs on. auto: CUDA if there is a device, else the CPU."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -156,7 +156,7 @@ class RewardModel:
         return min(sound, default=MAX_TOKENS)
 
     def _outputs(self, batch: list[list[int]]) -> list[float]:
-        """The model's output for each text. Padding is on the right, and masked."""
+        """The model's output for each text (list of tokens), padded on the right and masked."""
         import torch
 
         width = max(map(len, batch))

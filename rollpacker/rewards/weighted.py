@@ -312,7 +312,7 @@ class WeightedReward:
         return next((why for part in parts if (why := part.broken())), None)
 
     def metrics(self) -> dict[str, float]:
-        """Counts since the start, from rewards that keep some, by names `REWARD/COUNT`."""
+        """Counts since the start of the run (such as of retries), by names `REWARD/COUNT`."""
         return {
             f"{one.part.name}/{name}": value
             for one in self._parts

@@ -26,8 +26,7 @@ class UnsupportedModelError(ValueError):
 
 
 class Scores(NamedTuple):
-    """How an attention layer makes scores from products of queries and keys: factor, window,
-    bound."""
+    """The factor, sliding window and soft cap with which attention scores queries against keys."""
 
     scaling: float
     sliding_window: int | None
@@ -155,8 +154,8 @@ def causal_attention(
     softcap: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Causal attention where each row's keys and values are those of this very pass, from the row's
-    first token on. Returns [rows, heads, tokens, head_dim], the shape of the query."""
+    """Causal attention over the keys and values of this pass alone, which begins at each row's
+    first token. Returns [rows, heads, tokens, head_dim], the shape of the query."""
     num_tokens = query.shape[2]
     window = num_tokens if sliding_window is None else min(sliding_window, num_tokens)
     windowed = window < num_tokens

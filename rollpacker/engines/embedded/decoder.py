@@ -1,8 +1,8 @@
 """The model's side of the embedded engine: prefill, decode steps, and the cache of each row (sample
 being decoded).
 
-There are no threads and no queue here. A step computes exactly the live rows, and each width bucket
-is exactly as wide as its longest row.
+There are no threads and no queue here. A step computes exactly the live rows, and each bucket
+(range of rows that attend over one width) is exactly as wide as its longest row.
 """
 
 from __future__ import annotations
@@ -95,8 +95,7 @@ class Decoder:
         self.read_model()
 
     def read_model(self) -> None:
-        """Build the faster forward pass (plain_forward.py) anew if the model's tensors have
-        moved."""
+        """Build the faster forward pass (plain_forward.py) anew if the model's tensors moved."""
         if not self._may_be_plain:
             return
         plain, old = plain_forward(self.model), self._plain
@@ -186,8 +185,8 @@ class Decoder:
         self.draw_first(first, kept.logits.expand(len(entries), -1), noise)
 
     def _prefill_batches(self, groups: list[list[Pending]]) -> Iterable[list[list[Pending]]]:
-        """Yield batches of these groups of equal prompts, sorted by prompt length. No batch exceeds
-        the limits on padded tokens and on logits, unless it is a single group."""
+        """Yield batches of these groups (requests of one prompt each), sorted by prompt length. No
+        batch exceeds the limits on padded tokens and on logits, unless it is a single group."""
         budget = PREFILL_TOKENS.get(self._device.type, PREFILL_TOKENS_ACCELERATOR)
         max_kept = max(1, PREFILL_LOGITS // self.rows.vocabulary_size)
         batch: list[list[Pending]] = []

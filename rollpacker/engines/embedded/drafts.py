@@ -65,9 +65,9 @@ _PRIOR = (0.3, 0.5, 0.5, 0.7, 0.85, 0.9)
 """Chance that a drafted token is right before anything was drafted, by the class (`_SIZE_CLASS`) of
 the match that the draft follows: somewhat below what `benchmarks/drafts.py` finds."""
 _PRIOR_TOKENS = 8.0
-"""Number of drafted tokens that count as much as the chances in `_PRIOR`."""
+"""Weight of `_PRIOR` against what is counted, as a number of drafted tokens."""
 NOTES_PER_LOOK = 8
-"""`Acceptance` computes its expected numbers of tokens anew after so many drafts were noted."""
+"""Number of drafts after which `Acceptance.expected_tokens` is computed from the counts anew."""
 _SIZE_CLASS = (0, 0, 1, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 4, 4, 4, 4, 5)
 """Class of a match, by its number of equal tokens. Longer matches are of the last class."""
 _SEPARATOR = chr(0x10FFFF)
@@ -121,7 +121,7 @@ class RowText(Text):
 
     def ahead(self, num_tokens: int) -> str:
         """Return up to `num_tokens` next tokens of the text that the row's draft is copied from. If
-        that text is the row's own, the repetition found there is continued."""
+        that is the row's own text and it ends before, its end is repeated."""
         if self.source is None:
             return ""
         part = self.source.text[self.place : self.place + num_tokens]
@@ -311,8 +311,8 @@ class Drafter:
         self, rows: RowTable, which: Sequence[int], num_rows: int
     ) -> tuple[int, list[RowText], list[str]]:
         """Return the number of tokens to draft for each row (0 if a plain step is better), and for
-        the rows `which` their texts and the tokens that may follow. The number is best if all
-        `num_rows` live rows are like those in `which`."""
+        the rows `which` their texts and the tokens that may follow. The number is chosen as if all
+        `num_rows` live rows were like these."""
         texts = self._read(rows, which)
         expected = self.acceptance.expected_tokens()
         groups: dict[PromptId, list[RowText]] = {}
@@ -411,8 +411,8 @@ def _text(tokens: Sequence[int] | np.ndarray) -> str:
 
 
 def _row_text(entry: Pending, tokens: Sequence[int], redraw: int) -> RowText:
-    """The text of a row that was not seen before. If the sample had more tokens before it was
-    aborted than the row has now, the row's draft is copied from them."""
+    """Make the text of a row that has none yet, from its response's `tokens` so far. If the sample
+    had more tokens before it was aborted, the row's draft is copied from them."""
     request = entry.request
     text = RowText(
         text=_text(request.prompt_tokens) + _text(tokens),

@@ -34,7 +34,7 @@ from rollpacker.engines.embedded.sampling import draw
 from rollpacker.engines.engine import Carried
 
 MAX_REDRAWS = 16
-"""Most times that tokens of one response are drawn again by the rule in `draw_again`."""
+"""Most times that tokens of one response are drawn again for its length (`draw_again`)."""
 MAX_GUESS = 255
 """Most tokens of a guess. Longer guesses are cut: a response that differs early then costs one
 short pass."""

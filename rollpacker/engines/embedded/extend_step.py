@@ -169,7 +169,7 @@ class _SpanStep:
 
     def _bias(self, sliding_window: int | None, groups: int) -> Tensor:
         """The attention bias [rows, 1, groups x tokens, width]: 0 where a token may look, else
-        minus infinity."""
+        minus infinity. `groups`: number of query heads per key head."""
         bias = self._biases.get(sliding_window)
         if bias is None:
             lines = self._slots.bias_line(sliding_window).unfold(0, self._width, 1)

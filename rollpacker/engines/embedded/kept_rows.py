@@ -63,7 +63,7 @@ class KeptRows:
         return KeptRow(kept.tokens[:size], cache) if size else None
 
     def let_go(self, samples: Iterable[SampleId]) -> None:
-        """Drop the keys and values kept of these samples. Other samples are ignored."""
+        """Drop the keys and values kept of these samples. Samples that have none are ignored."""
         for sample in samples:
             kept = self._rows.pop(sample, None)
             if kept is not None:

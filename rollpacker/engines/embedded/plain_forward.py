@@ -105,7 +105,8 @@ def plain_forward(model: PreTrainedModel) -> PlainForward | None:
 
 
 def _is_as_built(model: PreTrainedModel, family: object) -> bool:
-    """Whether every module is transformers' own or peft's plain adapter, without any hooks."""
+    """Whether every module is the transformers class for the model's `family` (a module of
+    transformers) or peft's plain adapter, without any hooks."""
     name = type(model).__name__.removesuffix("ForCausalLM")
     known = {getattr(family, name + part) for part in _PARTS} | _TORCH_PARTS
     modules = list(model.modules())
@@ -153,8 +154,7 @@ class PlainForward:
         )
 
     def reserve(self, width: int) -> None:
-        """Compute the rotary embedding's rotations, to be ready for rows of up to `width`
-        positions."""
+        """Compute the rotary embedding's rotations for rows of up to `width` positions."""
         old_width = len(self._rotations)
         if width <= old_width:
             return
@@ -193,8 +193,8 @@ class PlainForward:
     def _hidden(
         self, tokens: Tensor, positions: Tensor, num_rows: int, step: RolloutStep
     ) -> Tensor:
-        """Hidden states [tokens, width] after the last layer; the tokens of `num_rows` rows of
-        equal length lie one row after the other."""
+        """Hidden states [tokens, hidden size] after the last layer. The tokens of `num_rows` rows
+        of equal length lie one row after the other."""
         hidden: Tensor = self._embedding.index_select(0, tokens)
         rotations = self._rotations.index_select(0, positions)
         cos, sin = rotations.narrow(1, 0, 1), rotations.narrow(1, 1, 1)

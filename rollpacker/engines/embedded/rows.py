@@ -70,8 +70,8 @@ class Pending:
 
     @property
     def width(self) -> int:
-        """Number of cache positions that the row can need: one a token, but for the last response
-        token."""
+        """Number of cache positions that the row can need: one for each token of its prompt and of
+        its longest response but the last, which is never fed."""
         return len(self.request.prompt_tokens) + self.limit - 1
 
     @property
@@ -163,8 +163,7 @@ class RowTable:
         self._noise_column = steps
 
     def device_column(self, name: str) -> Tensor:
-        """The column of this name over all slots, used or not, as a tensor on the device to
-        read."""
+        """The column of this name over all slots, used or not, as a device tensor for reading."""
         return self._seen_as_tensors[name].to(self.device)
 
     def host_column(self, name: str) -> np.ndarray:
@@ -186,7 +185,7 @@ class RowTable:
 
     def next_noise(self) -> Tensor:
         """Return every slot's noise (random numbers to draw with) for the next step, float64
-        [slots, size] on the device."""
+        [slots, `noise_size`] on the device."""
         num_steps = self._noise.shape[1]
         if self._noise_column >= num_steps:
             self._noise_column = max(0, num_steps - NOISE_BLOCK_UNEVEN) if self._is_uneven else 0
@@ -198,7 +197,7 @@ class RowTable:
 
     def noise_ahead(self, rows: slice | np.ndarray, count: int) -> Tensor:
         """Noise (random numbers) for the next `count` tokens of these rows, float64 [rows, count,
-        size] on the device."""
+        `noise_size`] on the device."""
         keys, counts = (
             torch.from_numpy(column[rows]).to(self.device)
             for column in (self._columns["key"].view(np.int64), self._columns["count"])
@@ -251,7 +250,7 @@ class RowTable:
         return self.noise_ahead(rows, 1)[:, 0]
 
     def record(self, tokens: np.ndarray, log_probs: np.ndarray, first: int = 0) -> None:
-        """Append one token to each row from `first` on."""
+        """Append one token to each row from index `first` on: `tokens`, `log_probs` are [rows]."""
         rows = slice(first, self.num_rows)
         store, count = self._columns["store"][rows], self._columns["count"][rows]
         while len(count) and count.max() >= self._tokens.shape[1]:
@@ -310,8 +309,7 @@ class RowTable:
         self._columns["key"][row] = self.pending[row].redraw_from(start)
 
     def draw_with(self, row: int, start: int, redraw: int) -> None:
-        """Let the row's tokens from index `start` on be drawn with random numbers of set
-        `redraw`."""
+        """Draw the row's tokens from index `start` on with random numbers of set `redraw`."""
         self._columns["key"][row] = self.pending[row].draw_with(start, redraw)
 
     def _widen_outputs(self) -> None:

@@ -63,8 +63,8 @@ class Draw:
         self.tokens: Sequence[int] = ()
         """vLLM's own list of the tokens that it generated for the request, which grows."""
         self.log_probs: list[float] = []
-        """Log-probabilities of `tokens`, and maybe of one more that was drawn in the midst of a
-        prompt."""
+        """Log-probabilities of `tokens`, and maybe of one drawn before the prompt's end was
+        read."""
 
 
 class Draws:

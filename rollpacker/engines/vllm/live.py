@@ -1,7 +1,7 @@
 """A response while vLLM generates it, perhaps in several requests to vLLM one after the other.
 
-    begin       vLLM gets the prompt and the response's tokens; carried tokens (of an earlier
-                launch) that are to be verified are drawn again (engines/vllm/verify.py)
+    begin       vLLM gets the prompt and the response's tokens; carried tokens (from before an
+                abort) that are to be verified are drawn again (engines/vllm/verify.py)
     look        once vLLM's first new token is there: how many carried tokens came out the same?
     leave       the response has left vLLM: its tokens are kept here
     cut, begin  once more, if a carried token came out differently, or the length is refused
@@ -37,8 +37,7 @@ class Live:
         self.entry = entry
         self.carried = carried
         self.given = list(carried.tokens)
-        """The response's tokens when vLLM got its current request, which generates those after
-        them."""
+        """The response's tokens when vLLM got its current request, which generates further ones."""
         self.log_probs = list(carried.log_probs)
         """Log-probability of each token in `given`."""
         self.num_kept: int | None = None
@@ -164,9 +163,9 @@ class Live:
         return len(self.tokens) > self._ceiling and self.num_redraws < MAX_REDRAWS
 
     def draw_again(self, *, stopped: bool) -> bool:
-        """Cut a response that has left vLLM if its length is refused, as in `Extender.draw_again`.
-        Returns whether it was cut and must go on, with new random numbers. `stopped`: whether it
-        ended by itself."""
+        """Cut a response that has left vLLM if it is too short or too long, as in
+        `Extender.draw_again`. Returns whether it was cut and must go on, with new random numbers.
+        `stopped`: whether it ended by itself."""
         count = len(self.given)
         floor = self.carried.floor if self.carried.verify else 0
         is_wrong = (stopped and count <= floor) or count > self._ceiling

@@ -28,9 +28,9 @@ RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 def watch(worker: Any, draws: Draws) -> str | None:
-    """Make the model runner of one of vLLM's workers draw the carried tokens (from before an abort)
-    of these requests again. Returns None, or a sentence that says why that cannot be done: the
-    runner is of another class than this code is written for."""
+    """Make the model runner of one of vLLM's workers draw again the carried tokens (from before an
+    abort) of the requests in `draws`. Returns None, or a sentence that says why that cannot be
+    done: the runner is of another class than this code is written for."""
     runner = worker.model_runner
     classes = [f"{one.__module__}.{one.__qualname__}" for one in type(runner).__mro__]
     if RUNNER not in classes:

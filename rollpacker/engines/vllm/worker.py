@@ -47,8 +47,8 @@ class Extension:
         return watch(self, _draws)
 
     def load_shared(self: Any, source: WeightSource) -> None:
-        """Load this worker's part of these weights. Raises `StaleWeightsError` if the source holds
-        another version by now."""
+        """Load this worker's part of the weights in the shared memory that `source` names. Raises
+        `StaleWeightsError` if another version is there by now."""
         with _reader.reading(source) as weights:
             self.reload_weights(weights_iterator=iter(weights.items()))
         self.apply_model(pack_output_layer)

@@ -180,8 +180,8 @@ def _of_mapping(test: Any) -> Iterator[Test]:
 
 
 def _check_keys(test: Mapping[str, Any], kind: Any) -> None:
-    """Raise `BadTests` for an unknown key. A misspelt key would be ignored, and the test would then
-    test something else."""
+    """Raise `BadTests` for a key that tests of type `kind` (None: none is given) do not have. A
+    misspelt key would be ignored, and the test would then test something else."""
     if kind is None:
         shape = next((key for key in _SHAPES if key in test), None)
         if shape is None:

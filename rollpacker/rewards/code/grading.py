@@ -111,7 +111,7 @@ async def grade(
 
 
 class _Read(list[Test]):
-    """The tests of a row that `read_tests` has read already."""
+    """Tests that `read_tests` has read already, so that `grade` takes them as they are."""
 
 
 async def _graded(
@@ -143,7 +143,7 @@ def _no_verdict(outcome: Outcome, number: int) -> Failed | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeConfig:
-    """The `arguments` of the built-in reward `code`. Raises `ValueError`."""
+    """The `arguments` of the built-in reward `code`. Raises `ValueError` for a wrong value."""
 
     tests_column: str = "tests"
     """The column with the tests of the row."""
@@ -360,7 +360,7 @@ def _counted(bad: int, total: int) -> str:
 
 
 def _listed(bad: Mapping[int, str]) -> str:
-    """Text that names the first bad rows by number, grouped by reason."""
+    """Text that names the first rows of `bad` (row number to reason), grouped by reason."""
     rows: dict[str, list[str]] = {}
     for number, reason in list(bad.items())[:_NAMED]:
         rows.setdefault(reason, []).append(str(number))

@@ -36,8 +36,8 @@ class Refused(Exception):
 
 
 def encode(value: Any, depth: int = 0) -> Tree:
-    """The plain form of a value. Only methods of builtin types are called; an instance of a
-    subclass is treated as one of the builtin type. Raises `Refused` for other values."""
+    """The plain form of a value that lies in `depth` containers. Only methods of builtin types are
+    called; an instance of a subclass is treated as one of the builtin type. Raises `Refused`."""
     kind = type(value)
     if value is None or kind is bool or kind is str:
         return value
@@ -316,8 +316,8 @@ def value_of(member: Any) -> Any:
 
 
 def judge(payload: str) -> None:
-    """Run the code of a test and print "passed" and a secret (the nonce), "failed", "unfit" and why
-    the test cannot be used with any program, or "ask" and the calls whose results it needs."""
+    """Run a test's code, which is in `payload` (JSON), and print "passed" and a secret (the nonce),
+    "failed", "unfit" and why it fits no program, or "ask" and the calls whose results it needs."""
     out = take_stdout()
     task = json.loads(payload)
     calls = Calls(task["known"], task["ordered"])

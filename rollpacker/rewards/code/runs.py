@@ -42,7 +42,7 @@ class Outcome:
 
 
 class _Ended(Exception):
-    """How a run ended has decided the outcome of the test, whatever the run printed."""
+    """Raised if the way in which a run ended (such as a limit) decides the outcome of its test."""
 
     def __init__(self, outcome: Outcome) -> None:
         self.outcome = outcome

@@ -377,7 +377,7 @@ class Patience:
 
 
 def _sent(spec: str) -> bytes:
-    """A function of the running program, pickled for a worker process. Raises `RewardError`."""
+    """The function of this program named by `spec`, pickled for a worker. Raises `RewardError`."""
     try:
         return pickled_given(spec, "its worker processes")
     except ImportSpecError as error:

@@ -22,7 +22,7 @@ NAMES = ("log_metric", "log_extra", "trainer_state")
 MAX_TEXT = 4000
 """Most characters of a text that is logged as an extra."""
 MAX_LOGGED = 100
-"""Most different names that one call may log."""
+"""Most different metrics, and most different extras, that one call may log."""
 
 
 @dataclass(frozen=True)

@@ -196,8 +196,7 @@ class Binding:
         by_name = not signature.positional_only and set(first) <= set(self._style.fields)
         self._positional = () if by_name else tuple(self._style.fields)[:num]
         self._filled = {*self._style.fields, *(() if by_name else first), *LOGGERS}
-        """Names of parameters that get no column, since framework or run pass something else
-        there."""
+        """Names of parameters that get no column, but something else from framework or run."""
         self._check_signature()
         self._fields = [
             name

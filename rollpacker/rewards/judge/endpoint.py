@@ -267,8 +267,7 @@ class EndpointCompleter:
         return f": {text[:MAX_DETAIL_CHARS]}" if text else ""
 
     async def _answers_others(self, timeout_s: float) -> bool:
-        """Whether the endpoint reacts, be it by a refusal, to a request that any model can
-        answer."""
+        """Whether the endpoint answers, or refuses, a request that any model can answer."""
         try:
             await self._send([{"role": "user", "content": "Reply with OK."}], timeout_s, None)
         except _Passing:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POSITIVE = 0.5
-"""Least value of a positive verdict, from 0 to 1. A positive verdict on a canary is reported."""
+"""Least value of a positive verdict, from 0 to 1. An answer without content should get less."""
 ALARM_EVERY = 20
 """Number of positive verdicts on canaries (answers without content) for which one warning is
 logged. The first is always reported."""

@@ -243,7 +243,7 @@ _LOOSE = re.compile(
     r"\s*([-+*/^_]|\\(?:cdot|times|div)(?![A-Za-z]))\s*|([({|]|\\[A-Za-z]+)\s+|\s+([)}])"
 )
 _INNER = frozenset("\\{}^_+-*/")
-"""Characters that make an expression beside them a part of a longer expression."""
+"""Characters next to which an expression is only a part of a longer expression."""
 _UNSURE = re.compile(r"nan|infty|inf|∞|0\^|0/0|\{0\}|/0")
 
 

@@ -34,8 +34,9 @@ _TAKES_ARGUMENT = re.compile(
 def same_expression(
     gold: str, gold_number: Number | None, answer: str, answer_number: Number | None, digits: int
 ) -> bool:
-    """Whether two expressions are equal: by value if they have no variables, otherwise by their
-    values at some points."""
+    """Whether two expressions are equal: by value if they have no variables, else by their values
+    at some points. `gold_number` and `answer_number`: None for what is not written as a number.
+    `digits`: fewest digits of a rounded decimal."""
     import sympy
 
     right, given = parse(gold), parse(answer)
@@ -225,7 +226,7 @@ _converter_class: Any = None
 
 
 def _converter() -> Any:
-    """math-verify's LaTeX parser (a class), but decimals are exact and 2(3) is 6, no mixed
+    """math-verify's LaTeX parser class, with exact decimals, and with 2(3) as 6, no mixed
     number."""
     global _converter_class
     if _converter_class is not None:

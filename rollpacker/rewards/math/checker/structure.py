@@ -68,7 +68,7 @@ _LINE = ("-\\infty", "\\infty")
 
 
 def read(text: str) -> Value | Group:
-    """Read the structure of cleaned text. Raises `Unreadable`."""
+    """Read a text that went through `clean` as a value or a group. Raises `Unreadable`."""
     if found := _MATRIX.match(text):
         return _matrix(found["rows"])
     if (found := _NAMED_TUPLE.match(text)) and _is_sorted(found[1]):

@@ -114,8 +114,7 @@ def _ascii(character: str) -> str:
 
 
 def wrapped(text: str, opening: str, closing: str) -> str | None:
-    """The text inside the brackets `opening` and `closing` that enclose it as a whole, else
-    None."""
+    """The text inside the brackets `opening` and `closing` if they enclose it all, else None."""
     if not (text.startswith(opening) and text.endswith(closing)):
         return None
     inner = text[len(opening) : len(text) - len(closing)]
@@ -235,8 +234,7 @@ def _signed(found: re.Match[str], value: Fraction) -> Fraction:
 
 
 def stands_for(decimal: Number, value: Any, min_digits: int) -> bool:
-    """Whether the decimal is `value` rounded or cut off, with `min_digits` significant digits or
-    more."""
+    """Whether the decimal is `value` rounded or cut off, with at least `min_digits` digits."""
     if decimal.decimals is None or decimal.digits < min_digits:
         return False
     one = Fraction(1, 10**decimal.decimals)
