@@ -26,8 +26,7 @@ from rollpacker.engines.engine import (
 
 CONCURRENCY = 16
 KV_CACHE_GIB = 1.0
-"""Memory in GiB for keys and values, unless the caller says otherwise: the policy's engine needs
-the rest."""
+"""GiB for keys and values unless the caller says otherwise: the policy's engine needs the rest."""
 
 
 class EngineCompleter:

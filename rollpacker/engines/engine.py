@@ -93,8 +93,7 @@ class GenerationRequest:
     """Exact number of response tokens, for benchmarks: the response ends with "stop" after that
     many, whatever is drawn. None: the response ends by itself."""
     noise: SampleId | None = None
-    """The sample whose noise (random numbers) the response is drawn with. None: the request's
-    own."""
+    """The sample whose noise (random numbers) the response is drawn with. None: its own."""
     turn: int = 1
     """Number of the model's turn in the sample's dialogue, from 1. The prompt of a later turn is
     everything that came before it."""
@@ -130,7 +129,7 @@ class Response:
     response that comes from an engine, which is a single turn."""
     rewritten: Rewritten = ()
     """Places in the tokens from which on the model saw another context than all tokens before,
-    because the chat template rewrites earlier turns. Empty for other templates, and for an engine's
+    because the chat template rewrites earlier turns. Empty for other templates and in an engine's
     response."""
 
     @property
@@ -163,8 +162,7 @@ class EngineOutput:
 
     event: SampleGenerated | SampleAborted | SampleFailed
     response: Response | None = None
-    """The response of a `SampleGenerated`, and of a `SampleAborted` if the sample had tokens.
-    Otherwise None."""
+    """Response of `SampleGenerated`, and of `SampleAborted` if the sample had tokens; else None."""
 
 
 Listener = Callable[[Sequence[EngineOutput]], None]

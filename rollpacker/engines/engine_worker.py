@@ -75,8 +75,8 @@ class EngineHost:
 
     def report(self) -> tuple[Report, list[tuple[int, Answer]]]:
         """Wait for outputs or answers, but at most `beat_s` seconds. Returns the report, and
-        (call's number, answer) for each answer to send after it. Raises `EngineError` if the engine
-        is dead."""
+        (call's number, answer) for each answer to send after it. Raises `EngineError` for a dead
+        engine."""
         with self._changed:
             # Idle engines of a host report at the same moments, which makes one packet of them.
             self._changed.wait_for(self._has_news, self._beat_s - time.monotonic() % self._beat_s)

@@ -1,5 +1,4 @@
-"""Requests, aborts and other messages from an engine's callers to its worker thread, under one
-lock."""
+"""Requests, aborts and other messages from an engine's callers to its worker, under one lock."""
 
 from __future__ import annotations
 
@@ -82,8 +81,8 @@ class Inbox:
             self._condition.notify()
 
     def let_go(self, samples: Sequence[SampleId]) -> None:
-        """Note that the keys and values kept of these samples are not needed any more. Samples may
-        have ended."""
+        """Note that keys and values kept of these samples, ended or not, are not needed any
+        more."""
         with self._condition:
             self.check_open()
             self._unkept.extend(samples)
@@ -101,7 +100,7 @@ class Inbox:
         self._weights_change = False
 
     def leave(self) -> None:
-        """Refuse calls that need the device's memory until `come_back`. Raises `EngineError` while
+        """Refuse calls that need the device's memory until `come_back`. Raises `EngineError` if
         samples run."""
         with self._condition:
             self.check_open()

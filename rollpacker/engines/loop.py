@@ -101,8 +101,7 @@ class LoopEngine(ABC):
         await asyncio.to_thread(self._let_go)
 
     async def reload(self) -> None:
-        """Take the device's memory again; see `Engine.reload`. A failure makes the engine
-        useless."""
+        """Take the device's memory again; see `Engine.reload`. Failure makes the engine useless."""
         await asyncio.to_thread(self._take_back)
         self._inbox.come_back()
 
@@ -152,7 +151,7 @@ class LoopEngine(ABC):
             own[name].copy_(value)
 
     def _forget_kept(self) -> None:
-        """Drop results of the present weights, such as kept keys and values, while no samples
+        """Drop what depends on the present weights, such as kept keys and values. No samples
         run."""
         return
 

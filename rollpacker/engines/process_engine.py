@@ -269,8 +269,7 @@ class ProcessEngine:
             listener(outputs)
 
     def _outputs(self, report: Report) -> list[EngineOutput]:
-        """A report's outputs as a listener gets them. Outputs of samples not in flight are only
-        logged."""
+        """A report's outputs as a listener gets them. Those of samples not in flight are logged."""
         found = []
         for event, response in report.outputs:
             prompt = self._prompts.pop(event.sample, None)

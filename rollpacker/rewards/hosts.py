@@ -106,7 +106,7 @@ class HostedReward:
     ) -> None:
         """Starts one process at each of `places` (hosts); `ready` waits for them. `names`: the
         rewards' names, in order. `heartbeat_s`: seconds of silence after which one is lost. Raises
-        `RewardError` for rewards that cannot be sent, and `OSError` if a process cannot be
+        `RewardError` for rewards that cannot be sent, and `OSError` if no process can be
         started."""
         self.names = tuple(names)
         self._places, self._heartbeat_s = tuple(places), heartbeat_s

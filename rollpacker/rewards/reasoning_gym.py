@@ -29,7 +29,7 @@ class ReasoningGymConfig:
 
     answer_regex: str | None = None
     """Regular expression that finds the answer in the completion: its last match that is not empty,
-    or this match's first group. Without a match the value is 0. None: the answer is the whole
+    or this match's first group. Without a match the value is 0. None: it is the whole
     completion."""
     require_stop: bool = False
     """Whether a response that was cut off by a limit scores 0."""

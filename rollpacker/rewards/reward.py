@@ -54,11 +54,10 @@ class RewardInput:
     columns: Mapping[str, Any]
     """The dataset row's other columns."""
     task: str | None = None
-    """The value of the row's task column, by which rewards choose their samples. None: the row has
-    no task."""
+    """Value of the row's task column, by which rewards choose their samples. None: it has no
+    task."""
     messages: list[dict[str, str]] | None = None
-    """The chat messages from which the prompt was made with the chat template. None: no template
-    was used."""
+    """The chat messages of which the chat template made the prompt. None: no template was used."""
     progress: Progress = UNKNOWN
     """How far the run was when the sample was sent to be judged."""
     episode: Episode | None = None

@@ -66,8 +66,7 @@ class Weighted:
 
     def limit_s(self, timeout_s: float | None) -> float | None:
         """Return the limit to pass to this reward's checks, in seconds: the smaller of `timeout_s`
-        and its deadline's `max_s`. None if one of them is missing: the reward uses its own
-        limit."""
+        and its deadline's `max_s`. None if one is missing: the reward uses its own limit."""
         deadline = self.deadline
         if timeout_s is None or deadline is None:
             return None
@@ -142,8 +141,7 @@ class WeightedReward:
 
     def try_out(self, rows: Sequence[RewardInput]) -> list[str]:
         """Let each reward function judge made-up completions of the first row that it applies to.
-        Returns warnings for the user. Raises `RewardError` if a function could judge no
-        response."""
+        Returns warnings for the user. Raises `RewardError` if a function could judge none."""
         firsts = [
             (one.part, next((r for r in rows if one.applies_to(r.task)), None))
             for one in self._parts

@@ -36,8 +36,7 @@ class Scores(NamedTuple):
 
 
 class RolloutStep(Protocol):
-    """One forward pass of the engine, which gives the attention layers their cached keys and
-    values."""
+    """A forward pass of the engine, which gives attention layers the cached keys and values."""
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores

@@ -55,8 +55,7 @@ class KeptPrompt:
 
 @dataclass(slots=True)
 class WidthPlan:
-    """Buckets (ranges of the live rows) for several decode steps, while all rows grow by a token
-    each."""
+    """Buckets (ranges of live rows) for some decode steps, while all rows grow by a token each."""
 
     buckets: list[Bucket]
     age: int = 0
@@ -145,8 +144,7 @@ class Decoder:
         self._plan = None
 
     def forget_plan(self) -> None:
-        """Drop the plan of buckets. Called after rows grew or shrank other than by a decode
-        step."""
+        """Drop the plan of buckets, as rows grew or shrank other than by a decode step."""
         self._plan = None
 
     def forget_prompt(self) -> None:

@@ -1,5 +1,4 @@
-"""Finds where a response ends: at an end token, a stop string, its length limit, or logits that are
-not numbers."""
+"""Finds where a response ends: at an end token, stop string, length limit, or logits with a NaN."""
 
 from __future__ import annotations
 

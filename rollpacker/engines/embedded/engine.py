@@ -207,8 +207,7 @@ class TorchEngine(LoopEngine):
 
     def _carrying(self, row: int) -> dict[str, Any]:
         """Return an event's fields about the row's carried tokens (generated before an abort): how
-        many were drawn again just as they were, and how often later ones were drawn with new
-        noise."""
+        many were drawn again just as they were, and how often later ones were with new noise."""
         column = self._decoder.rows.host_column
         num_kept = int(column("num_kept")[row])
         return {

@@ -36,8 +36,7 @@ from rollpacker.engines.engine import Carried
 MAX_REDRAWS = 16
 """Most times that tokens of one response are drawn again for its length (`draw_again`)."""
 MAX_GUESS = 255
-"""Most tokens of a guess. Longer guesses are cut: a response that differs early then costs one
-short pass."""
+"""Most tokens of a guess. Longer ones are cut: an early difference then costs one short pass."""
 EXTEND_SCORES = {"cpu": 1 << 24}
 EXTEND_SCORES_ACCELERATOR = 1 << 27
 """Most attention scores of one head (elements of the mask) in a pass, on any device but a CPU."""
@@ -78,7 +77,7 @@ class Extender:
     def extend(self, rows: np.ndarray, guesses: Sequence[Guess]) -> np.ndarray:
         """Extend each of these rows by at least one token, and by more as far as its guess is
         right. A row's newest token is then the first that differs from the guess, the token after
-        the whole guess, or the token that ended the row. Returns the number of each row's new
+        the whole guess, or the token that ended the row. Returns each row's number of new
         tokens."""
         before, positions = (self._rows.host_column(name)[rows] for name in ("count", "position"))
         max_tokens = min(self._max_tokens, self._max_logits)

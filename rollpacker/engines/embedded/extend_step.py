@@ -126,8 +126,7 @@ class _SpanStep:
         place = np.minimum(np.arange(span.num_tokens), lengths[:, None] - 1)
         self._last_columns = slots.width - 1 - (starts[:, None] + place)
         self._padded: Tensor | None = None
-        """Index of the token at each place of the padded rows [rows x tokens]. None: no row is
-        padded."""
+        """Index of the token at each place of padded rows [rows x tokens]. None: none is padded."""
         self._real: Tensor | None = None
         """Indices of the real tokens in the padded rows [rows x tokens]. None: no row is padded."""
         real = np.arange(span.num_tokens) < lengths[:, None]

@@ -190,8 +190,8 @@ class KVSlots:
 
 class PrefillStep:
     """A forward pass over right-padded prompts, which fills the slots of their samples.
-    `prompt_of_row` [new rows] is the index of each row's prompt in the batch, for the rows from
-    `first_row` on."""
+    `prompt_of_row` [new rows] is the index of each row's prompt in the batch; the first row is
+    `first_row`."""
 
     def __init__(self, slots: KVSlots, first_row: int, prompt_of_row: Tensor) -> None:
         self._slots = slots

@@ -255,8 +255,8 @@ def _normalize(hidden: Tensor, norm: _Norm) -> Tensor:
 
 def _scale_to_unit(hidden: Tensor, norm: _Norm) -> Tensor:
     """Divide each vector along the last dimension by its root mean square, in the roundings of
-    transformers' RMSNorm. The sum of squares comes from a vector norm: on a CPU that takes half the
-    time of a mean."""
+    transformers' RMSNorm. The sum of squares comes from a vector norm: half the time of a mean on a
+    CPU."""
     is_wide = hidden.dtype == torch.float32
     wide = hidden if is_wide else hidden.float()
     length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)

@@ -133,7 +133,7 @@ class RowTable:
         self._noise_column = 0
         self._is_uneven = False
         """Whether rows have got different numbers of tokens since the block of noise (random
-        numbers for several steps) was made. The rest of the block is then useless, and the next is
+        numbers for several steps) was made. The block's rest is then useless, and the next block is
         kept short."""
         self._free_stores: list[int] = []
         self._tokens = np.zeros((0, 0), np.int64)
@@ -331,8 +331,7 @@ class RowTable:
         return tokens
 
     def first_broken(self, row: int, start: int) -> int | None:
-        """Number of the row's first token from `start` on with a NaN log-probability. None: no
-        token."""
+        """Index of the row's first token from `start` on with a NaN log-probability, or None."""
         count, store = int(self._columns["count"][row]), self._columns["store"][row]
         broken = np.flatnonzero(np.isnan(self._log_probs[store, start:count]))
         return start + int(broken[0]) if len(broken) else None

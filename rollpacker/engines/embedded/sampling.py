@@ -29,8 +29,7 @@ WIDE_VOCABULARY = 64
 """Largest vocabulary that is drawn from in one round. A larger one takes two: group, then token."""
 AT_ONCE = 1 << 18
 """Most logits drawn from together on a CPU, per torch thread: as float64 these are 2 MiB, which
-stay in the thread's cache. All rows of a wide vocabulary at once would need new memory at each
-token."""
+stay in the thread's cache. All rows of a wide vocabulary would need new memory at each token."""
 # The constants of SplitMix64 (Steele, Lea and Flood 2014), as signed numbers.
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
@@ -88,8 +87,7 @@ def _shifted(bits: Tensor, by: int) -> Tensor:
 @dataclass(frozen=True, slots=True)
 class DrawMode:
     """Whether any row of a batch is greedy, has another temperature than 1, or is truncated: `draw`
-    leaves out the parts that none needs. Other rows get the same with and without these, bit for
-    bit."""
+    leaves out the parts that none needs. Other rows get the same with and without them."""
 
     greedy: bool = False
     tempered: bool = False

@@ -37,8 +37,7 @@ class Anew:
     __slots__ = ("keys", "log_probs", "tokens")
 
     def __init__(self, keys: Sequence[int]) -> None:
-        """`keys`: 64-bit key of the noise (random numbers) of each token to be drawn again, in
-        order."""
+        """`keys`: 64-bit key of the noise (random numbers) of each token that is drawn again."""
         self.keys = [_signed(key) for key in keys]
         self.tokens: list[int] = []
         """The tokens drawn so far in place of those generated before the abort."""
@@ -63,8 +62,7 @@ class Draw:
         self.tokens: Sequence[int] = ()
         """vLLM's own list of the tokens that it generated for the request, which grows."""
         self.log_probs: list[float] = []
-        """Log-probabilities of `tokens`, and maybe of one drawn before the prompt's end was
-        read."""
+        """Log-probabilities of `tokens`, and maybe of one drawn in a prompt not read to its end."""
 
 
 class Draws:

@@ -70,8 +70,7 @@ class Live:
 
     @property
     def first_broken(self) -> int | None:
-        """Number of the first token with a NaN log-probability (None: no token). Called after
-        `leave`."""
+        """Index of the first token with a NaN log-probability, or None. Called after `leave`."""
         return next((n for n, one in enumerate(self.log_probs) if math.isnan(one)), None)
 
     # -- vLLM gets it and gives it back ------------------------------------------------------------

@@ -33,8 +33,8 @@ class Workers:
     """The worker processes of one vLLM engine that several devices share."""
 
     def __init__(self, engine: LLMEngine, model: PreTrainedModel) -> None:
-        """Takes shared memory for `model`'s weights. Raises `OSError`, or `ValueError` for lack of
-        it."""
+        """Reserves shared memory for the weights. Raises `OSError`, or `ValueError` for too
+        little."""
         self._engine = engine
         self._buffer = WeightBuffer.create(base_weights(model))
         self._num_loads = 0

@@ -271,8 +271,7 @@ def _check_head_size(model: PreTrainedModel) -> None:
 
 
 def check_hybrid(model: PreTrainedModel, *, on_cpu: bool) -> None:
-    """Raise `UnsupportedModelError` if this vLLM cannot run the model's layers that are not
-    attention."""
+    """Raise `UnsupportedModelError` if vLLM cannot run the model's layers other than attention."""
     config, name = model.config.get_text_config(), type(model).__name__
     kind = config.model_type
     if kind in _NEED_TORCHVISION and find_spec("torchvision") is None:

@@ -84,8 +84,8 @@ class Copy:
 
     def wake_up(self) -> None:
         """Undo `sleep`: bring back the weights, then allocate an empty cache. Raises `EngineError`
-        if some of vLLM's memory is missing, or it gives a fixed prompt other log-probabilities than
-        the model."""
+        if some of vLLM's memory is missing, or it computes other log-probabilities than the
+        model."""
         for stage in ("weights", "kv_cache"):
             is_whole = self._vllm.wake_up(tags=[stage])
         if not is_whole or self._vllm.is_sleeping():

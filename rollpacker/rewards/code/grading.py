@@ -171,8 +171,7 @@ class CodeConfig:
 
 
 class CodeReward:
-    """The built-in reward `code`: judges programs by the tests of their row. Meets the protocol
-    `RewardPart`."""
+    """The built-in reward `code` (a `RewardPart`): judges programs by the tests of their row."""
 
     DEADLINE = AdaptiveDeadlineConfig()
     WORKERS = os.cpu_count()
@@ -180,8 +179,7 @@ class CodeReward:
     def __init__(
         self, config: CodeConfig, *, entry: RewardConfig, name: str, shared: Shared
     ) -> None:
-        """`entry`: the reward's entry in the config. `shared`: holds the sandbox that runs the
-        programs."""
+        """`entry`: the reward's entry in the config. `shared`: has the sandbox for the programs."""
         self.name = name
         self._config = config
         self._entry = entry

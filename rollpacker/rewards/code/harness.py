@@ -129,8 +129,7 @@ def decode(tree: Tree, objects: Any = ()) -> Any:
 
 
 def take_stdout() -> int:
-    """Return a descriptor of stdout for the result. What is printed to stdout afterwards is
-    lost."""
+    """Return a descriptor of stdout for the result. What else is printed to stdout is then lost."""
     out = os.dup(1)
     try:
         nowhere = os.open(os.devnull, os.O_WRONLY)

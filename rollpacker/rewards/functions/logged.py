@@ -42,8 +42,7 @@ class Logged:
     """Collects what one call of a reward function logs."""
 
     def __init__(self, count: int, progress: tuple[int, int] = (0, 1)) -> None:
-        """`count`: number of completions in the call. `progress`: numbers of finished and of all
-        steps."""
+        """`count`: number of completions in the call. `progress`: steps finished, and all steps."""
         self._count = count
         self._state = TrainerState(*progress)
         self._metrics: dict[str, list[float]] = {}

@@ -40,7 +40,7 @@ class CompletionFailed(RuntimeError):
 
     def __init__(self, reason: str, cause: Cause, *, wrong_set_up: bool = False) -> None:
         """`cause`: whose fault it is (see `Cause`), for the sample's `Failed` verdict.
-        `wrong_set_up`: whether no request can succeed until the user changes a setting (key, model,
+        `wrong_set_up`: whether requests fail until the user changes a setting (key, model,
         address)."""
         super().__init__(reason)
         self.cause = cause

@@ -50,8 +50,8 @@ class JudgeReward:
 
     DEADLINE: AdaptiveDeadlineConfig | None = None
     """None: a judge has no adaptive deadline, since its time says nothing about whether an answer
-    is right. It depends on the reply's length and the server's load. The fixed `timeout_s` limits
-    each request."""
+    is right. It depends on the reply's length and the server's load. `timeout_s` limits each
+    request."""
     WORKERS: int | None = 16
 
     def __init__(

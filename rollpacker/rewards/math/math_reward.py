@@ -123,8 +123,8 @@ _CAPS = ("answer_chars", "nesting", "digits", "exponent", "elements", "boxes")
 
 
 class MathReward:
-    """The built-in reward `math`: 1 for an answer equal to the row's right one, else 0. Meets
-    `RewardPart`."""
+    """The built-in reward `math` (a `RewardPart`): 1 for an answer equal to the right one, else
+    0."""
 
     DEADLINE = AdaptiveDeadlineConfig(min_s=2.0, factor=1.5, max_s=5.0)
     """Limit of one comparison, in seconds. It takes milliseconds if the answer is ordinary; the

@@ -46,8 +46,8 @@ RIGHT, WRONG, UNKNOWN = "right", "wrong", "unknown"
 
 class Comparison:
     """Compares a right answer ("gold") with another answer. The options are those of `MathConfig`,
-    except `strict`: whether the parser must be able to read a right answer even where equal text
-    would do."""
+    except `strict`: whether the parser must be able to read a right answer even if equal text will
+    do."""
 
     def __init__(self, *, form: str, percent: str, min_digits: int, strict: bool = False) -> None:
         self.strict = strict

@@ -226,8 +226,7 @@ _converter_class: Any = None
 
 
 def _converter() -> Any:
-    """math-verify's LaTeX parser class, with exact decimals, and with 2(3) as 6, no mixed
-    number."""
+    """math-verify's class of LaTeX parsers, with exact decimals, and 2(3) as 6, no mixed number."""
     global _converter_class
     if _converter_class is not None:
         return _converter_class
