@@ -33,8 +33,7 @@ class Workers:
     """The worker processes of one vLLM engine that several devices share."""
 
     def __init__(self, engine: LLMEngine, model: PreTrainedModel) -> None:
-        """Reserves shared memory for the weights. Raises `OSError`, or `ValueError` for too
-        little."""
+        """Takes shared memory for the weights. Raises `OSError`, or `ValueError` for too little."""
         self._engine = engine
         self._buffer = WeightBuffer.create(base_weights(model))
         self._num_loads = 0
