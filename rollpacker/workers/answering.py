@@ -48,7 +48,8 @@ class Controller:
         self.say(call, json.dumps(reply, allow_nan=False).encode(), kind)
 
     def say(self, call: int, payload: bytes, kind: int = ANSWER) -> None:
-        """Send a reply whose content is JSON already, after flushing stdout and stderr."""
+        """Send a reply to call number `call`, after flushing stdout and stderr. `payload` is JSON
+        already; `kind`: the kind of message (`kinds.py`)."""
         self._end_in_fork()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # the function may have closed or replaced it

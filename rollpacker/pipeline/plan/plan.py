@@ -39,9 +39,10 @@ def ready_choosers(
 
 
 def plan_order(name: str, work: Work, links: Sequence[Link], *, caps: Caps = None) -> list[Order]:
-    """Return by stage the order of ops that this name stands for (one of `ORDERS` but `ready`), for
-    a sweep with the times of `work` and `links`. Raises `ValueError` if a micro-batch alone exceeds
-    one of `caps`, which 1f1b heeds no further."""
+    """Return by stage the order of ops called `name` (one of `ORDERS` but `ready`), for a sweep
+    (all micro-batches once through the stages) with the times of `work` and `links`. No stage keeps
+    activations of more tokens than its number in `caps`, except with 1f1b, which ignores them.
+    Raises `ValueError` if one micro-batch exceeds a cap."""
     if name == "1f1b":
         return plan_1f1b(work.num_stages, work.num_micro_batches)
     if name == "zero-bubble":
@@ -78,8 +79,9 @@ def plan_zero_bubble(work: Work, *, caps: Caps = None) -> list[Order]:
 def plan_adapted(
     work: Work, links: Sequence[Link], *, caps: Caps = None, search_ops: int = SEARCH_OPS
 ) -> list[Order]:
-    """Return by stage the best orders that a search finds for these times and links. Raises
-    `ValueError` if a micro-batch alone exceeds one of `caps`."""
+    """Return by stage the best order of ops that a search finds for these times of ops (`work`) and
+    links, after at most `search_ops` simulated ops. Raises `ValueError` if one micro-batch has more
+    tokens than a stage may keep (`caps`)."""
     check_caps(caps or (), work.tokens)
     first = run(ready_choosers(work.num_stages, caps=caps), work, constant(links))
     return improve(first.orders, work, links, caps=caps, budget_ops=search_ops)

@@ -32,8 +32,10 @@ def improve(
     caps: Sequence[int | None] | None = None,
     budget_ops: int,
 ) -> list[Order]:
-    """Return `orders` (valid ops by stage) after exchanges that make the sweep no longer. The
-    search ends after `budget_ops` simulated ops, or with nothing left to exchange."""
+    """Exchange neighbouring ops of a stage in `orders` (valid, by stage), and return the orders
+    with the shortest sweep found (all micro-batches once through the stages), at best shorter than
+    the given ones. The search ends after `budget_ops` simulated ops, or with nothing left to
+    exchange."""
     sweep = _Sweep(work, links)
     current: _Ops = [list(order) for order in orders]
     length_s, chain = sweep.longest_chain(current)
@@ -104,7 +106,8 @@ came last. None: the other op waited for nothing."""
 
 
 class _Sweep:
-    """Computes the seconds of a sweep with given orders of ops, faster than `virtual_time.run`."""
+    """Computes the seconds of a sweep (all micro-batches once through the stages) with given orders
+    of ops, faster than `virtual_time.run`."""
 
     def __init__(self, work: Work, links: Sequence[Link]) -> None:
         self._num_stages = work.num_stages
@@ -127,11 +130,13 @@ class _Sweep:
         senders: dict[str, list[list[Cause]]] = {
             kind: [[None] * count for _ in orders] for kind in ("F", "I")
         }
-        """The op whose message decided when each op's input arrives."""
+        """By kind, stage and micro-batch, the op whose message decided when this op's input
+        arrives."""
         left: dict[str, list[tuple[float, Cause]]] = {
             kind: [(-1.0, None)] * num_stages for kind in ("F", "I")
         }
-        """By link, the second at which it has sent its last message, and that message's op."""
+        """By direction and link, the second at which the link has sent its last message, and the op
+        whose result that message carried."""
         waiting = list(range(num_stages))
         while waiting:
             stage = waiting.pop()

@@ -13,7 +13,8 @@ from rollpacker.pipeline.plan.virtual_time import run
 from rollpacker.pipeline.plan.work import Link, Load, StageCost, Work, constant
 
 BUDGET_FACTOR = 1.2599210498948732
-"""Factor between two numbers of tokens that are tried: the third root of 2, three per doubling."""
+"""Factor between two numbers of tokens per micro-batch that `plan_budget` tries: the third root of
+2, so three per doubling."""
 MOST_MICRO_BATCHES = 16
 """Number of micro-batches per stage from which no smaller micro-batches are tried: filling and
 draining the pipeline then cost less than a tenth."""
@@ -64,9 +65,9 @@ def _least(
     joined: Callable[[float, float], float],
     cost: Callable[[int, int, int], float],
 ) -> tuple[float, list[int]]:
-    """Return the least cost of a split of the layers, and the first layer of each stage but the
-    first. `cost` is called with stage, first layer and end, and `joined` adds a stage's cost to
-    that of the stages before. Exact, O(stages x layers^2)."""
+    """Return the least cost of a split of `count` layers, and the first layer of each stage but the
+    first. `cost(stage, first, end)` is the cost of one stage with layers `first` to `end - 1`, and
+    `joined` adds it to that of the stages before. Exact, O(stages x layers^2)."""
     table = [math.inf] * (count + 1)
     table[0] = 0.0
     choices: list[list[int]] = []
@@ -104,9 +105,10 @@ def check_layers(layers: Sequence[int], *, num_layers: int, num_stages: int) -> 
 def layers_of_stages(
     given: Sequence[int], *, num_layers: int, num_stages: int, layer_work: float, last_work: float
 ) -> tuple[int, ...]:
-    """Return the number of layers of each stage: `given`, or if that is empty, the split of equal
-    layers with the least work (in any unit) on the slowest stage. The last stage has `last_work`
-    besides. Raises `ValueError` if `given` does not add up, or layers are fewer than stages."""
+    """Return the number of layers of each stage: those in `given`, or if that is empty, the split
+    with the least work on the slowest stage. A layer is `layer_work`, and the last stage has
+    `last_work` besides (any unit). Raises `ValueError` if `given` does not add up, or layers are
+    fewer than stages."""
     if given:
         check_layers(given, num_layers=num_layers, num_stages=num_stages)
         return tuple(given)

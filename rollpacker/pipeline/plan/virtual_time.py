@@ -90,9 +90,10 @@ def run(
     added_s: Sequence[float] | None = None,
     start_s: float = 0.0,
 ) -> Timeline:
-    """Simulate one sweep from second `start_s` on. `added_s`: rising seconds at which micro-batches
-    are added to the sweep; None: all are there at the start. Raises `ValueError`, which names the
-    stages and what they have done, if the choosers wait for each other for ever."""
+    """Simulate one sweep (all micro-batches once through the stages) from second `start_s` on, with
+    a chooser of ops per stage. `added_s`: rising seconds at which micro-batches are added to the
+    sweep; None: all are there at the start. Raises `ValueError`, which names the stages and what
+    they have done, if the choosers wait for each other for ever."""
     return _Run(choosers, work, links, sends, added_s, start_s).to_the_end()
 
 
@@ -104,7 +105,8 @@ def replay(
     sends: Sends = "free",
     start_s: float = 0.0,
 ) -> Timeline:
-    """Simulate a sweep with fixed orders of ops. Raises `ValueError` if they deadlock."""
+    """Simulate a sweep (all micro-batches once through the stages) in which each stage runs its ops
+    in the given order, with seconds of ops from `work`. Raises `ValueError` if they deadlock."""
     choosers = [FixedOrder(order) for order in orders]
     return run(choosers, work, links, sends=sends, start_s=start_s)
 
@@ -135,8 +137,8 @@ class _Run:
         self._spans: list[list[Span]] = [[] for _ in stages]
         self._messages: list[Message] = []
         self._free_s = {(link, way): start_s for link in stages for way in ("down", "up")}
-        """By link and direction, the second from which nothing is being sent. With one channel,
-        "down" stands for both directions."""
+        """By link and direction, the second from which nothing is being sent. If both directions
+        share a channel, only "down" is used."""
         self._events: list[tuple[float, int, str, int]] = []
         """Coming events as (second, number, what happens, stage). Simultaneous ones are in the
         order of their numbers."""

@@ -77,7 +77,8 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Seconds of ops, tokens and message bytes of one sweep of N micro-batches through S stages."""
+    """The work of one sweep (N micro-batches once through S stages): seconds of ops, tokens and
+    message bytes."""
 
     f_s: tuple[tuple[float, ...], ...]
     """Seconds of the forward passes, [stage][micro-batch]. `i_s` and `w_s` are those of the
@@ -98,8 +99,8 @@ class Work:
     def of(
         cls, costs: Sequence[StageCost], loads: Sequence[Load], *, bytes_per_token: float = 0.0
     ) -> Work:
-        """Return the seconds, tokens and bytes of a sweep, for micro-batches of these sizes on
-        stages of these costs."""
+        """Return the work of a sweep, computed from the sizes of its micro-batches and the costs of
+        the stages."""
         return cls(
             f_s=tuple(tuple(cost.f(load) for load in loads) for cost in costs),
             i_s=tuple(tuple(cost.i(load) for load in loads) for cost in costs),

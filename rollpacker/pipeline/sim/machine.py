@@ -96,7 +96,8 @@ def check_pipeline(trainer: Trainer, *, longest_tokens: int) -> None:
 
 
 def split(trainer: Trainer) -> tuple[int, ...]:
-    """Return the number of layers of each stage, on the assumption that no stage is slow."""
+    """Return the number of layers of each stage of the trainer: the config's, or else an even split
+    that assumes that no stage is slow."""
     spec = trainer.train.pipeline
     assert spec is not None
     if spec.layers != "auto":
@@ -108,8 +109,8 @@ def split(trainer: Trainer) -> tuple[int, ...]:
 def _faster(
     trainer: Trainer, spec: PipelineSpec, layers: Sequence[int], latency: LatencyModel
 ) -> tuple[int, ...]:
-    """Return the number of layers by stage of a faster split, which a run that measures its stages
-    would find. Empty: none is faster."""
+    """Return the number of layers of each stage in a split faster than `layers`, such as a run that
+    measures its stages would find. Empty: there is none, or the config fixes the split."""
     if spec.layers != "auto" or spec.op_times is not None:
         return ()
     count = spec.micro_batches or NOMINAL_MICRO_BATCHES * spec.stages
@@ -162,8 +163,9 @@ def _given(times: OpTimes, stage: int, slower: float) -> StageCost:
 
 
 def _bytes_per_token(trainer: Trainer, spec: PipelineSpec) -> float:
-    """Return the bytes of hidden states per token. If op times do not depend on tokens, neither do
-    messages (0 bytes): they take the given delays alone."""
+    """Return the bytes of hidden states per token in a message between stages. If measured op times
+    are given that do not depend on tokens, a message has 0 bytes: it takes the given delays
+    alone."""
     if spec.op_times is not None and spec.op_times.tokens is None:
         return 0.0
     return float(trainer.shape.hidden * DTYPE_BYTES[trainer.shape.dtype])

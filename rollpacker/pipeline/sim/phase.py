@@ -31,8 +31,8 @@ from rollpacker.pipeline.sim.spec import DrawnDelays, PipelineSpec
 from rollpacker.sim.draws import NormalPairs
 
 NUM_FORWARD_SWEEPS = 2
-"""Number of sweeps without gradients in a step: log-probs of the policy and of the reference model,
-as `TRAIN_FLOPS_PER_PARAM` counts them."""
+"""Number of sweeps (all micro-batches once through the stages) without gradients in a step:
+log-probs of the policy and of the reference model, as `TRAIN_FLOPS_PER_PARAM` counts them."""
 
 Caps = tuple[int | None, ...]
 
@@ -78,7 +78,8 @@ class PipelineMachine:
     bytes_per_token: float
     """Bytes of a message between two stages per token of its micro-batch."""
     relayout: tuple[int, ...] = ()
-    """Number of layers by stage of a faster split; empty: none is known."""
+    """Number of layers by stage in a faster split that is to be proposed to the user; empty:
+    none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +120,8 @@ class PipelineResult:
     """By stage, the most tokens whose activations were kept, over all steps' slowest replicas."""
     caps: Caps
     relayout: tuple[int, ...]
-    """Number of layers by stage of a faster split; empty: none is known."""
+    """Number of layers by stage in a faster split that is to be proposed to the user; empty:
+    none."""
     last: Timeline
     """Ops and messages of the slowest replica's last sweep with gradients."""
 
@@ -139,8 +141,9 @@ class PipelineResult:
 
 
 class Pipeline:
-    """Simulates a trainer's stages, phase by phase. A sweep is planned with the delays of messages
-    in the sweep before."""
+    """Simulates a trainer's stages, one training phase (the trainer's part of a step) after the
+    other. A plan of the order of ops is made for the delays of messages in the last sweep before
+    it."""
 
     def __init__(
         self,
@@ -150,7 +153,8 @@ class Pipeline:
         orders: Sequence[Order] = (),
         seed: int = 0,
     ) -> None:
-        """Begin a run. `orders`: by stage, from the CSV file that `spec.order` names, if any."""
+        """Begin a run without training phases. `orders`: by stage, the ops in the CSV file that
+        `spec.order` names; empty if it names none. `seed` is for the delays drawn."""
         self._spec = spec
         self._machine = machine
         self._orders = orders
@@ -170,7 +174,7 @@ class Pipeline:
             else link
             for number, link in enumerate(self._links)
         ]
-        """Latency and rate of the links that the plan of the next sweep reckons with."""
+        """Latency and rate of each link for which the next sweep is planned, as last observed."""
         self._steps: list[PipelineStep] = []
 
     @property
@@ -249,7 +253,8 @@ class Pipeline:
         return "host" if any(slow) else "direct"
 
     def _forward_s(self, work: Work, kind: str, now_s: float) -> float:
-        """Return the seconds of a sweep without gradients over links of this kind."""
+        """Return the seconds of one sweep without gradients, which begins at second `now_s`, over
+        links of this kind (`direct` or `host`)."""
         free_s, link_free_s = [0.0] * self.stages, [0.0] * self.stages
         for m in range(work.num_micro_batches):
             there_s = 0.0
@@ -267,7 +272,8 @@ class Pipeline:
         return max(free_s)
 
     def _run(self, work: Work, kind: str, now_s: float) -> tuple[float, Timeline]:
-        """Return a replica's seconds in forward sweeps, and times of its sweep with gradients."""
+        """Simulate a replica's training phase from second `now_s` on. Returns the seconds of its
+        sweeps without gradients, and the times of its sweep with gradients."""
         forward_s = NUM_FORWARD_SWEEPS * self._forward_s(work, kind, now_s)
         timeline = self._sweep(work, kind, now_s + forward_s)
         self._check_peaks(timeline)
@@ -307,7 +313,8 @@ class Pipeline:
         return replace(link, latency_s=link.latency_s + self._drawn(number, now_s))
 
     def _learn(self, timeline: Timeline, work: Work) -> None:
-        """Set each link's latency in the next plan to its median in this sweep."""
+        """Expect, in the next plan, for each link the median latency of its messages in this
+        sweep."""
         took_s: dict[int, list[float]] = {}
         for message in timeline.messages:
             leaves_s = self._links[message.link].leaves_s(work.message_bytes[message.micro_batch])
@@ -347,7 +354,8 @@ def _share(steps: Sequence[PipelineStep]) -> float:
 
 
 def merged(work: Work) -> Work:
-    """Return `work` with backwards for weights made part of those for inputs, as 1f1b has them."""
+    """Return a copy of `work` in which the seconds of backwards for weights are part of those for
+    inputs, as 1f1b runs both in one."""
     both = tuple(
         tuple(i + w for i, w in zip(*rows, strict=True))
         for rows in zip(work.i_s, work.w_s, strict=True)

@@ -1,5 +1,5 @@
-"""Settings of a simulated trainer's pipeline stages (`train.pipeline.*`), and the orders and links
-that `--compare` knows by name."""
+"""Settings of a simulated trainer's pipeline stages (`train.pipeline.*`), and the names by which
+`rollpacker simulate --compare` knows an order of ops with a kind of links."""
 
 from __future__ import annotations
 
@@ -113,9 +113,11 @@ class PipelineSpec:
     slow_stages: Mapping[int, float] = field(default_factory=dict)
     """By number of the stage from 0, how many times longer than usual its ops take."""
     direct_fixed_s: float = 0.0
-    """Seconds of a sweep with gradients over direct links that are not its ops' or messages'."""
+    """Seconds added to each sweep with gradients over direct links, for what is neither an op nor a
+    message."""
     host_fixed_s: float = 0.0
-    """Seconds of a sweep with gradients over host links that are not its ops' or messages'."""
+    """Seconds added to each sweep with gradients over host links, for what is neither an op nor a
+    message."""
 
     def __post_init__(self) -> None:
         at_least_one(self, "stages", "micro_batch_tokens")

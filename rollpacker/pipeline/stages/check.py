@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 
 def check_stages(config: RunConfig) -> None:
-    """Raise `ValueError` if a model of the trainer has fewer layers than there are stages, if the
-    policy's `layers` do not add up, or if the order's file is wrong (`read_order`). A model whose
-    shape is not known on this machine is checked by the stages, once it is loaded."""
+    """Raise `ValueError` if a model of the trainer has fewer layers than there are stages, if
+    `train.pipeline.layers` does not add up to the policy's, if the CSV file with the order of ops
+    is wrong, or if its kind of links is not allowed. A model whose shape is not known on this
+    machine is checked by the stages, once it is loaded."""
     pipeline = config.train.pipeline
     if pipeline.stages == 1:
         return

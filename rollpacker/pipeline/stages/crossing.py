@@ -21,7 +21,8 @@ class Passage:
     """One micro-batch's hidden states on one stage: received, and to be sent on."""
 
     arrived: Tensor | None
-    """The message from the stage before. None: no message, and the hidden states are zeros."""
+    """The message from the stage before. None: a micro-batch that runs on this stage alone, without
+    messages; its hidden states are zeros."""
     entered: list[Tensor] = field(default_factory=list)
     """Hidden states read from the message, with gradients: leaves of the stage's autograd graph."""
     left: list[Tensor] = field(default_factory=list)
@@ -36,7 +37,8 @@ class Passage:
         return pack([one.detach() for one in self.left])
 
     def backward(self, arrived: Tensor | None) -> None:
-        """Backpropagate the gradients of this stage's outputs in a message; None: zeros."""
+        """Backpropagate the gradients of this stage's outputs, read from the message `arrived`.
+        None: they are zeros, since the micro-batch runs on this stage alone."""
         kinds = [(one.shape, one.dtype) for one in self.differentiable]
         gradients = [
             torch.zeros(shape, dtype=dtype, device=self.differentiable[0].device)
@@ -56,8 +58,9 @@ class Passage:
 
 
 class Crossing:
-    """Hands received hidden states to a stage's models and takes the ones that they compute, one
-    micro-batch at a time. Copies of a model use the same crossing."""
+    """Hands the hidden states that a stage receives to its models, and takes those that they
+    compute for the next stage, one micro-batch at a time. A deep copy of a model keeps the same
+    crossing, not a copy of it."""
 
     def __init__(self) -> None:
         self._passage: Passage | None = None
@@ -66,7 +69,8 @@ class Crossing:
         return self
 
     def begin(self, arrived: Tensor | None) -> Passage:
-        """Begin a micro-batch with the message of the stage before; None: zeros in place of it."""
+        """Begin a micro-batch with the message `arrived` from the stage before. None: zeros in
+        place of hidden states, for a micro-batch that runs on this stage alone or on the first."""
         self._passage = Passage(arrived=arrived)
         return self._passage
 

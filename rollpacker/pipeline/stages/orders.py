@@ -42,8 +42,9 @@ NewChooser = Callable[[Measured], SweepChooser]
 
 
 class Orders:
-    """Makes the choosers of one stage's ops. Every stage plans the same from the same numbers;
-    before a plan runs, the stages compare their plans."""
+    """Makes the choosers of one stage's ops (forward, backward for inputs, backward for weights).
+    Each stage plans the order of ops on all stages, from the same numbers; before a plan is used,
+    the stages check that theirs are equal."""
 
     def __init__(
         self, place: Place, config: PipelineConfig, *, peers: Peers, csv: str | None = None
@@ -63,8 +64,9 @@ class Orders:
         return Planned(self._place, partial(self._plan, measured))
 
     def _plan(self, measured: Measured, loads: Sequence[Load]) -> Sequence[Order]:
-        """Return the planned orders by stage. All stages call this together. Raises `ValueError` if
-        a plan keeps too many activations, and `TrainerError` if stages planned differently."""
+        """Return the planned order of ops by stage, for micro-batches of these sizes and `measured`
+        costs of ops and messages. All stages call this together. Raises `ValueError` if a plan
+        keeps too many activations, and `TrainerError` if stages planned differently."""
         caps = live_token_caps(
             self._config.live_tokens,
             num_stages=self._place.count,
@@ -143,11 +145,12 @@ class Ready:
 
 
 class Planned:
-    """Chooses the next op of a plan made beforehand. Micro-batches that are added to an open sweep
-    get a plan of their own, which runs after the earlier ones."""
+    """Chooses the next op of a planned order. Micro-batches added to an open sweep get a plan of
+    their own, which runs after the earlier ones."""
 
     def __init__(self, place: Place, plan: Callable[[Sequence[Load]], Sequence[Order]]) -> None:
-        """Begin without micro-batches. `plan` returns for micro-batch sizes the orders by stage."""
+        """Begin without micro-batches. `plan` is called with the sizes of added micro-batches, and
+        returns the order of ops of each stage."""
         self._place = place
         self._plan = plan
         self._count = 0
@@ -162,5 +165,6 @@ class Planned:
             self._count += len(loads)
 
     def choose(self, state: StageState) -> Op | None:
-        """Return the plan's next op. None: the op has no input yet, and the stage waits."""
+        """Return the next op of the planned order. None: its input has not arrived, and the stage
+        waits."""
         return self._fixed.choose(state)

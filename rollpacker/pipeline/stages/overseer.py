@@ -29,7 +29,8 @@ PREFIX = "perf/pipeline"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrangement:
-    """What all ranks of a pipeline are told between steps: kind of links, and measured costs."""
+    """What all ranks of a trainer in pipeline stages are told between two steps: the kind of links
+    to use, and the measured costs with which to plan."""
 
     links: LinkKind
     measured: Measured | None
@@ -82,7 +83,8 @@ class Overseer:
 
     def of_layout(self, config: PipelineConfig, *, same_places: bool) -> Overseer:
         """Return an overseer for ranks in another layout (layers by stage, devices of ranks) of as
-        many stages. It keeps the kind of links, and for equal devices the usual times of links."""
+        many stages. It keeps the kind of links. `same_places`: whether ranks keep their devices; if
+        so, the links' usual times are kept too."""
         assert config.stages == self._num_stages
         found = Overseer(config, len(self._watches))
         found.found += self.found

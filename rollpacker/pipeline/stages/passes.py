@@ -100,9 +100,10 @@ class StagedPasses:
         look: Look | None = None,
     ) -> bool | None:
         """Begin forward and backward passes over the samples (`Passes`), and return None: `finish`
-        waits for them. With `look`, which is called after each micro-batch, wait here and return
-        whether all losses were finite (before the last stage: True). Stages before the last add
-        only their time to `sums`."""
+        waits for them and adds losses to `sums`. With `look`, which is called with the losses and
+        samples of each micro-batch, wait here and return whether all losses were finite. On stages
+        before the last, which compute no losses, that is True, and `sums` gets their seconds
+        alone."""
         rows = [row_of(sample) for sample in samples]
         work = [
             _Work(
@@ -127,8 +128,8 @@ class StagedPasses:
         return None
 
     def rescale(self, factor: float) -> bool:
-        """Multiply by `factor` what the open sweep will add to the sums at `finish`. Returns
-        whether no sweep is open: then gradients may be multiplied now."""
+        """Multiply by `factor` the losses that the open sweep will add to its sums at `finish`.
+        Returns whether no sweep is open: only then may the caller multiply gradients himself."""
         for one in () if self._open is None else self._open.ops.work:
             one.factor *= factor
         return self._open is None
@@ -146,7 +147,8 @@ class StagedPasses:
         return self._note(ended.ops.work, ended.sums)
 
     def differentiate_nothing(self) -> None:
-        """Run a micro-batch without samples through this stage alone, on zeros."""
+        """Run a micro-batch without samples through this stage alone, on zeros, so that every
+        parameter gets a gradient (of zeros)."""
         ops = _Training(self, [_Work(batch=self._batcher.filler(), samples=[])])
         self._deferred.is_on = False
         try:
@@ -164,7 +166,8 @@ class StagedPasses:
         return [(places, self._batcher.batch([rows[place] for place in places])) for places in plan]
 
     def _opened(self, sums: StepSums) -> _Open:
-        """Open a sweep in contexts that last until `finish`: gathered parameters, attention."""
+        """Open a sweep, whose losses `finish` adds to `sums`. Until then its contexts last:
+        gathered parameters, the setting of attention."""
         ops = _Training(self, [])
         with ExitStack() as around:
             around.enter_context(self._batcher.attention())
@@ -174,8 +177,9 @@ class StagedPasses:
             return _Open(sweep=sweep, ops=ops, sums=sums, around=around.pop_all())
 
     def _watched(self, work: Sequence[_Work], sums: StepSums, look: Look) -> bool:
-        """Run each micro-batch in a sweep of its own, and call `look` after it with its losses and
-        samples; all ranks make equally many sweeps. Returns whether all losses were finite."""
+        """Run each micro-batch of `work` in a sweep of its own, and call `look` after it with its
+        losses and samples. All ranks make equally many sweeps, some perhaps with nothing in them.
+        Returns whether all losses were finite."""
         finite = True
         for number in range(same_number(len(work), self._shards)):
             one = list(work[number : number + 1])
@@ -193,7 +197,8 @@ class StagedPasses:
         return finite
 
     def _note(self, work: Sequence[_Work], sums: StepSums) -> bool:
-        """On the last stage, add the losses to `sums`. Returns whether all losses were finite."""
+        """On the last stage, add the losses of these micro-batches to `sums`. Returns whether all
+        losses were finite; True on other stages."""
         finite = True
         for one in work if self._place.is_last else ():
             assert one.found is not None
@@ -271,7 +276,7 @@ class _Scoring:
 
 
 class _Training:
-    """One stage's ops in a sweep with gradients. `work` may grow while the sweep runs."""
+    """One stage's ops in a sweep with gradients. `work`, its micro-batches, may grow meanwhile."""
 
     def __init__(self, passes: StagedPasses, work: list[_Work]) -> None:
         self.work = work

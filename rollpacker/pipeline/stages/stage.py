@@ -94,7 +94,8 @@ class Stage:
         """Measured costs of ops and messages, the same on all stages, as last given to `arrange`.
         None: nothing was measured yet."""
         self._expected: Measured | None = None
-        """Costs to reckon with before anything is measured. None: the policy was not cut yet."""
+        """Costs of ops and messages, in FLOPs, with which sweeps are planned before any are
+        measured. None: the policy was not cut yet."""
 
     # -- its part of the models ------------------------------------------------------------
 
@@ -163,7 +164,8 @@ class Stage:
     # -- between two steps -----------------------------------------------------------------
 
     def arrange(self, arrangement: Arrangement) -> None:
-        """Use these links and costs from now on. All ranks make this call together."""
+        """Use from now on the kind of links and the measured costs of this arrangement. All ranks
+        make this call together."""
         self.measured = arrangement.measured
         if self._links is not None:
             self._links.use(arrangement.links)
