@@ -89,7 +89,7 @@ class EpisodeThread(threading.Thread):
     """A thread that calls functions one after another. It ends with its process at the latest."""
 
     def __init__(self) -> None:
-        """Starts the thread."""
+        """Start the thread, which then waits for calls."""
         super().__init__(daemon=True)
         self._loop = asyncio.get_running_loop()
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -164,11 +164,12 @@ class _Memory:
         self._limit: int | None = None
         stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
         self._stack = stack if 0 < stack < 1 << 30 else 8 << 20
-        """Bytes of a thread's stack, by which the limit is raised for each thread."""
+        """Bytes of a thread's stack. Each thread that is started raises the limit on memory by
+        that."""
 
     def limit(self, num_bytes: int) -> None:
-        """Limit the memory to its present size plus `num_bytes`. Where the system does not report
-        the present size, there is no limit."""
+        """Limit the memory that this process can write to, to its present size plus `num_bytes`.
+        Where the system does not report the present size, there is no limit."""
         with contextlib.suppress(OSError, StopIteration), open("/proc/self/status") as file:
             line = next(line for line in file if line.startswith("VmData:"))
             self._limit = (int(line.split()[1]) << 10) + num_bytes

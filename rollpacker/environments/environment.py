@@ -152,7 +152,8 @@ class Answered:
     truncated: bool = False
     """Whether the episode was ended by a limit of the environment, not by what happened in it."""
     seconds: float = 0.0
-    """Seconds spent in the environment, without any waiting."""
+    """Seconds that the environment's functions took for this answer, without waiting for a process
+    or thread."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers for the logs, by name, such as those of tool calls and failed tool calls."""
     calls: tuple[ToolCall, ...] = ()
@@ -208,8 +209,8 @@ class Environments(Protocol):
     """Whether the same actions lead to the same answers, so that a lost episode can be played
     again."""
     scores_at_end: bool
-    """Whether each episode has a single reward, which comes with the answer that ends it. For an
-    episode that a limit ends it comes from `finish`."""
+    """Whether each episode has a single reward, which comes with the answer that ends it. If a
+    limit of the run (such as of turns) ends the episode, `finish` returns the reward."""
 
     async def open(self) -> None:
         """Start processes, in the running event loop. Raises `EnvironmentSetupError` for mistakes
@@ -224,24 +225,28 @@ class Environments(Protocol):
         seed: int,
         timeout_s: float | None = None,
     ) -> Begun | Lost:
-        """Begin the episode, again if it was played before. If the environments are deterministic
-        and an answer then differs from before, the result is a `Lost` with the cause
+        """Begin the episode, or begin it again if it was played before. `row`: the dataset row of
+        its prompt; `seed`: what the environment gets as the row's `seed`. `timeout_s`: a limit on
+        the answer below the config's; None: the config's alone. If deterministic environments
+        answer an episode otherwise than before, the result is a `Lost` with the cause
         "environment"."""
         ...
 
     async def act(
         self, episode: SampleId, turn: int, message: Message, *, timeout_s: float | None = None
     ) -> Answered | Lost:
-        """Give the episode the model's message of this turn, and return the answer. Turns count
-        from 1; repeating a turn repeats the answer. Nothing that an environment does raises an
-        error. After a `Lost`, or when the call is cancelled, the episode must be begun again."""
+        """Give the episode the model's message of this turn, and return the environment's answer.
+        Turns count from 1; repeating a turn repeats the answer. `timeout_s` is as in `begin`.
+        Whatever goes wrong in an environment is returned as a `Lost`, not raised. After a `Lost`,
+        or when the call is cancelled, the episode must be begun again."""
         ...
 
     async def finish(
         self, episode: SampleId, *, timeout_s: float | None = None
     ) -> float | Lost | None:
-        """Return what is left of the reward of an episode that a limit ended, beyond the rewards of
-        its turns. None: nothing is left. Errors, `Lost` and cancelling are as in `act`."""
+        """Return the reward that an environment gives at the end of an episode (`scores_at_end`),
+        if a limit of the run ended the episode. None: there is none beyond the rewards of its
+        turns. Errors, `Lost`, `timeout_s` and cancelling are as in `act`."""
         ...
 
     def end(self, episode: SampleId) -> None:

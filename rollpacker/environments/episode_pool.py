@@ -30,8 +30,8 @@ from rollpacker.workers.pool import (
 MAX_EPISODES = 1000
 """Most episodes that live in one process."""
 ANSWER_WITHIN_S = 2.0
-"""Seconds after which a process that does not react counts as hung. All its episodes are lost with
-it, so it has longer than a process of a reward function."""
+"""Seconds after which a process counts as hung that does not react when told to give a call up. All
+its episodes are lost with it, so it has longer than a process of a reward function."""
 MAX_HUNG = 16
 """Number of calls that must hang in a process (go on after they were given up) for it to get no
 more episodes. The process ends once those that it has are over."""
@@ -52,7 +52,7 @@ class EpisodePool(WorkerPool):
     _closed = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Takes the arguments of `WorkerPool`."""
+        """Make a pool without episodes. The arguments are those of `WorkerPool`."""
         super().__init__(*args, **kwargs)
         self._suspects: set[Hashable] = set()
         self._suspected: deque[PoolCall] = deque()
@@ -102,18 +102,21 @@ class EpisodePool(WorkerPool):
             call.settle(GivenUp())
 
     def keep(self, worker: PoolWorker) -> None:
-        """Note that one more episode lives in this process."""
+        """Note that one more episode lives in this process, so that the process counts as busy
+        until `release`."""
         worker.num_kept += 1
 
     def release(self, worker: PoolWorker, episode: int, whose: Hashable) -> None:
-        """Note that an episode that lived in this process is over, and have the process drop it."""
+        """Note that an episode that lived in this process is over, and have the process drop it.
+        `episode`: its number there. `whose`: its prompt, which is no longer suspected if the
+        process still lives."""
         worker.num_kept -= 1
         if worker in self._workers:
             self._suspects.discard(whose)
         self.forget(worker, episode)
 
     def forget(self, worker: PoolWorker, episode: int) -> None:
-        """Have a process drop an episode, also one that was just being begun."""
+        """Have a process drop the episode with this number, which may still be beginning."""
         if worker in self._workers:
             worker.process.send(END, episode)
             self._freed(worker)
@@ -180,7 +183,8 @@ class EpisodePool(WorkerPool):
         return self._max_workers - others + bool(self._suspected and self._lacks_apart())
 
     def _plan_growth(self) -> None:
-        """Start missing processes soon, unless starting them has failed too often."""
+        """Start missing processes after `GROW_AFTER_S` seconds, unless starting them has failed too
+        often."""
         hopeless = self._num_failed_starts >= MAX_FAILED_STARTS and not self._waiting
         if self._grow_timer is None and self._num_to_start() > 0 and not hopeless:
             self._grow_timer = self.loop.call_later(GROW_AFTER_S, self._grow)
@@ -233,13 +237,13 @@ class EpisodePool(WorkerPool):
                 call.lost(how, self.loop.time())
 
     def give_up_waiting(self, why: str) -> None:
-        """Let all calls that wait for a process fail; see `WorkerPool.give_up_waiting`."""
+        """Have all calls that wait for a process raise `NoWorker`, which tells `why`."""
         self._waiting.extend(self._suspected)
         self._suspected.clear()
         super().give_up_waiting(why)
 
     async def close(self) -> None:
-        """End all processes; see `WorkerPool.close`."""
+        """End all processes, wait for their end, and have all calls raise `NoWorker`."""
         self._closed = True
         self._waiting.extend(self._suspected)
         self._suspected.clear()

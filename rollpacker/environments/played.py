@@ -23,11 +23,13 @@ class Played(Protocol):
     async def act(self, message: Message) -> Reply: ...
 
     async def finish(self) -> Reply:
-        """Return the `reward` of an episode that a limit ended, beyond the rewards of its turns."""
+        """Return, for an episode that a limit of the run ended, the `reward` that the environment
+        gives at the end; a reply without `reward` if it gives none beyond those of the turns."""
         ...
 
     def under_way(self) -> tuple[ToolCall, ...]:
-        """Return the tool calls so far of the message being answered; see `ToolBox.under_way`."""
+        """Return the tool calls so far of the message that is being answered; the last one still
+        runs. Empty: no tool runs."""
         ...
 
     async def close(self) -> None: ...
@@ -61,8 +63,9 @@ class UserEpisode:
     def __init__(
         self, make: Callable[[], Any], calls: Calls, max_chars: int, *, in_loop: bool
     ) -> None:
-        """`in_loop`: whether environments are made in the event loop, which is done if that does
-        not block."""
+        """Prepare an episode; `begin` makes its environment by `make`. `calls` runs the user's
+        functions; tools' results are cut to `max_chars`. `in_loop`: call `make` in the event loop,
+        since it does not block; otherwise in the episode's thread."""
         self._make = make
         self._in_loop = in_loop
         self._calls = calls
@@ -130,6 +133,6 @@ def _tools_of(environment: Any) -> list[Any]:
 
 
 def made_in_loop(make: Callable[[], Any]) -> bool:
-    """Whether `make` is called in the event loop. It is for a class whose methods are async: making
-    such an environment is assumed not to block either."""
+    """Whether `make` may be called in the event loop, where it must not block. That is assumed of a
+    class whose `reset` and `step` are async."""
     return all(inspect.iscoroutinefunction(getattr(make, name, None)) for name in ("reset", "step"))

@@ -139,7 +139,7 @@ class ToolBox:
         self._call = call
         self._max_chars = max_chars
         self._made: list[ToolCall] = []
-        """The tool calls of the model's latest message that have ended."""
+        """Records of the tool calls of the model's latest message that are done."""
         self._runs: tuple[str, float] | None = None
         """Name of the tool that runs now, and the time at which it began. None: no tool runs."""
 
@@ -186,7 +186,8 @@ class ToolBox:
         )
 
     async def _one(self, call: Any) -> tuple[dict[str, Any], ToolCall]:
-        """Execute one call. Returns the answer for the model, and the record of the call."""
+        """Execute one tool call of the model's message. Returns the tool's answer for the model,
+        also if the call failed, and the record of the call."""
         asked = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(asked, Mapping):
             asked = {}

@@ -70,7 +70,9 @@ class Line:
     # -- from a thread --------------------------------------------------------------------
 
     def send(self, kind: int, number: int = 0, payload: bytes = b"") -> None:
-        """Send a message, and wait until the kernel has all of it. Raises `LineEnded`."""
+        """Send a message, and wait until the kernel has all of it. `kind`: the kind of message
+        (`kinds.py`); `number`: the call that it belongs to, 0 for none; `payload`: its content.
+        Raises `LineEnded`."""
         try:
             self._connection.sendall(packed(kind, number, payload))
         except OSError as error:
@@ -126,13 +128,14 @@ class Line:
         loop.add_reader(self.fileno(), readable)
 
     def post(self, kind: int, number: int = 0, payload: bytes = b"") -> None:
-        """Send a message from the event loop without waiting. Does nothing on an ended line."""
+        """Send a message from the event loop without waiting; the arguments are those of `send`.
+        Does nothing on an ended line."""
         self._unsent += packed(kind, number, payload)
         self._flush()
 
     def post_together(self, kind: int, number: int = 0, payload: bytes = b"") -> None:
-        """Send a message without waiting, in one system call with other messages that are posted in
-        the same turn of the loop."""
+        """Send a message (arguments as in `send`) from the event loop without waiting, in one
+        system call with all messages that are posted before the loop's next round of callbacks."""
         self._unsent += packed(kind, number, payload)
         if not self._is_flushing and self._loop is not None:
             self._is_flushing = True

@@ -51,8 +51,8 @@ class Listener:
         self._knocks: list[_Knock] = []
 
     def accept(self, within_s: float) -> list[tuple[Line, bytes]]:
-        """Wait for connections that show the token. Returns a line and the bytes after the token
-        for each; an empty list after `within_s` seconds."""
+        """Wait until a connection shows the token. Returns, for each that has, its line and the
+        bytes that it sent after the token; an empty list if none has after `within_s` seconds."""
         until = time.monotonic() + within_s
         found: list[tuple[Line, bytes]] = []
         while not found:
@@ -82,7 +82,8 @@ class Listener:
             self._forget(self._knocks[0])
 
     def _hello(self, knock: _Knock) -> bytes | None:
-        """Return the bytes after the token; None if the message is incomplete or wrong."""
+        """Return the bytes that this connection sent after the token. None: its message is not
+        complete, or is wrong and the connection is closed."""
         try:
             messages = knock.line.read()
         except LineEnded:

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable
 
 MAX_OUTPUT_BYTES = 64 << 10
-"""The most bytes of processes' output that are kept per minute."""
+"""The most bytes of output that the processes with a common `OutputQuota` may print to the log per
+minute; more is dropped."""
 _MAX_LINE = 2000
 _CHUNK = 1 << 16
 
@@ -24,7 +25,8 @@ class OutputQuota:
         self.num_dropped = 0
 
     def take(self, data: bytes) -> bytes:
-        """Return the data that may pass, after a note on bytes dropped the minute before."""
+        """Return the part of `data` that may pass in this minute. If bytes were dropped in an
+        earlier minute, a note on how many comes first."""
         told = b""
         if self._clock() - self._minute >= 60:
             self._minute, self._left = self._clock(), MAX_OUTPUT_BYTES

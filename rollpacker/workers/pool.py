@@ -34,7 +34,8 @@ class Overran(Exception):
         self.shared = shared
         """Whether other calls ran in the same worker, which hung: any of them may be the cause."""
         self.own = own
-        """Whether this call's own limit passed, not that of another call in the same worker."""
+        """Whether this call took longer than its own limit. False: another call in the same worker
+        did, and the worker was ended with all its calls."""
         self.told = told or {}
         """What the worker reported when it was told to give this call up. Empty if nothing."""
 
@@ -43,7 +44,8 @@ class WorkerLost(Exception):
     """Raised if the worker of a call ended or was stopped; the message tells which and how."""
 
     def __init__(self, what: str, *, how: str, stopped: bool, left_s: float) -> None:
-        """`left_s`: seconds that were left of the call's limit. `how`: how the worker ended."""
+        """`what`: the message. `how`: how the worker ended, in words; empty if it did not end by
+        itself. `stopped`: whether a signal held it. `left_s`: seconds left of the call's limit."""
         super().__init__(what)
         self.how, self.stopped, self.left_s = how, stopped, left_s
 
@@ -68,8 +70,8 @@ class PoolCall:
     """What the call is for, such as an episode's prompt, which is suspected if its worker dies."""
 
     def lost(self, what: str, now: float, *, how: str = "", stopped: bool = False) -> None:
-        """Have the call raise `WorkerLost`: at loop time `now` its worker had ended (`how`: in
-        words) or was `stopped` by a signal."""
+        """Have the call raise `WorkerLost` with message `what`. `now`: the event loop's time;
+        `how`: how its worker ended, in words; `stopped`: whether a signal held the worker."""
         left_s = self.limit_s - (now - self.began)
         self.settle(WorkerLost(what, how=how, stopped=stopped, left_s=left_s))
 
@@ -96,8 +98,8 @@ class PoolWorker:
     """Whether the worker gets no more calls, since it is to end."""
     was_stopped: bool = False
     num_kept: int = 0
-    """Number of objects that calls have made in the worker for later calls, which therefore have to
-    run in it as well."""
+    """Number of objects, such as episodes, that live in the worker between calls, so that their
+    later calls have to run in it as well."""
     num_hung: int = 0
     """Number of given-up calls in this worker that have not ended in time."""
     gone: str = ""
@@ -131,7 +133,8 @@ IDLE_S = 60.0
 GROW_AFTER_S = 0.02
 """Seconds for which calls wait for a free worker before another worker is started."""
 WATCH_EVERY_S = 0.25
-"""Seconds between two checks of busy workers. One that a signal holds at two in a row is lost."""
+"""Seconds between two checks of busy workers. A worker that a signal (SIGSTOP) holds at two checks
+in a row is given up and replaced."""
 ANSWER_WITHIN_S = 0.25
 """Seconds without an answer to a cancelled call after which a worker's loop counts as blocked."""
 GIVE_IN_WITHIN_S = {False: 0.1, True: 1.0}
@@ -188,9 +191,9 @@ class WorkerPool:
     # -- calls ----------------------------------------------------------------------------
 
     async def call(self, payload: bytes, limit_s: float, *, alone: bool = False) -> dict[str, Any]:
-        """Send a call to a worker and return the reply. `limit_s`: its most seconds from when a
-        worker has it. `alone`: no other call runs in the worker meanwhile. Raises `Overran`,
-        `WorkerLost` and `NoWorker`."""
+        """Send a call with this content to a worker and return the reply. `limit_s`: the most
+        seconds that it may take in a worker, waiting for a free one not counted. `alone`: no other
+        call runs in the worker meanwhile. Raises `Overran`, `WorkerLost` and `NoWorker`."""
         call = self._made(payload, limit_s, alone=alone)
         self._waiting.append(call)
         self._dispatch()
@@ -235,15 +238,17 @@ class WorkerPool:
         self._keep_watching()
 
     def _give_until(self, within_s: float, then: _Then, call: PoolCall, worker: PoolWorker) -> None:
-        """Call `then` if the call is not answered within this many seconds of the loop's time."""
+        """Call `then` with the call and its worker if the call is not answered within this many
+        seconds."""
         due_s = self.loop.time() + within_s
         call.timer = self.loop.call_at(due_s, self._due, due_s, within_s, then, call, worker)
 
     def _due(
         self, due_s: float, within_s: float, then: _Then, call: PoolCall, worker: PoolWorker
     ) -> None:
-        """Call `then`, unless this loop was held up: the reply may then lie unread in the pipe, or
-        the worker may have waited for room there, and the call gets the lost seconds more."""
+        """Call `then`, unless this process's event loop was held up and comes here late: the reply
+        may then lie unread in the pipe, or the worker may have waited for room there. The call gets
+        as many seconds more as were lost."""
         held_s = self.loop.time() - due_s
         if held_s > HELD_S:
             self._give_until(min(held_s, within_s), then, call, worker)
@@ -304,7 +309,8 @@ class WorkerPool:
             one.settle(Overran(shared=shared, own=one is call))
 
     def _reacted(self, worker: PoolWorker, number: int, content: dict[str, Any]) -> None:
-        """Have a given-up call of an async worker raise `Overran`; other calls there go on."""
+        """Have call `number`, which an async worker has now given up, raise `Overran` with the
+        worker's report `content`. Other calls in the worker go on."""
         call = worker.calls.pop(number, None)
         if call is not None:
             call.settle(Overran(shared=False, told=content))
@@ -404,7 +410,8 @@ class WorkerPool:
             self._keep_watching()
 
     def _num_to_start(self) -> int:
-        """Return how many workers to start, at most as many again as are ready."""
+        """Return how many workers to start: no more than calls wait, and at most doubling the
+        number of workers that are ready."""
         num_ready = sum(worker.ready for worker in self._workers)
         num_starting = len(self._workers) - num_ready
         room = min(self._max_workers, num_ready + max(num_ready, 1)) - len(self._workers)
@@ -451,8 +458,9 @@ class WorkerPool:
     def _retire(
         self, worker: PoolWorker, gone: str = "", *, by_itself: bool = False
     ) -> list[PoolCall]:
-        """End a worker; `gone` is the reason. Returns its calls, which the caller has to settle,
-        unless the worker ended `by_itself`: they are settled once it is known how."""
+        """End a worker; `gone` is the reason in words. Returns its calls, and the caller must give
+        each a reply or error. If it ended `by_itself`, `_bury` does that, once it knows how the
+        worker ended."""
         worker.process.kill()
         worker.gone = gone or f"worker {worker} was ended"
         calls = list(worker.calls.values())
@@ -466,8 +474,8 @@ class WorkerPool:
         return calls
 
     async def _bury(self, worker: PoolWorker, lost: list[PoolCall] | None) -> None:
-        """Wait until the worker process has ended, and close its pipes. `lost`: its calls, to be
-        settled, if it ended by itself; else None."""
+        """Wait until the worker process has ended, and close its pipes. `lost`: if it ended by
+        itself, its calls, which raise `WorkerLost` then; else None."""
         how = await worker.process.gone()
         worker.process.close()
         if lost is not None:

@@ -59,8 +59,10 @@ class WorkerProcess:
         program: str,
         host: Host | None = None,
     ) -> None:
-        """`load`: message with the code to run. `quota`: limit on printed output, which processes
-        share. `host`: another host, where output then stays; None: this one. Raises `OSError`."""
+        """Start the process, in the folder `cwd`. `program`: the module that it runs; `load`: the
+        message that tells that what code of the user's to load. `quota`: limit on printed output,
+        which processes share. `host`: another host, where output then stays; None: this one. Raises
+        `OSError`."""
         self.child: Child | Process
         self._said: Callable[[str], None] | None = None
         self._said_before: list[str] = []
@@ -126,7 +128,7 @@ class WorkerProcess:
         raise TimeoutError
 
     def rename(self, name: str) -> None:
-        """Change the worker's name in messages, after its hello."""
+        """Change the name by which logs and errors call the worker. It must have said hello."""
         assert isinstance(self.child, Child), "nobody renames one on another host"
         self.child.name = name
 
@@ -136,8 +138,8 @@ class WorkerProcess:
         return load
 
     def _understood(self, message: Message) -> dict[str, Any]:
-        """Return the content of a worker's message. Raises `ValueError` for a message that no
-        worker sends: a user's function may have found its socket."""
+        """Return the content of a worker's message; a hello has none. Raises `ValueError` for a
+        message that no worker sends: user's code may have found the socket and written to it."""
         if message.kind == HELLO:
             self.child.pid = int(message.payload)
             return {}
