@@ -141,7 +141,7 @@ class EpisodeThread(threading.Thread):
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(GivenUp))
 
     def end(self) -> None:
-        """End the thread after the calls that are queued."""
+        """End the thread once the calls queued so far are done. Does not wait for that."""
         self._jobs.put(None)
 
 
@@ -158,7 +158,7 @@ def _fail(future: asyncio.Future[Any], error: Exception) -> None:
 
 
 class _Memory:
-    """The limit on the memory that this process can write to."""
+    """The limit on the memory of this process's own data. There is none until `limit` sets one."""
 
     def __init__(self) -> None:
         self._limit: int | None = None

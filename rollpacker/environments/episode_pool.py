@@ -63,7 +63,7 @@ class EpisodePool(WorkerPool):
         """The prompt whose episodes are in the separate process now. None: no episode is there."""
 
     def start(self) -> None:
-        """Start all processes of the pool."""
+        """Start all processes of the pool. They are ready later; calls wait for them."""
         self._grow()
 
     def begin(self, payload: bytes, limit_s: float, whose: Hashable) -> PoolCall:

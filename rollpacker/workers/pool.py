@@ -155,7 +155,7 @@ class WorkerPool:
     """
 
     kind = "reward"
-    """What the workers run, as a word in messages, such as reward."""
+    """Word for what the workers run, which stands before the pool's name in logs and errors."""
 
     def __init__(
         self,

@@ -92,7 +92,7 @@ class StageState:
     peak_live_tokens: int = 0
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Add micro-batches with these numbers of tokens to the sweep."""
+        """Add micro-batches with these numbers of tokens, behind the earlier ones."""
         assert not self.closed, "a closed sweep takes no more micro-batches"
         self.tokens += tokens
 
@@ -113,7 +113,8 @@ class StageState:
 
     @property
     def finished(self) -> bool:
-        """Whether the sweep is closed and all its ops are done."""
+        """Whether all ops of all micro-batches are done on this stage, and no more micro-batches
+        will come."""
         return self.closed and self.num_w == len(self.tokens)
 
     def ready(self, kind: Kind) -> bool:
@@ -147,7 +148,9 @@ class StageState:
 
 
 class Chooser(Protocol):
-    """Chooses which op (F, I or W of a micro-batch) one stage runs next, in one sweep."""
+    """Chooses which op one stage runs next: forward (F), backward for inputs (I) or backward for
+    weights (W) of a micro-batch. A chooser serves one sweep (all micro-batches once through the
+    stages)."""
 
     def choose(self, state: StageState) -> Op | None:
         """Return the op that the stage is to run now. None: the stage waits for a message or for
@@ -162,8 +165,8 @@ class FixedOrder:
         self._order = list(order)
 
     def extend(self, order: Sequence[Op]) -> None:
-        """Append a stage's ops for micro-batches that were added to an open sweep. The
-        micro-batches' numbers go on from the earlier ones."""
+        """Append `order`, the stage's ops for micro-batches added while the sweep runs. The
+        micro-batches are numbered on from the earlier ones."""
         self._order += order
 
     def choose(self, state: StageState) -> Op | None:
@@ -206,8 +209,9 @@ class ReadyFirst:
         """The lowest of the `caps` of this stage and all stages before it; infinity without any."""
         self._known = 0
         self._reachable = 0
-        """Number of leading micro-batches that have at most `_lowest` tokens together, at most
-        `_quota`; computed when the sweep had `_known` micro-batches."""
+        """Number of the first micro-batches, at most `_quota`, that have at most `_lowest` tokens
+        together: these forward passes can run before the first backward pass. Computed when there
+        were `_known` micro-batches."""
 
     def choose(self, state: StageState) -> Op | None:
         """Return the next op that has its input: a backward for inputs, else a forward, else a

@@ -56,8 +56,8 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewSplit:
-    """Another split of the layers among stages, and the predicted seconds of a sweep with the
-    present split (`before_s`) and with this one (`after_s`)."""
+    """Another split of the layers among stages. `before_s` and `after_s`: predicted seconds of a
+    sweep (all micro-batches once through the stages) with the present split and with this one."""
 
     layers: tuple[int, ...]
     before_s: float
@@ -73,9 +73,10 @@ def faster_split(
     head_layers: float = 0.0,
     bytes_per_token: float = 0.0,
 ) -> NewSplit | None:
-    """Return the split of the layers that is predicted to shorten a sweep by more than `MIN_GAIN`
-    of its time. None: there is none. `costs` were measured with the present split, `layers`. The
-    last stage also has the output layer, which is the work of `head_layers` layers."""
+    """Return the split of the layers that is predicted to shorten a sweep (micro-batches of sizes
+    `loads` once through the stages) by more than `MIN_GAIN` of its time. None: there is none.
+    `costs` were measured with the present split, `layers`. The last stage also has the output
+    layer, which is the work of `head_layers` layers."""
     if not loads:
         return None
     work = Work.of(costs, loads, bytes_per_token=bytes_per_token)

@@ -119,8 +119,9 @@ class _Sweep:
         self._leaves_s = [[link.leaves_s(size) for size in work.message_bytes] for link in links]
 
     def longest_chain(self, orders: _Ops) -> tuple[float, list[OpPlace]]:
-        """Return the seconds of the sweep, and the places of the ops that make it so long, first to
-        last. If the orders deadlock: infinity and no places."""
+        """Return the seconds until all ops are done with these orders, and the longest chain of ops
+        that waited for each other, first to last (`OpPlace` of each). If the orders deadlock:
+        infinity and no places."""
         num_stages, count = self._num_stages, self._count
         causes: list[list[Cause]] = [[None] * len(order) for order in orders]
         at, free_s = [0] * num_stages, [0.0] * num_stages

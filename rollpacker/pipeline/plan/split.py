@@ -138,8 +138,8 @@ def plan_budget(
     most_tokens: int,
     packs: Callable[[Sequence[int], int], list[list[int]]] = plan_packs,
 ) -> int:
-    """Return the most tokens per micro-batch with which a sweep over rows of these lengths is
-    expected to be quickest, by simulation with `ReadyFirst`.
+    """Return the limit on a micro-batch's tokens with which rows (a prompt with its response each)
+    of these lengths are expected to pass the stages quickest, by simulation with `ReadyFirst`.
 
     `packs` (lengths, budget) returns the rows of each micro-batch, by number. Small micro-batches
     fill and drain the pipeline fast and are even in size; each op has a fixed cost, which large

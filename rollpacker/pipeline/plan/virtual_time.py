@@ -51,7 +51,8 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """The ops and messages of a simulated sweep, and their times."""
+    """The ops and messages of one simulated sweep (all micro-batches once through the stages), and
+    their times in simulated seconds."""
 
     spans: tuple[tuple[Span, ...], ...]
     """By stage, the ops in the order in which the stage ran them, with their times."""
@@ -75,7 +76,8 @@ class Timeline:
 
     @property
     def bubble_share(self) -> float:
-        """Share of all stages' time, until the sweep's end, in which they computed nothing."""
+        """Share of all stages' time, from second 0 to the last op's end, in which they computed
+        nothing."""
         whole = self.makespan_s * len(self.spans)
         busy = math.fsum(self.busy_s(stage) for stage in range(len(self.spans)))
         return 1.0 - busy / whole if whole > 0 else 0.0

@@ -180,9 +180,9 @@ class _Healthy(Generic[Step]):
         self._num_unused = 0
 
     def add(self, step: Step) -> bool:
-        """Add the times of a healthy step. Returns whether to compute the usual times anew: after
-        each step until there are `healthy_steps`, then only when half of them are new, since it
-        takes milliseconds."""
+        """Add the times of a step in which nothing was slow. Returns whether to compute the usual
+        times anew, which takes milliseconds: from `first_steps` steps on each time until there are
+        `healthy_steps`, then only when half of them are new."""
         full = len(self.steps) == self._config.healthy_steps
         self.steps.append(step)
         self._num_unused += 1

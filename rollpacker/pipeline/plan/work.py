@@ -99,8 +99,9 @@ class Work:
     def of(
         cls, costs: Sequence[StageCost], loads: Sequence[Load], *, bytes_per_token: float = 0.0
     ) -> Work:
-        """Return the work of a sweep, computed from the sizes of its micro-batches and the costs of
-        the stages."""
+        """Return the work of a sweep (all micro-batches once through the stages). `costs`: of the
+        ops, by stage; `loads`: the sizes of the micro-batches; `bytes_per_token`: of a message
+        between stages."""
         return cls(
             f_s=tuple(tuple(cost.f(load) for load in loads) for cost in costs),
             i_s=tuple(tuple(cost.i(load) for load in loads) for cost in costs),
@@ -118,8 +119,9 @@ class Work:
         i_s: Sequence[float],
         w_s: Sequence[float],
     ) -> Work:
-        """Return the work of a sweep of equal micro-batches, of one token and no bytes each. `f_s`,
-        `i_s` and `w_s` are by stage the seconds of one op."""
+        """Return the work of a sweep (micro-batches once through the stages) of equal
+        micro-batches, of one token and no bytes each. `f_s`, `i_s` and `w_s` are by stage the
+        seconds of one op."""
         count = num_micro_batches
         return cls(
             f_s=tuple((seconds,) * count for seconds in f_s),
@@ -144,7 +146,7 @@ class Work:
         return self.i_s if kind == "I" else self.w_s
 
     def stage_s(self, stage: int) -> float:
-        """Return the seconds of all ops of this stage in the sweep, waits left out."""
+        """Return the seconds of all ops of all micro-batches on this stage, waits left out."""
         return math.fsum(sum(self.table(kind)[stage]) for kind in KINDS)
 
     def mean_s(self, kind: Kind) -> list[float]:

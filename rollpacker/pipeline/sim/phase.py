@@ -87,9 +87,11 @@ class PipelineStep:
     """Simulated times of one training phase, which is the trainer's part of a step."""
 
     seconds: float
-    """Seconds that the slowest replica takes for all sweeps of the phase."""
+    """Seconds that the slowest replica takes for all its forward and backward passes of the
+    phase."""
     sweep_s: float
-    """Seconds that the slowest replica takes for the sweep with gradients alone."""
+    """Seconds that the slowest replica takes for the sweep with gradients alone (all micro-batches
+    once forward and backward through the stages)."""
     idle_device_s: float
     """Seconds, summed over all GPUs, in which they waited for a message or another replica."""
     device_s: float
@@ -111,11 +113,12 @@ class PipelineResult:
     stages: int
     layers: tuple[int, ...]
     sweep_s: float
-    """Mean seconds of a phase's sweep with gradients, on its slowest replica."""
+    """Mean over phases of the seconds that the slowest replica takes for the sweep with gradients
+    (all micro-batches once forward and backward through the stages)."""
     bubble_share: float
     """Idle GPU time as a share of the GPU time of all training phases."""
     num_micro_batches: int
-    """The fewest micro-batches that a replica had in any sweep."""
+    """The fewest micro-batches into which a replica's responses of a training phase were packed."""
     peak_live_tokens: tuple[int, ...]
     """By stage, the most tokens whose activations were kept, over all steps' slowest replicas."""
     caps: Caps

@@ -21,8 +21,9 @@ _INK, _FAINT, _EMPTY = "#333333", "#777777", "#f1f1f1"
 
 
 def draw_sweep(axes: Axes, name: str, found: PipelineResult, *, until_s: float) -> None:
-    """Draw the slowest replica's last sweep, a lane per stage, stage 0 on top. What is not coloured
-    is idle. The time axis ends at `until_s` seconds, the end of the picture's longest sweep."""
+    """Draw the slowest replica's last sweep with gradients (all micro-batches once through the
+    stages), a lane per stage, stage 0 on top. What is not coloured is idle. The time axis ends at
+    `until_s` seconds, the end of the longest sweep in the picture."""
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 
@@ -52,7 +53,8 @@ def began_s(sweep: Timeline) -> float:
 
 
 def longest_s(found: Mapping[str, PipelineResult]) -> float:
-    """Return the seconds of the longest among the last sweeps of these simulated systems."""
+    """Return the seconds of the longest among these simulated systems' last sweeps (all
+    micro-batches once through the stages), for a common time axis."""
     return max(one.last.makespan_s - began_s(one.last) for one in found.values())
 
 
@@ -62,8 +64,9 @@ def pipelines_of(results: Mapping[str, SystemResult]) -> dict[str, PipelineResul
 
 
 def pipeline_tables(results: Mapping[str, SystemResult]) -> list[list[list[str]]]:
-    """Return a table of the systems' sweeps with gradients, as rows of cells, in a list; an empty
-    list if no trainer has stages."""
+    """Return a list with one table (rows of cells): for each system, how long its sweep (all
+    micro-batches once through the stages) takes and how much of that is idle. Empty if no trainer
+    has stages."""
     found = pipelines_of(results)
     if not found:
         return []

@@ -96,8 +96,8 @@ class PipelineSpec:
     """The most tokens of a micro-batch, into which responses with their prompts are packed. A
     longer response has a micro-batch of its own."""
     micro_batches: int | None = None
-    """Number of micro-batches in a replica's sweep, of about equal size. None: `micro_batch_tokens`
-    decides."""
+    """Number of micro-batches of about equal size into which a replica packs its responses of a
+    step. None: `micro_batch_tokens` decides."""
     op_times: OpTimes | None = None
     """Measured times of ops. None: the scenario's training cost is shared out by layers."""
     head_layers: float = 2.5

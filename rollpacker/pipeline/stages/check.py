@@ -76,7 +76,8 @@ def check_longest_sample(config: RunConfig, longest_prompt: int) -> None:
 def read_order(config: RunConfig) -> str | None:
     """Return the text of the CSV file that `train.pipeline.order` names; None if it names none.
     Raises `ValueError` if the file cannot be read or does not fit the number of stages, or if
-    gradients are streamed. Whether it fits the micro-batches is checked in each sweep."""
+    gradients are streamed (computed while responses are still generated). Whether it fits the
+    number of micro-batches is checked later, in each step."""
     pipeline = config.train.pipeline
     if pipeline.stages == 1 or pipeline.order in ORDERS:
         return None

@@ -85,7 +85,8 @@ class Executor:
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Record that no message comes any more: a sweep that waits for one raises `error`."""
+        """Record that no message comes any more, because of `error`: a sweep that waits for a
+        message raises it, now or later."""
         with self._changed:
             self._failure = error
             self._changed.notify_all()
@@ -140,9 +141,9 @@ class Executor:
 
 @dataclass(slots=True)
 class Scoring:
-    """Forward passes without gradients in an open sweep with gradients. They run after the forwards
-    of the micro-batches so far and before later ones, whatever the chooser says: they keep no
-    activations."""
+    """Forward passes without gradients, run while a sweep with gradients is open. They run after
+    the forwards of the micro-batches so far and before later ones, whatever the chooser says: they
+    keep no activations."""
 
     ops: StageOps
     count: int
@@ -157,7 +158,8 @@ class Sweep:
         self.state = StageState(stage=place.index, num_stages=place.count)
         self.scoring: Scoring | None = None
         self.seconds = 0.0
-        """Seconds that the sweep has run, not counting time without anything left to do."""
+        """Seconds that the sweep ran, once it has ended. Time in which it had no micro-batch left
+        to work on is not counted; waits for messages are."""
         self._executor = executor
         self._place = place
         self._changed = executor._changed
@@ -231,7 +233,7 @@ class Sweep:
 
     @property
     def _nothing_left(self) -> bool:
-        """Whether all added micro-batches and scoring passes are done."""
+        """Whether all micro-batches added so far, and all passes without gradients, are done."""
         return self.scoring is None and self.state.num_w == len(self.state.tokens)
 
     def _count_arrived(self) -> None:
@@ -253,7 +255,8 @@ class Sweep:
 
 
 class OpenSweep:
-    """A sweep in a thread of its own, which goes on between the calls. One thread makes the calls.
+    """A sweep (micro-batches once forward and backward through the stages) in a thread of its own,
+    which goes on between the calls. One thread makes the calls.
 
     An error in the sweep is raised by a call that waits, or by the next one: `TrainerError` if a
     message does not come in time, the error given to `Executor.fail`, or an op's own error.
@@ -273,7 +276,8 @@ class OpenSweep:
 
     @property
     def seconds(self) -> float:
-        """Seconds that the finished sweep ran, not counting time without anything left to do."""
+        """Seconds that the sweep ran, once it is drained. Time in which it had no micro-batch left
+        to work on is not counted; waits for messages are."""
         return self._sweep.seconds
 
     def add(self, loads: Sequence[Load]) -> None:

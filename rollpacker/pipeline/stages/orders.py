@@ -29,7 +29,8 @@ DIGEST_BYTES = 6
 
 
 class SweepChooser(Chooser, Protocol):
-    """Chooses one stage's ops in one sweep. `add` must announce micro-batches before they run."""
+    """Chooses one stage's ops in one sweep (all micro-batches once through the stages).
+    Micro-batches must be announced by `add` before they run."""
 
     def add(self, loads: Sequence[Load]) -> None:
         """Announce micro-batches of these sizes. All stages make this call together. Raises
@@ -38,7 +39,8 @@ class SweepChooser(Chooser, Protocol):
 
 
 NewChooser = Callable[[Measured], SweepChooser]
-"""A function that makes this stage's chooser for a sweep, from measured costs of all stages."""
+"""A function that makes this stage's chooser of ops for one sweep (all micro-batches once through
+the stages). Its argument are the costs measured so far, with which orders are planned."""
 
 
 class Orders:
@@ -49,8 +51,9 @@ class Orders:
     def __init__(
         self, place: Place, config: PipelineConfig, *, peers: Peers, csv: str | None = None
     ) -> None:
-        """Prepare for sweeps. `csv`: text of the file that `config.order` names, None if it names
-        none. Raises `ValueError` for a wrong file, as `orders_from_csv` does."""
+        """Prepare to make choosers for the stage `place`. `peers` compares plans with the other
+        stages. `csv`: text of the file that `config.order` names, None if it names none. Raises
+        `ValueError` for a wrong file, as `orders_from_csv` does."""
         self._place = place
         self._config = config
         self._peers = peers
@@ -58,7 +61,8 @@ class Orders:
         self._of_file = [] if csv is None else orders_from_csv(csv, num_stages=place.count)
 
     def new_chooser(self, measured: Measured) -> SweepChooser:
-        """Return this stage's chooser for a new sweep, from measured costs of all stages."""
+        """Return this stage's chooser of ops for a new sweep. `measured`: costs of ops and messages
+        on all stages, with which orders are planned."""
         if self._config.order == "ready":
             return Ready(self._place, self._config)
         return Planned(self._place, partial(self._plan, measured))

@@ -135,8 +135,8 @@ class StagedPasses:
         return self._open is None
 
     def finish(self) -> bool:
-        """End the open sweep, if any. Returns whether its losses were finite; always True before
-        the last stage."""
+        """Wait for all passes begun by `differentiate`, if any, and add their losses to the sums.
+        Returns whether the losses were finite; always True before the last stage."""
         if self._open is None:
             return True
         ended, self._open = self._open, None
@@ -247,7 +247,8 @@ class _Open:
 
 
 class _Scoring:
-    """One stage's ops in a sweep without gradients, which computes scores."""
+    """One stage's ops of forward passes without gradients, which compute scores on the last
+    stage."""
 
     def __init__(
         self,

@@ -132,9 +132,10 @@ class Stage:
         )
 
     def budget(self, lengths: Sequence[int], packs: Packs, *, most_tokens: int) -> int:
-        """Return the best number of tokens per micro-batch, at most `most_tokens`, for a sweep over
-        rows of these lengths. It is the same in every run, since no measurement is used. The policy
-        must have been cut before."""
+        """Return the number of tokens per micro-batch, at most `most_tokens`, with which samples of
+        these lengths are expected to pass the stages fastest. `packs` packs them into
+        micro-batches. It is the same in every run, since no measurement is used. The policy must
+        have been cut before."""
         assert self._expected is not None
         cost = self._expected
         return plan_budget(lengths, cost.stages, cost.links, most_tokens=most_tokens, packs=packs)
@@ -214,8 +215,8 @@ class Stage:
     # -- the tied weight -------------------------------------------------------------------
 
     def mirror_of(self, trained: Trained) -> Tied | None:
-        """Return the weight that the first stage owns and this stage has a copy of, trained or not.
-        None: there is no such weight."""
+        """Return the tied weight (of embeddings and output layer) that the first stage owns and
+        this stage has a copy of, trained or not. None: there is no such weight."""
         policy = trained.module
         assert isinstance(policy, StagedPolicy)
         return policy.tied if self.place.is_last else None

@@ -34,7 +34,7 @@ class StageTimes:
     peak_live_tokens: int
     """The most tokens whose activations this rank kept at once."""
     busy_s: float
-    """Seconds in which the stage ran ops, in sweeps with and without gradients."""
+    """Seconds in which the stage ran ops, both in sweeps with gradients and in those without."""
     waiting_s: float
     """Seconds in which the stage had ops left to run, but waited for messages."""
     head_layers: float = 0.0

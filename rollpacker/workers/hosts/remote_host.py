@@ -47,7 +47,7 @@ SILENT_S = 2 * HEAR_S
 """Seconds without an answer after which an agent counts as silent: it answers each `hear` within
 `HEAR_S`, even without news."""
 RETRY_S = 1.0
-"""Seconds between two attempts to get a new agent on a host."""
+"""Seconds between two attempts to start a new agent (the run's process on another host)."""
 
 
 class Unavailable(Exception):
@@ -73,7 +73,7 @@ class Calls(Protocol):
     def begin(self, method: str, *arguments: Any) -> Answer: ...
 
     def end(self) -> None:
-        """End the agent, if it can be reached."""
+        """End the agent process, if it can be reached. Otherwise its lease ends it."""
         ...
 
 
