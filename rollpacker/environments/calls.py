@@ -164,8 +164,7 @@ class _Memory:
         self._limit: int | None = None
         stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
         self._stack = stack if 0 < stack < 1 << 30 else 8 << 20
-        """Bytes of a thread's stack. Each thread that is started raises the limit on memory by
-        that."""
+        """Bytes of a thread's stack. Each thread that starts raises the limit on memory by that."""
 
     def limit(self, num_bytes: int) -> None:
         """Limit the memory that this process can write to, to its present size plus `num_bytes`.

@@ -152,8 +152,7 @@ class Answered:
     truncated: bool = False
     """Whether the episode was ended by a limit of the environment, not by what happened in it."""
     seconds: float = 0.0
-    """Seconds that the environment's functions took for this answer, without waiting for a process
-    or thread."""
+    """Seconds that the environment's functions took for this answer; waiting is not counted."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers for the logs, by name, such as those of tool calls and failed tool calls."""
     calls: tuple[ToolCall, ...] = ()
@@ -225,28 +224,24 @@ class Environments(Protocol):
         seed: int,
         timeout_s: float | None = None,
     ) -> Begun | Lost:
-        """Begin the episode, or begin it again if it was played before. `row`: the dataset row of
-        its prompt; `seed`: what the environment gets as the row's `seed`. `timeout_s`: a limit on
-        the answer below the config's; None: the config's alone. If deterministic environments
-        answer an episode otherwise than before, the result is a `Lost` with the cause
-        "environment"."""
+        """Begin the episode, also again. `row`: the prompt's dataset row, to which `seed` is added.
+        `timeout_s`: a limit below the config's; None: the config's. Where deterministic
+        environments answer otherwise than before, returns a `Lost` with cause "environment"."""
         ...
 
     async def act(
         self, episode: SampleId, turn: int, message: Message, *, timeout_s: float | None = None
     ) -> Answered | Lost:
-        """Give the episode the model's message of this turn, and return the environment's answer.
-        Turns count from 1; repeating a turn repeats the answer. `timeout_s` is as in `begin`.
-        Whatever goes wrong in an environment is returned as a `Lost`, not raised. After a `Lost`,
-        or when the call is cancelled, the episode must be begun again."""
+        """Give the episode the model's message of this turn, counted from 1, and return the answer.
+        Repeating a turn repeats the answer. What goes wrong in an environment is returned as a
+        `Lost`, not raised. After a `Lost`, or a cancelled call, the episode must be begun again."""
         ...
 
     async def finish(
         self, episode: SampleId, *, timeout_s: float | None = None
     ) -> float | Lost | None:
-        """Return the reward that an environment gives at the end of an episode (`scores_at_end`),
-        if a limit of the run ended the episode. None: there is none beyond the rewards of its
-        turns. Errors, `Lost`, `timeout_s` and cancelling are as in `act`."""
+        """Return the reward at the end (`scores_at_end`) of an episode that a limit of the run
+        ended. None: there is none beyond those of its turns. Errors are as in `act`."""
         ...
 
     def end(self, episode: SampleId) -> None:

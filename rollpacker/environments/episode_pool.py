@@ -102,14 +102,12 @@ class EpisodePool(WorkerPool):
             call.settle(GivenUp())
 
     def keep(self, worker: PoolWorker) -> None:
-        """Note that one more episode lives in this process, so that the process counts as busy
-        until `release`."""
+        """Note that one more episode lives in this process: it is busy until `release`."""
         worker.num_kept += 1
 
     def release(self, worker: PoolWorker, episode: int, whose: Hashable) -> None:
-        """Note that an episode that lived in this process is over, and have the process drop it.
-        `episode`: its number there. `whose`: its prompt, which is no longer suspected if the
-        process still lives."""
+        """Note that the episode of this number is over, and have its process drop it. `whose`: its
+        prompt, suspected no longer if the process lives."""
         worker.num_kept -= 1
         if worker in self._workers:
             self._suspects.discard(whose)
@@ -183,8 +181,7 @@ class EpisodePool(WorkerPool):
         return self._max_workers - others + bool(self._suspected and self._lacks_apart())
 
     def _plan_growth(self) -> None:
-        """Start missing processes after `GROW_AFTER_S` seconds, unless starting them has failed too
-        often."""
+        """Start missing processes soon, unless starting them has failed too often."""
         hopeless = self._num_failed_starts >= MAX_FAILED_STARTS and not self._waiting
         if self._grow_timer is None and self._num_to_start() > 0 and not hopeless:
             self._grow_timer = self.loop.call_later(GROW_AFTER_S, self._grow)

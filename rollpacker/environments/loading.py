@@ -30,8 +30,7 @@ class Loaded:
     """What the run's process is told of the tools or the environment: `name`, `tools`, `begins`,
     `is_deterministic`, `gives_rewards`, `scores_at_end`, and `rows` if it asked for them."""
     make: Callable[[Calls], Played]
-    """Function that makes a new episode (`Played`). The episode calls the user's functions through
-    the given `Calls`."""
+    """Function that makes a new episode, which calls the user's functions through these `Calls`."""
 
 
 async def load(request: Mapping[str, Any], stack: AsyncExitStack) -> Loaded:

@@ -23,13 +23,12 @@ class Played(Protocol):
     async def act(self, message: Message) -> Reply: ...
 
     async def finish(self) -> Reply:
-        """Return, for an episode that a limit of the run ended, the `reward` that the environment
-        gives at the end; a reply without `reward` if it gives none beyond those of the turns."""
+        """Return the `reward` at the end of an episode that a limit of the run ended; without
+        `reward`: there is none beyond those of the turns."""
         ...
 
     def under_way(self) -> tuple[ToolCall, ...]:
-        """Return the tool calls so far of the message that is being answered; the last one still
-        runs. Empty: no tool runs."""
+        """Return the present message's tool calls so far; the last one runs. Empty: none runs."""
         ...
 
     async def close(self) -> None: ...
@@ -63,9 +62,8 @@ class UserEpisode:
     def __init__(
         self, make: Callable[[], Any], calls: Calls, max_chars: int, *, in_loop: bool
     ) -> None:
-        """Prepare an episode; `begin` makes its environment by `make`. `calls` runs the user's
-        functions; tools' results are cut to `max_chars`. `in_loop`: call `make` in the event loop,
-        since it does not block; otherwise in the episode's thread."""
+        """Prepare an episode. `max_chars`: limit on a tool's result. `in_loop`: `begin` calls
+        `make` in the event loop, since it does not block, not in a thread."""
         self._make = make
         self._in_loop = in_loop
         self._calls = calls

@@ -36,8 +36,7 @@ MAX_FOLDER_BYTES = 8 << 20
 once."""
 MAX_OUTPUT_BYTES = 1 << 20
 _OWN_S = 2.0
-"""Seconds beyond `WALL_S` after which a run in the sandbox is ended: our own program in it has to
-copy files besides running the model's."""
+"""Seconds beyond `WALL_S` for our own program, which copies the files around the model's."""
 _PROFILE = Profile(
     name="tools",
     folders=(("bin", "/usr/bin"),),
@@ -223,8 +222,7 @@ class Folder:
         return "\n".join(told)
 
     def _keep(self, answer: Mapping[str, Any]) -> bool:
-        """Keep the files that a run left in the working folder, for later calls. Returns False, and
-        keeps the earlier files, if the new ones are malformed or too many."""
+        """Keep the files that a run left. Returns False for malformed or too many files."""
         try:
             files = {
                 n: base64.b64decode(text, validate=True)

@@ -33,8 +33,7 @@ class WrongReturn(Exception):
 
 
 class Stepped(NamedTuple):
-    """Return what `step` returned (three values, or Gymnasium's five) as a `Stepped`. Raises
-    `WrongReturn` if it is neither, or a value is of the wrong type."""
+    """Return `step`'s values (three, or Gymnasium's five), checked. Raises `WrongReturn`."""
 
     messages: list[dict[str, Any]]
     reward: float | None
@@ -72,8 +71,7 @@ def has_step(environment: Any) -> bool:
 
 
 def scores_at_end(environment: Any) -> bool:
-    """Whether the environment gives a single reward at the end of an episode: it has `get_reward`,
-    and no `step`."""
+    """Whether the environment gives one reward, at the end: it has `get_reward`, and no `step`."""
     return not has_step(environment) and callable(getattr(environment, "get_reward", None))
 
 
@@ -216,8 +214,7 @@ def number(reward: Any) -> float | None:
 
 
 def with_observation(prompt: Any, said: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The dataset row's prompt, with the text that `reset` returned (`said`) added to its last
-    message, as in TRL."""
+    """The row's prompt, with `reset`'s text (`said`) added to its last message, as in TRL."""
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, Sequence) or not prompt or len(said) != 1:

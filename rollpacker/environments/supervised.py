@@ -144,17 +144,15 @@ class SupervisedEnvironments:
     # -- processes --------------------------------------------------------------------------
 
     def be_on(self, places: Sequence[Host]) -> None:
-        """Have one environment process on each of these hosts, instead of all beside this process.
-        Call this before `open`."""
+        """Have one environment process on each of these hosts alone. Call before `open`."""
         assert self._pool is None, "open already"
         self._places.extend(places)
         while self._spares:
             self._spares.pop().close()
 
     def _start(self, name: str) -> WorkerProcess:
-        """Start an environment process called `name` on the next host, or beside this process if
-        none are given. Hosts take turns, so that a process which replaces a lost one is on another
-        host: the first may be lost as a whole."""
+        """Start an environment process on the next host, or here if there are none. Hosts take
+        turns, so that one which replaces a lost process is elsewhere: its host may be lost, too."""
         place = self._places[0] if self._places else None
         self._places.rotate(-1)
         host = None if isinstance(place, ThisHost) else place
@@ -222,8 +220,7 @@ class SupervisedEnvironments:
         seed: int,
         timeout_s: float | None = None,
     ) -> Begun | Lost:
-        """Begin an episode, or begin it again, with the dataset row of its prompt
-        (`Environments.begin`)."""
+        """Begin an episode with the dataset row of its prompt (`Environments.begin`)."""
         known = self._episodes.setdefault(episode, _Episode())
         if known.life is not None and known.life.turn == 0 and isinstance(known.life.last, Begun):
             return known.life.last
@@ -243,8 +240,7 @@ class SupervisedEnvironments:
     async def act(
         self, episode: SampleId, turn: int, message: Message, *, timeout_s: float | None = None
     ) -> Answered | Lost:
-        """Give an episode the model's message of this turn, and return the environment's answer
-        (`Environments.act`)."""
+        """Give an episode the message of this turn, and return the answer (`Environments.act`)."""
         known = self._episodes.setdefault(episode, _Episode())
         life = known.life
         if life is not None and life.turn == turn and isinstance(life.last, Answered):
@@ -272,8 +268,7 @@ class SupervisedEnvironments:
     async def finish(
         self, episode: SampleId, *, timeout_s: float | None = None
     ) -> float | Lost | None:
-        """Return the reward that the environment gives at the end of an episode that a limit of the
-        run ended; None: it gives none (`Environments.finish`)."""
+        """Return an episode's reward at its end, None without one (`Environments.finish`)."""
         known = self._episodes.setdefault(episode, _Episode())
         if known.life is None:
             return self._lost("the episode was lost before and has not begun anew")
@@ -281,8 +276,7 @@ class SupervisedEnvironments:
         return reply if isinstance(reply, Lost) else reply.get("reward")
 
     def end(self, episode: SampleId) -> None:
-        """Forget an episode and have its process drop it. A call that waits for an answer gets
-        `Lost`."""
+        """Forget an episode. A call that still waits for an answer gets `Lost`."""
         known = self._episodes.pop(episode, None)
         if known is not None:
             self._give_up(known)
@@ -304,10 +298,9 @@ class SupervisedEnvironments:
     async def _asked(
         self, known: _Episode, life: _Life, what: tuple[Any, Any], timeout_s: float | None
     ) -> dict[str, Any] | Lost:
-        """Make a call in the episode's process and return the reply. `what`: the row, for a
-        beginning, and the model's message, for a turn; both None for the last reward. If no reply
-        comes, or it reports a failure, the episode has to be begun again, and a `Lost` is
-        returned."""
+        """Make a call in the episode's process and return the reply. `what`: the row (to begin) and
+        the model's message (of a turn); two None: the last reward. Without a reply, or if that
+        reports a failure, the episode is lost: returns a `Lost`."""
         pool = self._pool
         if pool is None:  # the run closes, and somebody plays an episode to its end
             return self._ended(known, life, _CANCELLED)

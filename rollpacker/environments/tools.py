@@ -186,8 +186,7 @@ class ToolBox:
         )
 
     async def _one(self, call: Any) -> tuple[dict[str, Any], ToolCall]:
-        """Execute one tool call of the model's message. Returns the tool's answer for the model,
-        also if the call failed, and the record of the call."""
+        """Execute one call. Returns the answer (or error) for the model, and a record."""
         asked = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(asked, Mapping):
             asked = {}

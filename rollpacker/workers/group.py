@@ -61,8 +61,7 @@ class Member:
         return self.child is not None and self.child.is_stopped()
 
     def end(self) -> None:
-        """Kill the member process; if this process did not start it, close the line (socket) to
-        it."""
+        """Kill the member process; if this process did not start it, close the line to it."""
         if self.child is not None:
             self.child.kill()
         else:
@@ -73,8 +72,7 @@ class Member:
 
 
 def say(members: Sequence[Member], calls: Sequence[bytes], during: str) -> None:
-    """Send each member process its call, whose name in errors is `during`. Raises `MemberLost` if
-    one has ended."""
+    """Send each member process its call, whose name in errors is `during`. Raises `MemberLost`."""
     for member, call in zip(members, calls, strict=True):
         try:
             member.line.send(CALL, payload=call)

@@ -86,8 +86,7 @@ def _reap(child: int) -> int | None:
 
 
 def _end_all(child: int, status: int | None) -> int | None:
-    """Kill the child and all its descendants, and wait a little for their end. Returns the child's
-    wait status: `status` if it had ended before; None if it is not gone in time."""
+    """Kill the child and all descendants. Returns the child's wait status, else `status`."""
     until = time.monotonic() + _END_S
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)

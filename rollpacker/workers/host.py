@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 
 class Process(Protocol):
-    """A process on any host, as its owner (the process that started it) sees it. `Child` explains
-    the methods that have no docstring here."""
+    """A process on any host, as its owner (which started it) sees it. See also `Child`."""
 
     pid: int
     """Id of the process on its own host; 0 while it is unknown. The owner may set it to that of a
@@ -25,9 +24,8 @@ class Process(Protocol):
     def is_stopped(self) -> bool: ...
 
     def is_cut_off(self) -> bool:
-        """Return whether the process's host does not answer now, so that its process may be well
-        although nothing is heard of it. Later it is heard again, or counts as ended with its
-        host."""
+        """Return whether the process's host does not answer now, so that its silence means nothing.
+        Later it is heard again, or counts as ended with its host."""
         ...
 
     def how_ended(self, wait_s: float = 0.0) -> str | None: ...
@@ -49,12 +47,11 @@ class Host(Protocol):
     def start(
         self, module: str, name: str, *, guarded: bool, environment: Mapping[str, str | None]
     ) -> tuple[Process, Line]:
-        """Start `python -m module` on this host, called `name` in errors. Returns the process, and
-        a line (message socket) to it.
+        """Start `python -m module` on this host. Returns the process, and a line (message socket)
+        to it.
 
-        `guarded`: it ends with this process, and all that it started too. `environment` is added to
-        the host's variables; None removes one. A process that cannot be reached any more is
-        reported as ended. Raises `OSError`.
+        A `guarded` process ends with this one. `environment` is added to the host's variables; None
+        removes one. A process out of reach is reported as ended. Raises `OSError`.
         """
         ...
 
@@ -80,8 +77,7 @@ class ThisHost:
     def start(
         self, module: str, name: str, *, guarded: bool, environment: Mapping[str, str | None]
     ) -> tuple[Child, Line]:
-        """Start `python -m module` on this machine, as `Host.start` does. Returns the process and a
-        line (message socket) to it."""
+        """Start `python -m module` here. Returns the process and a line (socket) to it."""
         line, theirs = Line.pair()
         variables = {**os.environ, **environment, LINE_FD: str(theirs.fileno())}
         with theirs:
@@ -95,8 +91,7 @@ class ThisHost:
         return child, line
 
     def hold(self, layout: BufferLayout) -> BufferLayout:
-        """Reserve memory on this machine into which a process here will write weights, and return
-        its layout: the same memory in each call."""
+        """Reserve memory for weights on this machine, the same each time, and return its layout."""
         if self._memory is None:
             self._memory = layout.memory()
         return layout.at(self._memory)

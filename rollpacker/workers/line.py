@@ -70,9 +70,8 @@ class Line:
     # -- from a thread --------------------------------------------------------------------
 
     def send(self, kind: int, number: int = 0, payload: bytes = b"") -> None:
-        """Send a message, and wait until the kernel has all of it. `kind`: the kind of message
-        (`kinds.py`); `number`: the call that it belongs to, 0 for none; `payload`: its content.
-        Raises `LineEnded`."""
+        """Send a message, and wait until the kernel has it all. `kind` is one of `kinds.py`;
+        `number` is the call that it belongs to, or 0. Raises `LineEnded`."""
         try:
             self._connection.sendall(packed(kind, number, payload))
         except OSError as error:
@@ -128,8 +127,7 @@ class Line:
         loop.add_reader(self.fileno(), readable)
 
     def post(self, kind: int, number: int = 0, payload: bytes = b"") -> None:
-        """Send a message from the event loop without waiting; the arguments are those of `send`.
-        Does nothing on an ended line."""
+        """From the event loop, do as `send` without waiting. Does nothing on an ended line."""
         self._unsent += packed(kind, number, payload)
         self._flush()
 

@@ -82,8 +82,7 @@ class Listener:
             self._forget(self._knocks[0])
 
     def _hello(self, knock: _Knock) -> bytes | None:
-        """Return the bytes that this connection sent after the token. None: its message is not
-        complete, or is wrong and the connection is closed."""
+        """Return the bytes after the token; None if the message is incomplete or wrong."""
         try:
             messages = knock.line.read()
         except LineEnded:

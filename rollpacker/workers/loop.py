@@ -18,8 +18,7 @@ _running: _Running | None = None
 
 
 class LoopUse:
-    """A claim on the common event loop of this process's lines, whose thread runs as long as there
-    is such a claim. It lasts from the making of this object to `end`."""
+    """A claim on the common event loop until `end`: its thread runs while there are claims."""
 
     def __init__(self) -> None:
         """Claim the common event loop. Starts its thread if there is no other claim."""
@@ -39,15 +38,13 @@ class LoopUse:
         return self._running.loop
 
     def soon(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Have the event loop call the function with these arguments soon. May be called from any
-        thread; does nothing once the loop is closed."""
+        """Have the event loop call the function, from any thread. Does nothing on a closed loop."""
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(function, *arguments)
 
     def end(self) -> None:
-        """Give up the claim on the event loop, from any thread. With the last claim the loop's
-        thread ends, and its end is awaited unless this is that thread. Calling this again is
-        harmless."""
+        """Give up the claim on the event loop, from any thread. The last one ends the loop's
+        thread, and waits for its end unless in that thread. Further calls are harmless."""
         global _running
         with _lock:
             if not self._is_ended:
@@ -62,8 +59,7 @@ class LoopUse:
 
 
 class _Running:
-    """The common event loop, its thread, and the number of claims on it (`LoopUse`) that are not
-    ended."""
+    """The common event loop, its thread, and the number of claims on it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.num_users = 0

@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable
 
 MAX_OUTPUT_BYTES = 64 << 10
-"""The most bytes of output that the processes with a common `OutputQuota` may print to the log per
-minute; more is dropped."""
+"""The most bytes of processes' output that an `OutputQuota` lets into the log per minute."""
 _MAX_LINE = 2000
 _CHUNK = 1 << 16
 
@@ -25,8 +24,7 @@ class OutputQuota:
         self.num_dropped = 0
 
     def take(self, data: bytes) -> bytes:
-        """Return the part of `data` that may pass in this minute. If bytes were dropped in an
-        earlier minute, a note on how many comes first."""
+        """Return the part of `data` that may pass, after a note on bytes dropped earlier."""
         told = b""
         if self._clock() - self._minute >= 60:
             self._minute, self._left = self._clock(), MAX_OUTPUT_BYTES

@@ -34,8 +34,7 @@ class Overran(Exception):
         self.shared = shared
         """Whether other calls ran in the same worker, which hung: any of them may be the cause."""
         self.own = own
-        """Whether this call took longer than its own limit. False: another call in the same worker
-        did, and the worker was ended with all its calls."""
+        """Whether this call took too long itself, not another call in the same worker."""
         self.told = told or {}
         """What the worker reported when it was told to give this call up. Empty if nothing."""
 
@@ -44,8 +43,7 @@ class WorkerLost(Exception):
     """Raised if the worker of a call ended or was stopped; the message tells which and how."""
 
     def __init__(self, what: str, *, how: str, stopped: bool, left_s: float) -> None:
-        """`what`: the message. `how`: how the worker ended, in words; empty if it did not end by
-        itself. `stopped`: whether a signal held it. `left_s`: seconds left of the call's limit."""
+        """`left_s`: seconds that were left of the call's limit. `how`: how the worker ended."""
         super().__init__(what)
         self.how, self.stopped, self.left_s = how, stopped, left_s
 
@@ -133,8 +131,7 @@ IDLE_S = 60.0
 GROW_AFTER_S = 0.02
 """Seconds for which calls wait for a free worker before another worker is started."""
 WATCH_EVERY_S = 0.25
-"""Seconds between two checks of busy workers. A worker that a signal (SIGSTOP) holds at two checks
-in a row is given up and replaced."""
+"""Seconds between two checks of busy workers. One stopped by a signal at two is replaced."""
 ANSWER_WITHIN_S = 0.25
 """Seconds without an answer to a cancelled call after which a worker's loop counts as blocked."""
 GIVE_IN_WITHIN_S = {False: 0.1, True: 1.0}
@@ -238,17 +235,15 @@ class WorkerPool:
         self._keep_watching()
 
     def _give_until(self, within_s: float, then: _Then, call: PoolCall, worker: PoolWorker) -> None:
-        """Call `then` with the call and its worker if the call is not answered within this many
-        seconds."""
+        """Call `then` if the call is not answered within this many seconds."""
         due_s = self.loop.time() + within_s
         call.timer = self.loop.call_at(due_s, self._due, due_s, within_s, then, call, worker)
 
     def _due(
         self, due_s: float, within_s: float, then: _Then, call: PoolCall, worker: PoolWorker
     ) -> None:
-        """Call `then`, unless this process's event loop was held up and comes here late: the reply
-        may then lie unread in the pipe, or the worker may have waited for room there. The call gets
-        as many seconds more as were lost."""
+        """Call `then`, unless this event loop was late: the reply may then lie unread in the pipe,
+        or the worker may have waited for room there, so the call gets the lost seconds more."""
         held_s = self.loop.time() - due_s
         if held_s > HELD_S:
             self._give_until(min(held_s, within_s), then, call, worker)
@@ -309,8 +304,7 @@ class WorkerPool:
             one.settle(Overran(shared=shared, own=one is call))
 
     def _reacted(self, worker: PoolWorker, number: int, content: dict[str, Any]) -> None:
-        """Have call `number`, which an async worker has now given up, raise `Overran` with the
-        worker's report `content`. Other calls in the worker go on."""
+        """Have a call that an async worker gave up raise `Overran`; `content`: what it told."""
         call = worker.calls.pop(number, None)
         if call is not None:
             call.settle(Overran(shared=False, told=content))
@@ -365,7 +359,6 @@ class WorkerPool:
             call.lost(how, self.loop.time(), stopped=True)
 
     def _ended(self, worker: PoolWorker) -> None:
-        """End and replace a worker that has hung up by itself."""
         if worker in self._workers:
             self._retire(worker, f"worker {worker} ended by itself", by_itself=True)
 
@@ -410,8 +403,7 @@ class WorkerPool:
             self._keep_watching()
 
     def _num_to_start(self) -> int:
-        """Return how many workers to start: no more than calls wait, and at most doubling the
-        number of workers that are ready."""
+        """Return how many workers to start, for waiting calls: at most doubling the ready ones."""
         num_ready = sum(worker.ready for worker in self._workers)
         num_starting = len(self._workers) - num_ready
         room = min(self._max_workers, num_ready + max(num_ready, 1)) - len(self._workers)
@@ -458,9 +450,8 @@ class WorkerPool:
     def _retire(
         self, worker: PoolWorker, gone: str = "", *, by_itself: bool = False
     ) -> list[PoolCall]:
-        """End a worker; `gone` is the reason in words. Returns its calls, and the caller must give
-        each a reply or error. If it ended `by_itself`, `_bury` does that, once it knows how the
-        worker ended."""
+        """End a worker; `gone` is the reason. Returns its calls, for the caller to answer; but if
+        it ended `by_itself`, `_bury` does that, once it knows how."""
         worker.process.kill()
         worker.gone = gone or f"worker {worker} was ended"
         calls = list(worker.calls.values())

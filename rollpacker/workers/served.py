@@ -69,21 +69,18 @@ class Loss:
 
 
 class ProcessLost(Exception):
-    """Raised in place of an answer to a call if the called process is lost; the message tells
-    why."""
+    """Raised in place of an answer if the called process is lost; the message tells why."""
 
 
 class Owner(Protocol):
     """The side that owns a process and is told about it. All methods are called in the loop."""
 
     def on_ready(self, said: Any) -> None:
-        """Called when the process has made what it was told to make. `said`: the content of its
-        message; None: it has no content."""
+        """Called when the process has made what it was told to. `said`: its message or None."""
         ...
 
     def on_message(self, kind: int, number: int, said: Any) -> None:
-        """Called for a message of the process that answers no call of `Served.call`. `kind` and
-        `number` are the message's; `said` is its content, decoded."""
+        """Called for a message of content `said` that answers no call of `Served.call`."""
         ...
 
     def on_hang_up(self) -> None:
@@ -112,9 +109,8 @@ class Served:
         start_s: float = START_S,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Start the module `program` as a process called `name` on the host `place`. It counts as
-        lost if it is not ready within `start_s` seconds, or is silent for `heartbeat_s`. No method
-        of `owner` is called before `begin`. Raises `OSError`."""
+        """Start the module `program` as a process on the host `place`. `start_s`: seconds within
+        which it must be ready. No method of `owner` is called before `begin`. Raises `OSError`."""
         self.name = name
         self.is_ready = False
         self.heard_s = time.monotonic()
@@ -146,8 +142,7 @@ class Served:
     # -- what is said ----------------------------------------------------------------------
 
     def post(self, kind: int, number: int, value: Any) -> None:
-        """Send the process a message of this kind (`kinds.py`). `number`: the call that it belongs
-        to, or 0; `value`: its content. Raises `TypeError` for a value that cannot be encoded."""
+        """Send a message (`Line.send`). Raises `TypeError` if `value` cannot be encoded."""
         self._line.post(kind, number, self._codec.encode(value))
 
     async def call(self, payload: bytes) -> Any:
@@ -237,8 +232,7 @@ class Served:
         is_refused: bool = False,
         error: Exception | None = None,
     ) -> None:
-        """Give the process up as lost, end it and tell the owner. The arguments are the fields of
-        `Loss`, which give the reason. Does nothing if it is lost or was ended."""
+        """End the process as lost, and tell the owner why (`Loss`). Further calls do nothing."""
         if self._is_over:
             return
         process = str(self.child)
@@ -248,8 +242,7 @@ class Served:
         self._owner.on_lost(loss)
 
     def end(self, why: str) -> None:
-        """Kill the process, and listen to it no more. Calls that wait for its answer raise
-        `ProcessLost(why)`."""
+        """Kill the process, and listen to it no more. Waiting calls raise `ProcessLost(why)`."""
         self._is_over = True
         self._stop_timer()
         self._line.detach()

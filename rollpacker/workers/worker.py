@@ -59,10 +59,8 @@ class WorkerProcess:
         program: str,
         host: Host | None = None,
     ) -> None:
-        """Start the process, in the folder `cwd`. `program`: the module that it runs; `load`: the
-        message that tells that what code of the user's to load. `quota`: limit on printed output,
-        which processes share. `host`: another host, where output then stays; None: this one. Raises
-        `OSError`."""
+        """`load`: message with the user's code. `quota`: limit on printed output, which processes
+        share. `host`: another host, where output then stays; None: this one. Raises `OSError`."""
         self.child: Child | Process
         self._said: Callable[[str], None] | None = None
         self._said_before: list[str] = []

@@ -63,8 +63,7 @@ class _Sent(NamedTuple):
 
 
 class DirectSender:
-    """Sends tensors to a neighbouring stage over torch.distributed. Keeps each tensor until it is
-    sent."""
+    """Sends tensors to a neighbouring stage over torch.distributed. Keeps each until it is sent."""
 
     def __init__(
         self,
@@ -73,8 +72,7 @@ class DirectSender:
         *,
         on_lost: OnLost,
     ) -> None:
-        """Start the sender's thread. `group` is made by `direct_group`, for this sender alone.
-        `on_lost` is called if the connection breaks."""
+        """Start the sender's thread. `group` is made by `direct_group`, for this sender alone."""
         self._border = border
         self._group = group
         self._loss = Loss(on_lost)
@@ -86,8 +84,8 @@ class DirectSender:
         self._thread.start()
 
     def send(self, number: int, tensor: Tensor, *, posted_s: float | None = None) -> None:
-        """Begin to send message `number` (counted from 0) with this tensor, and return at once.
-        `posted_s`: the time to record for the call; None: now. Raises `LinkLost` on a lost link."""
+        """Begin to send message `number`, counted from 0, and return at once. `posted_s`: the time
+        to record for the call; None: now. Raises `LinkLost` on a lost link."""
         assert number == self._num_posted, f"message {number} after {self._num_posted - 1}"
         assert fits(tensor), f"no message holds {tensor.ndim} dimensions of {tensor.dtype}"
         self._loss.check()
@@ -108,8 +106,7 @@ class DirectSender:
         self._sent.put(_Sent([work for work in works if work is not None], all_, number, posted_s))
 
     def _run(self) -> None:
-        """Wait for each message until its tensors are sent, and release them. Ends at a None in the
-        queue."""
+        """Wait for each message in the queue until it is sent, and release it. None ends this."""
         while (sent := self._sent.get()) is not None:
             started_s = time.monotonic()
             try:
@@ -151,8 +148,7 @@ class DirectReceiver:
         on_arrival: OnArrival,
         on_lost: OnLost,
     ) -> None:
-        """Start the receiver's thread, which calls `on_arrival` with each tensor and `on_lost` if
-        the connection breaks. `group`: made by `direct_group`, for this receiver alone."""
+        """Start the receiver's thread. `group`: from `direct_group`, for it alone."""
         self._border = border
         self._group = group
         self._on_arrival = on_arrival

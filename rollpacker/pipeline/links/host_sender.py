@@ -109,8 +109,8 @@ class HostSender:
         thread.start()
 
     def send(self, number: int, tensor: Tensor, *, posted_s: float | None = None) -> None:
-        """Begin to send message `number` (counted from 0) with this tensor, and return at once.
-        `posted_s`: the time to record for the call; None: now. Raises `LinkLost` on a lost link."""
+        """Begin to send message `number`, counted from 0, and return at once. `posted_s`: the time
+        to record for the call; None: now. Raises `LinkLost` on a lost link."""
         assert number == self._num_posted, f"message {number} after {self._num_posted - 1}"
         assert fits(tensor), f"no message holds {tensor.ndim} dimensions of {tensor.dtype}"
         self._loss.check()
@@ -170,9 +170,7 @@ class HostSender:
                     connection.close()
 
     def _connected(self, place: int, first_route: int) -> _Connection | None:
-        """Connect until the receiver accepts, starting with the route of index `first_route`.
-        `place`: this connection's number among the sender's. Returns None once the link is closed
-        or lost."""
+        """Connect, first over this route, until the receiver accepts. None: link closed or lost."""
         since = time.monotonic()
         for attempt in itertools.count():
             if self._loss.over.is_set():
@@ -194,9 +192,8 @@ class HostSender:
         raise AssertionError("unreachable")
 
     def _welcomed(self, place: int, place_of_route: int) -> _Connection:
-        """Return a new connection that the receiver has accepted. `place`: its number among the
-        sender's connections; `place_of_route`: index of its route. Raises `OSError`, `LineEnded` or
-        `_PeerClosed` if it is not accepted, and `ValueError` for a wrong answer."""
+        """Return a new connection, number `place`, that the receiver has accepted over this route.
+        Raises `OSError`, `LineEnded` or `_PeerClosed`, and `ValueError` for a wrong answer."""
         route, patience = self._routes[place_of_route], self._patience
         with self._changed:
             greeting = GREETING.pack(place, next(self._greetings))
@@ -332,9 +329,8 @@ class _Connection:
                     self._poll.modify(self._socket, select.POLLIN)
 
     def _delivered(self, if_ended: str) -> list[int]:
-        """Read the receiver's answers. Returns, for each acknowledgement among them, the lowest
-        number of a message not delivered yet. Other answers only show that the receiver is there.
-        Raises `ConnectionError` with the text `if_ended` if the connection has ended."""
+        """Read the receiver's answers. Returns the lowest number not delivered yet for each
+        acknowledgement; others only show that it lives. Raises `ConnectionError(if_ended)`."""
         with contextlib.suppress(BlockingIOError):
             said = self._socket.recv(4096)
             if not said:

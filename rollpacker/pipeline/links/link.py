@@ -37,8 +37,7 @@ at this end. It must not close the link, since it runs in one of the link's thre
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Border:
-    """The two stages that a link connects, and the process at its other end, for logs and
-    errors."""
+    """The two stages that a link connects, and the process at its other end, for messages."""
 
     stages: tuple[int, int]
     """Numbers of the sending stage and of the receiving stage."""

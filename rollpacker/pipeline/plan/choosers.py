@@ -113,8 +113,7 @@ class StageState:
 
     @property
     def finished(self) -> bool:
-        """Whether all ops of all micro-batches are done on this stage, and no more micro-batches
-        will come."""
+        """Whether all ops are done on this stage, and no more micro-batches will come."""
         return self.closed and self.num_w == len(self.tokens)
 
     def ready(self, kind: Kind) -> bool:
@@ -148,9 +147,7 @@ class StageState:
 
 
 class Chooser(Protocol):
-    """Chooses which op one stage runs next: forward (F), backward for inputs (I) or backward for
-    weights (W) of a micro-batch. A chooser serves one sweep (all micro-batches once through the
-    stages)."""
+    """Chooses the op (F, I or W of a micro-batch) that one stage runs next, in one sweep."""
 
     def choose(self, state: StageState) -> Op | None:
         """Return the op that the stage is to run now. None: the stage waits for a message or for
@@ -198,9 +195,8 @@ class ReadyFirst:
         quotas: Sequence[int] | None = None,
         caps: Sequence[int | None] | None = None,
     ) -> None:
-        """Make the chooser of one stage. `quotas`: for each stage of the pipeline, the forward
-        passes before its first backward pass; None: 0. `caps`: for each stage, the most tokens
-        whose activations it keeps; None: any number."""
+        """Choose for one stage. By stage, `quotas`: forward passes before its first backward pass
+        (None: 0), `caps`: most tokens whose activations it keeps (None: any number)."""
         before = range(stage + 1)
         self._quota = min(quotas[s] for s in before) if quotas is not None else 0
         given = [caps[s] for s in before] if caps is not None else []
@@ -209,9 +205,8 @@ class ReadyFirst:
         """The lowest of the `caps` of this stage and all stages before it; infinity without any."""
         self._known = 0
         self._reachable = 0
-        """Number of the first micro-batches, at most `_quota`, that have at most `_lowest` tokens
-        together: these forward passes can run before the first backward pass. Computed when there
-        were `_known` micro-batches."""
+        """How many forward passes can run before the first backward pass: `_quota`, or as many as
+        have at most `_lowest` tokens together, of `_known` micro-batches."""
 
     def choose(self, state: StageState) -> Op | None:
         """Return the next op that has its input: a backward for inputs, else a forward, else a

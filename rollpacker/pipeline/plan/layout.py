@@ -25,8 +25,7 @@ from rollpacker.pipeline.plan.watch import LinkWatch, WatchConfig
 from rollpacker.pipeline.plan.work import Link, Load, OpCost, StageCost, Work, constant
 
 MIN_GAIN = 0.1
-"""Another layout is proposed only if it saves at least this share of the time of a sweep (all
-micro-batches once through the stages; for layers) or of a step (for devices)."""
+"""Least share of a sweep's (layers) or step's time (devices) that a new layout must save."""
 
 Pair = tuple[int, int]
 """Numbers of two places (devices of the trainer's ranks), the lower one first."""
@@ -73,10 +72,9 @@ def faster_split(
     head_layers: float = 0.0,
     bytes_per_token: float = 0.0,
 ) -> NewSplit | None:
-    """Return the split of the layers that is predicted to shorten a sweep (micro-batches of sizes
-    `loads` once through the stages) by more than `MIN_GAIN` of its time. None: there is none.
-    `costs` were measured with the present split, `layers`. The last stage also has the output
-    layer, which is the work of `head_layers` layers."""
+    """Return the split of the layers that is predicted to save more than `MIN_GAIN` of a sweep of
+    micro-batches of sizes `loads`, or None. `costs` were measured with the present split, `layers`.
+    The last stage also has the output layer, the work of `head_layers` layers."""
     if not loads:
         return None
     work = Work.of(costs, loads, bytes_per_token=bytes_per_token)
@@ -124,8 +122,7 @@ def _sum(ops: Sequence[OpCost], factor: float) -> OpCost:
 
 
 def shard_pairs(places: Sequence[int], num_stages: int) -> Iterator[Pair]:
-    """Yield the pairs of devices in the same stage, which exchange weights and gradients. `places`:
-    the device of each rank, stage by stage."""
+    """Yield the pairs of devices in the same stage. `places`: the device of each rank, by stage."""
     size = len(places) // num_stages
     for first in range(0, len(places), size):
         for one, other in itertools.combinations(places[first : first + size], 2):
@@ -133,8 +130,7 @@ def shard_pairs(places: Sequence[int], num_stages: int) -> Iterator[Pair]:
 
 
 def link_pairs(places: Sequence[int], num_stages: int) -> Iterator[Pair]:
-    """Yield the pairs of devices in neighbouring stages that exchange hidden states. `places`: the
-    device of each rank, stage by stage."""
+    """Yield the pairs of devices that a link connects. `places`: each rank's device, by stage."""
     size = len(places) // num_stages
     for one, other in zip(places, places[size:], strict=False):
         yield _pair(one, other)
@@ -143,10 +139,9 @@ def link_pairs(places: Sequence[int], num_stages: int) -> Iterator[Pair]:
 def better_places(
     places: Sequence[int], num_stages: int, *, slow: Collection[Pair], fast: Collection[Pair]
 ) -> tuple[int, ...] | None:
-    """Return another assignment of devices to ranks than `places` (the device of each rank), with
-    fewer `slow` pairs in the same stage; among such, the one that needs the fewest connections not
-    known to be `fast`. None: there is none. Rank 0 keeps its device. Pairs are swapped while that
-    helps, so most other ranks keep theirs."""
+    """Return another assignment of devices to ranks than `places`, with fewer `slow` pairs in a
+    stage; among such, one with the fewest connections not known to be `fast`. None: there is none.
+    Rank 0 keeps its device; pairs are swapped while that helps, so most others do, too."""
 
     def cost(order: Sequence[int]) -> tuple[int, int]:
         inside, between = (list(of(order, num_stages)) for of in (shard_pairs, link_pairs))
@@ -221,9 +216,8 @@ class PairWatch:
         return [pair for pair, watch in self._watches.items() if watch.mark.slow]
 
     def lost_s(self, pair: Pair) -> float:
-        """Return the seconds per step by which messages between these two devices exceed their
-        usual time. A pair that was slow from the first step has no usual time: then all their
-        seconds."""
+        """Return the seconds per step by which messages between these two devices exceed the usual;
+        of a pair that was slow from the first step on, all their seconds."""
         return max(self._lost_s[pair], 0.0)
 
 
@@ -252,8 +246,7 @@ class MeasuredSweep:
 
 
 class Relayouts:
-    """Judges each step's times, and proposes another layout of the pipeline when it saves more time
-    in the rest of the run than the switch costs."""
+    """Judges each step's times, and proposes a layout that saves more than the switch costs."""
 
     def __init__(self, layout: Layout, *, head_layers: float = 0.0) -> None:
         self.layout = layout
@@ -261,8 +254,7 @@ class Relayouts:
         self._pairs = PairWatch()
         self._wait_steps = 0
         self._for: list[MeasuredSweep] = []
-        """Sweeps of the last steps in a row (at most `CONFIRM_STEPS`) in which another split of the
-        layers would have been faster."""
+        """The last steps' sweeps, while another split would have been faster in each of them."""
         self._proposed: set[Layout] = set()
 
     def observe(
@@ -274,10 +266,9 @@ class Relayouts:
         left_steps: float,
         switch_s: float,
     ) -> Proposal | None:
-        """Judge a step's times. Returns a layout that saves more in the run's `left_steps` steps
-        than a switch takes (`switch_s` seconds), or None. `sweep` and `shards`: the step's times,
-        None if not measured. `slow_links`: pairs of devices in neighbouring stages with a slow
-        link. No layout is proposed twice before a switch."""
+        """Judge a step (`sweep`, `shards`: None if not measured). Returns a layout that saves more
+        in the run's `left_steps` steps than a switch takes (`switch_s`), once until a switch; or
+        None. `slow_links`: devices in neighbouring stages between which a link is slow."""
         if shards is not None:
             self._pairs.observe(shards)
         if sweep is None or self._other_layers(sweep) is None:
@@ -350,8 +341,7 @@ class Relayouts:
         return Proposal(layout=replace(self.layout, places=order), why=why, saved_s=saved_s)
 
     def _link_s(self, sweep: MeasuredSweep | None, num_bytes: int) -> dict[Pair, float]:
-        """Return by linked pair of devices the seconds there and back of a message of `num_bytes`;
-        empty if `sweep` is None."""
+        """Return a message's seconds there and back by linked devices; empty without `sweep`."""
         if sweep is None:
             return {}
         places, stages = self.layout.places, len(self.layout.layers)

@@ -31,9 +31,8 @@ def check_orders(
     caps: Sequence[int | None] | None = None,
 ) -> None:
     """Raise `ValueError`, which names the place, unless every stage runs every op once, each kind
-    in the order of the micro-batches, and no stages wait for each other for ever. With `tokens` (of
-    each micro-batch) and `caps` (of each stage), no stage may keep activations of more tokens than
-    its cap."""
+    in the order of the micro-batches, and no stages wait for each other for ever. With `tokens` by
+    micro-batch and `caps` by stage, none may keep activations of more tokens than its cap."""
     if len(orders) != num_stages:
         raise ValueError(f"the plan has {len(orders)} stages, but there are {num_stages}")
     for stage, order in enumerate(orders):
@@ -75,9 +74,7 @@ def _check_progress(
     tokens: Sequence[int] | None,
     caps: Sequence[int | None] | None,
 ) -> None:
-    """Step through the orders of all stages. Raises `ValueError` for a deadlock, or if a stage
-    keeps activations of more tokens than its number in `caps`; without `tokens` or `caps` there is
-    no limit."""
+    """Step through the orders. Raises `ValueError` for a deadlock or tokens beyond `caps`."""
     stages = len(orders)
     states = [StageState(stage, stages) for stage in range(stages)]
     for state in states:

@@ -39,9 +39,8 @@ def ready_choosers(
 
 
 def plan_order(name: str, work: Work, links: Sequence[Link], *, caps: Caps = None) -> list[Order]:
-    """Return by stage the order of ops called `name` (one of `ORDERS` but `ready`), for a sweep
-    (all micro-batches once through the stages) with the times of `work` and `links`. No stage keeps
-    activations of more tokens than its number in `caps`, except with 1f1b, which ignores them.
+    """Return by stage the order of ops called `name` (one of `ORDERS` but `ready`) for times of ops
+    (`work`) and links. `caps`: by stage, the most tokens to keep activations of; 1f1b ignores it.
     Raises `ValueError` if one micro-batch exceeds a cap."""
     if name == "1f1b":
         return plan_1f1b(work.num_stages, work.num_micro_batches)
@@ -79,9 +78,8 @@ def plan_zero_bubble(work: Work, *, caps: Caps = None) -> list[Order]:
 def plan_adapted(
     work: Work, links: Sequence[Link], *, caps: Caps = None, search_ops: int = SEARCH_OPS
 ) -> list[Order]:
-    """Return by stage the best order of ops that a search finds for these times of ops (`work`) and
-    links, after at most `search_ops` simulated ops. Raises `ValueError` if one micro-batch has more
-    tokens than a stage may keep (`caps`)."""
+    """Return by stage the best order that a search finds for these times of ops and links, after
+    `search_ops` simulated ops. Raises `ValueError` if one micro-batch exceeds one of `caps`."""
     check_caps(caps or (), work.tokens)
     first = run(ready_choosers(work.num_stages, caps=caps), work, constant(links))
     return improve(first.orders, work, links, caps=caps, budget_ops=search_ops)

@@ -32,10 +32,8 @@ def improve(
     caps: Sequence[int | None] | None = None,
     budget_ops: int,
 ) -> list[Order]:
-    """Exchange neighbouring ops of a stage in `orders` (valid, by stage), and return the orders
-    with the shortest sweep found (all micro-batches once through the stages), at best shorter than
-    the given ones. The search ends after `budget_ops` simulated ops, or with nothing left to
-    exchange."""
+    """Exchange neighbouring ops in `orders` (valid, by stage), and return the best orders found.
+    The search ends after `budget_ops` simulated ops, or with nothing left to exchange."""
     sweep = _Sweep(work, links)
     current: _Ops = [list(order) for order in orders]
     length_s, chain = sweep.longest_chain(current)
@@ -106,8 +104,7 @@ came last. None: the other op waited for nothing."""
 
 
 class _Sweep:
-    """Computes the seconds of a sweep (all micro-batches once through the stages) with given orders
-    of ops, faster than `virtual_time.run`."""
+    """Computes the seconds of a sweep with given orders, faster than `virtual_time.run` does."""
 
     def __init__(self, work: Work, links: Sequence[Link]) -> None:
         self._num_stages = work.num_stages
@@ -119,9 +116,8 @@ class _Sweep:
         self._leaves_s = [[link.leaves_s(size) for size in work.message_bytes] for link in links]
 
     def longest_chain(self, orders: _Ops) -> tuple[float, list[OpPlace]]:
-        """Return the seconds until all ops are done with these orders, and the longest chain of ops
-        that waited for each other, first to last (`OpPlace` of each). If the orders deadlock:
-        infinity and no places."""
+        """Return the seconds until all ops are done, and the longest chain of ops that waited for
+        each other, first to last. If the orders deadlock: infinity and no places."""
         num_stages, count = self._num_stages, self._count
         causes: list[list[Cause]] = [[None] * len(order) for order in orders]
         at, free_s = [0] * num_stages, [0.0] * num_stages
@@ -131,13 +127,11 @@ class _Sweep:
         senders: dict[str, list[list[Cause]]] = {
             kind: [[None] * count for _ in orders] for kind in ("F", "I")
         }
-        """By kind, stage and micro-batch, the op whose message decided when this op's input
-        arrives."""
+        """By kind, stage and micro-batch, the op that decided when the input arrives."""
         left: dict[str, list[tuple[float, Cause]]] = {
             kind: [(-1.0, None)] * num_stages for kind in ("F", "I")
         }
-        """By direction and link, the second at which the link has sent its last message, and the op
-        whose result that message carried."""
+        """By direction and link, the second after its last message, and the op that made that."""
         waiting = list(range(num_stages))
         while waiting:
             stage = waiting.pop()

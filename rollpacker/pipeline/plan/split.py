@@ -13,8 +13,7 @@ from rollpacker.pipeline.plan.virtual_time import run
 from rollpacker.pipeline.plan.work import Link, Load, StageCost, Work, constant
 
 BUDGET_FACTOR = 1.2599210498948732
-"""Factor between two numbers of tokens per micro-batch that `plan_budget` tries: the third root of
-2, so three per doubling."""
+"""Factor between two numbers of tokens that `plan_budget` tries: three of them per doubling."""
 MOST_MICRO_BATCHES = 16
 """Number of micro-batches per stage from which no smaller micro-batches are tried: filling and
 draining the pipeline then cost less than a tenth."""
@@ -105,10 +104,9 @@ def check_layers(layers: Sequence[int], *, num_layers: int, num_stages: int) -> 
 def layers_of_stages(
     given: Sequence[int], *, num_layers: int, num_stages: int, layer_work: float, last_work: float
 ) -> tuple[int, ...]:
-    """Return the number of layers of each stage: those in `given`, or if that is empty, the split
-    with the least work on the slowest stage. A layer is `layer_work`, and the last stage has
-    `last_work` besides (any unit). Raises `ValueError` if `given` does not add up, or layers are
-    fewer than stages."""
+    """Return the number of layers of each stage: `given`, or if that is empty, the split with the
+    least work on the slowest stage. A layer is `layer_work`; the last stage has `last_work`
+    besides. Raises `ValueError` if `given` does not add up, or layers are fewer than stages."""
     if given:
         check_layers(given, num_layers=num_layers, num_stages=num_stages)
         return tuple(given)

@@ -51,8 +51,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """The ops and messages of one simulated sweep (all micro-batches once through the stages), and
-    their times in simulated seconds."""
+    """The ops and messages of a simulated sweep (all micro-batches once), with their times."""
 
     spans: tuple[tuple[Span, ...], ...]
     """By stage, the ops in the order in which the stage ran them, with their times."""
@@ -76,8 +75,7 @@ class Timeline:
 
     @property
     def bubble_share(self) -> float:
-        """Share of all stages' time, from second 0 to the last op's end, in which they computed
-        nothing."""
+        """Share of all stages' time, until the last op ends, in which they computed nothing."""
         whole = self.makespan_s * len(self.spans)
         busy = math.fsum(self.busy_s(stage) for stage in range(len(self.spans)))
         return 1.0 - busy / whole if whole > 0 else 0.0
@@ -92,10 +90,9 @@ def run(
     added_s: Sequence[float] | None = None,
     start_s: float = 0.0,
 ) -> Timeline:
-    """Simulate one sweep (all micro-batches once through the stages) from second `start_s` on, with
-    a chooser of ops per stage. `added_s`: rising seconds at which micro-batches are added to the
-    sweep; None: all are there at the start. Raises `ValueError`, which names the stages and what
-    they have done, if the choosers wait for each other for ever."""
+    """Simulate a sweep (all micro-batches once) from second `start_s` on. `added_s`: rising seconds
+    at which micro-batches are added; None: all are there at the start. Raises `ValueError`, which
+    names the stages and what they have done, if the choosers wait for each other for ever."""
     return _Run(choosers, work, links, sends, added_s, start_s).to_the_end()
 
 
@@ -107,15 +104,12 @@ def replay(
     sends: Sends = "free",
     start_s: float = 0.0,
 ) -> Timeline:
-    """Simulate a sweep (all micro-batches once through the stages) in which each stage runs its ops
-    in the given order, with seconds of ops from `work`. Raises `ValueError` if they deadlock."""
+    """Simulate a sweep with a fixed order of ops by stage. Raises `ValueError` if they deadlock."""
     choosers = [FixedOrder(order) for order in orders]
     return run(choosers, work, links, sends=sends, start_s=start_s)
 
 
 class _Run:
-    """The state of a simulated sweep, in which ops and messages are events."""
-
     def __init__(
         self,
         choosers: Sequence[Chooser],

@@ -49,8 +49,7 @@ class WatchConfig:
     healthy_steps: int = 8
     """Usual times are those of this many last steps in which the link or stage was not slow."""
     first_steps: int = 3
-    """Number of steps in which the link or stage was not slow that must be measured before later
-    ones are compared with them."""
+    """Number of healthy steps that must be measured before another is compared with them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +98,7 @@ class PipelineWatch:
         self._links = [LinkWatch(self.config) for _ in range(num_stages - 1)]
 
     def take_links(self, before: PipelineWatch) -> None:
-        """Take over the usual times and the state of the links from another watch of the same
-        links."""
+        """Take over the links' usual times and state from another watch of the same links."""
         self._links = before._links
 
     @property
@@ -151,9 +149,8 @@ class _Mark:
         self._config = config
 
     def observe(self, level: float, *, beyond_chance: bool) -> bool:
-        """Judge a step by its level, the slowness as a multiple of the limit: above 1 it is slow,
-        if `beyond_chance` too. Returns whether `slow` changed, which it does after `confirm_steps`
-        steps in a row that contradict it."""
+        """Judge a step by its slowness over the limit (slow above 1, if `beyond_chance`). Returns
+        whether `slow` changed, as it does after `confirm_steps` steps against it."""
         against = level < self._config.clear if self.slow else level > 1 and beyond_chance
         self.num_against = self.num_against + 1 if against else 0
         if self.num_against < self._config.confirm_steps:
@@ -180,9 +177,8 @@ class _Healthy(Generic[Step]):
         self._num_unused = 0
 
     def add(self, step: Step) -> bool:
-        """Add the times of a step in which nothing was slow. Returns whether to compute the usual
-        times anew, which takes milliseconds: from `first_steps` steps on each time until there are
-        `healthy_steps`, then only when half of them are new."""
+        """Add a step without slowness. Returns whether to compute usual times anew: in the first
+        steps each time, then when half of the steps are new, since that takes milliseconds."""
         full = len(self.steps) == self._config.healthy_steps
         self.steps.append(step)
         self._num_unused += 1
@@ -241,8 +237,7 @@ class _StageWatch:
 Messages = Sequence[tuple[int, float]]
 """Bytes of each message between two stages, and the seconds that it took."""
 _MOST_FITTED = 128
-"""The most messages to which a line (seconds over bytes) is fitted, since all pairs of them are
-compared."""
+"""The most messages to which a line is fitted, since all pairs of them are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,11 +278,9 @@ class LinkWatch:
     def observe(
         self, both: tuple[Messages, Messages], whole_s: float, over: LinkKind
     ) -> tuple[bool, float | None]:
-        """Judge the messages of a step: `both` are those down and those up. Returns whether the
-        link turned slow or well, and how many times longer than usual messages take (None: not
-        known). `whole_s`: seconds of a micro-batch's three ops on the slower of the link's two
-        stages. `over`: the kind of link that the messages took, each with usual times of its
-        own."""
+        """Judge a step's messages, down and up, over this kind of link. Returns whether it turned
+        slow or well, and how many times longer than usual messages take (None: not known).
+        `whole_s`: seconds of a micro-batch's three ops on the slower of the link's two stages."""
         if not all(both):
             return False, None
         total_s = math.fsum(map(_median_s, both))

@@ -77,8 +77,7 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """The work of one sweep (N micro-batches once through S stages): seconds of ops, tokens and
-    message bytes."""
+    """Seconds of ops, tokens and message bytes of N micro-batches once through S stages."""
 
     f_s: tuple[tuple[float, ...], ...]
     """Seconds of the forward passes, [stage][micro-batch]. `i_s` and `w_s` are those of the
@@ -99,9 +98,8 @@ class Work:
     def of(
         cls, costs: Sequence[StageCost], loads: Sequence[Load], *, bytes_per_token: float = 0.0
     ) -> Work:
-        """Return the work of a sweep (all micro-batches once through the stages). `costs`: of the
-        ops, by stage; `loads`: the sizes of the micro-batches; `bytes_per_token`: of a message
-        between stages."""
+        """Return the work of micro-batches of sizes `loads` on stages with these costs.
+        `bytes_per_token`: those of a message."""
         return cls(
             f_s=tuple(tuple(cost.f(load) for load in loads) for cost in costs),
             i_s=tuple(tuple(cost.i(load) for load in loads) for cost in costs),
@@ -119,9 +117,8 @@ class Work:
         i_s: Sequence[float],
         w_s: Sequence[float],
     ) -> Work:
-        """Return the work of a sweep (micro-batches once through the stages) of equal
-        micro-batches, of one token and no bytes each. `f_s`, `i_s` and `w_s` are by stage the
-        seconds of one op."""
+        """Return the work of equal micro-batches, of one token and no bytes each. `f_s`, `i_s` and
+        `w_s` are by stage the seconds of one op."""
         count = num_micro_batches
         return cls(
             f_s=tuple((seconds,) * count for seconds in f_s),

@@ -96,8 +96,7 @@ def check_pipeline(trainer: Trainer, *, longest_tokens: int) -> None:
 
 
 def split(trainer: Trainer) -> tuple[int, ...]:
-    """Return the number of layers of each stage of the trainer: the config's, or else an even split
-    that assumes that no stage is slow."""
+    """Return the number of layers of each stage: the config's, or else a split for equal speeds."""
     spec = trainer.train.pipeline
     assert spec is not None
     if spec.layers != "auto":
@@ -163,9 +162,8 @@ def _given(times: OpTimes, stage: int, slower: float) -> StageCost:
 
 
 def _bytes_per_token(trainer: Trainer, spec: PipelineSpec) -> float:
-    """Return the bytes of hidden states per token in a message between stages. If measured op times
-    are given that do not depend on tokens, a message has 0 bytes: it takes the given delays
-    alone."""
+    """Return a message's bytes per token: those of hidden states; 0 if the given op times do not
+    depend on tokens, so that messages take the given delays alone."""
     if spec.op_times is not None and spec.op_times.tokens is None:
         return 0.0
     return float(trainer.shape.hidden * DTYPE_BYTES[trainer.shape.dtype])

@@ -78,8 +78,7 @@ class PipelineMachine:
     bytes_per_token: float
     """Bytes of a message between two stages per token of its micro-batch."""
     relayout: tuple[int, ...] = ()
-    """Number of layers by stage in a faster split that is to be proposed to the user; empty:
-    none."""
+    """Number of layers by stage in a faster split to propose to the user; empty: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,11 +86,9 @@ class PipelineStep:
     """Simulated times of one training phase, which is the trainer's part of a step."""
 
     seconds: float
-    """Seconds that the slowest replica takes for all its forward and backward passes of the
-    phase."""
+    """Seconds that the slowest replica takes for all passes of the phase."""
     sweep_s: float
-    """Seconds that the slowest replica takes for the sweep with gradients alone (all micro-batches
-    once forward and backward through the stages)."""
+    """Seconds that the slowest replica takes for the passes with gradients alone."""
     idle_device_s: float
     """Seconds, summed over all GPUs, in which they waited for a message or another replica."""
     device_s: float
@@ -113,8 +110,7 @@ class PipelineResult:
     stages: int
     layers: tuple[int, ...]
     sweep_s: float
-    """Mean over phases of the seconds that the slowest replica takes for the sweep with gradients
-    (all micro-batches once forward and backward through the stages)."""
+    """Mean seconds of a phase's passes with gradients, on its slowest replica."""
     bubble_share: float
     """Idle GPU time as a share of the GPU time of all training phases."""
     num_micro_batches: int
@@ -123,8 +119,7 @@ class PipelineResult:
     """By stage, the most tokens whose activations were kept, over all steps' slowest replicas."""
     caps: Caps
     relayout: tuple[int, ...]
-    """Number of layers by stage in a faster split that is to be proposed to the user; empty:
-    none."""
+    """Number of layers by stage in a faster split to propose to the user; empty: none."""
     last: Timeline
     """Ops and messages of the slowest replica's last sweep with gradients."""
 
@@ -144,9 +139,8 @@ class PipelineResult:
 
 
 class Pipeline:
-    """Simulates a trainer's stages, one training phase (the trainer's part of a step) after the
-    other. A plan of the order of ops is made for the delays of messages in the last sweep before
-    it."""
+    """Simulates a trainer's stages, one training phase after the other. The order of ops is planned
+    for the delays that messages had in the phase before."""
 
     def __init__(
         self,
@@ -156,8 +150,7 @@ class Pipeline:
         orders: Sequence[Order] = (),
         seed: int = 0,
     ) -> None:
-        """Begin a run without training phases. `orders`: by stage, the ops in the CSV file that
-        `spec.order` names; empty if it names none. `seed` is for the delays drawn."""
+        """Begin a run. `orders`: by stage, if `spec.order` names a CSV file, from that."""
         self._spec = spec
         self._machine = machine
         self._orders = orders
@@ -256,8 +249,7 @@ class Pipeline:
         return "host" if any(slow) else "direct"
 
     def _forward_s(self, work: Work, kind: str, now_s: float) -> float:
-        """Return the seconds of one sweep without gradients, which begins at second `now_s`, over
-        links of this kind (`direct` or `host`)."""
+        """Return the seconds of one sweep without gradients, over links of this kind."""
         free_s, link_free_s = [0.0] * self.stages, [0.0] * self.stages
         for m in range(work.num_micro_batches):
             there_s = 0.0
@@ -275,8 +267,7 @@ class Pipeline:
         return max(free_s)
 
     def _run(self, work: Work, kind: str, now_s: float) -> tuple[float, Timeline]:
-        """Simulate a replica's training phase from second `now_s` on. Returns the seconds of its
-        sweeps without gradients, and the times of its sweep with gradients."""
+        """Return a replica's seconds without gradients, and its times of ops with gradients."""
         forward_s = NUM_FORWARD_SWEEPS * self._forward_s(work, kind, now_s)
         timeline = self._sweep(work, kind, now_s + forward_s)
         self._check_peaks(timeline)
@@ -316,8 +307,7 @@ class Pipeline:
         return replace(link, latency_s=link.latency_s + self._drawn(number, now_s))
 
     def _learn(self, timeline: Timeline, work: Work) -> None:
-        """Expect, in the next plan, for each link the median latency of its messages in this
-        sweep."""
+        """Expect of each link, in the next plan, its messages' median latency in this sweep."""
         took_s: dict[int, list[float]] = {}
         for message in timeline.messages:
             leaves_s = self._links[message.link].leaves_s(work.message_bytes[message.micro_batch])
@@ -357,8 +347,7 @@ def _share(steps: Sequence[PipelineStep]) -> float:
 
 
 def merged(work: Work) -> Work:
-    """Return a copy of `work` in which the seconds of backwards for weights are part of those for
-    inputs, as 1f1b runs both in one."""
+    """Return `work` with the seconds of backwards for weights added to those for inputs (1f1b)."""
     both = tuple(
         tuple(i + w for i, w in zip(*rows, strict=True))
         for rows in zip(work.i_s, work.w_s, strict=True)

@@ -113,11 +113,9 @@ class PipelineSpec:
     slow_stages: Mapping[int, float] = field(default_factory=dict)
     """By number of the stage from 0, how many times longer than usual its ops take."""
     direct_fixed_s: float = 0.0
-    """Seconds added to each sweep with gradients over direct links, for what is neither an op nor a
-    message."""
+    """Seconds that a step with direct links takes besides its ops and messages."""
     host_fixed_s: float = 0.0
-    """Seconds added to each sweep with gradients over host links, for what is neither an op nor a
-    message."""
+    """Seconds that a step with host links takes besides its ops and messages."""
 
     def __post_init__(self) -> None:
         at_least_one(self, "stages", "micro_batch_tokens")

@@ -35,8 +35,7 @@ class StageClock:
         """By kind, the numbers of the ops in sweeps with gradients since the last `take`."""
 
     def swept(self, seconds: float) -> None:
-        """Record that a sweep (all micro-batches once through the stages) is over. `seconds`: how
-        long it had ops left to run, waits for messages included."""
+        """Record that a sweep is over. `seconds`: time with ops left to run, waits included."""
         self._sweeps_s += seconds
 
     @contextmanager
@@ -54,9 +53,8 @@ class StageClock:
     def take(
         self, stage: int, num_layers: int, arrivals: Mapping[Kind, Sequence[ArrivalTimes]]
     ) -> StageTimes:
-        """Return the times of this stage (number `stage`, with `num_layers` layers) since the last
-        call. `arrivals`: times of the hidden states (F) and gradients (I) that arrived since then;
-        their numbers count from the start of the run."""
+        """Return the stage's times since the last call. `arrivals`: times of hidden states (F) and
+        gradients (I) that arrived since, numbered from the start of the run."""
         ops: dict[Kind, list[tuple[Load, float]]] = {kind: [] for kind in KINDS}
         busy_s = 0.0
         for kind, load, began, ended in self._ops:

@@ -57,10 +57,8 @@ def connected_stage(shards: Shards, config: PipelineConfig, csv: str | None) -> 
 
 
 class Connected:
-    """One stage's `executor`, which runs its ops, and its links to the neighbouring stages. All
-    ranks of the job must make theirs together. `ranks`: for each pipeline (one process of every
-    stage), its ranks by stage. `kind`: the kind of links to begin with. `hosts`: this host's
-    addresses."""
+    """A stage's `executor` and links; all ranks make theirs together. `ranks`: those of each
+    pipeline, by stage. `kind`: that of links at first. `hosts`: this host's addresses."""
 
     def __init__(
         self,
@@ -81,8 +79,7 @@ class Connected:
         self._hosts = hosts
         """Addresses of this host. Other stages can reach this one over any of them."""
         self._lost: dict[LinkKind, LinkLost] = {}
-        """By kind of link (direct or host), the error of a link that was lost. If the kind was not
-        in use then, the error is raised once it is used again."""
+        """By kind of link, the error of a lost link: raised once that kind is used (again)."""
         self._made: set[LinkKind] = set()
         self._senders = {kind: SwitchedSender() for kind in self._targets()}
         self._receivers = {
@@ -181,15 +178,13 @@ class Connected:
             self.executor.fail(error)
 
     def _sources(self) -> dict[Kind, int]:
-        """Numbers of the stages from which hidden states ("F") and gradients ("I") come. The first
-        stage gets no hidden states, the last no gradients."""
+        """Numbers of the stages from which hidden states ("F") and gradients ("I") come here."""
         before = {} if self.place.is_first else {"F": self.place.index - 1}
         after = {} if self.place.is_last else {"I": self.place.index + 1}
         return before | after  # type: ignore[return-value]  # the literals are kinds
 
     def _targets(self) -> dict[Kind, int]:
-        """Numbers of the stages to which hidden states ("F") and gradients ("I") go. The last stage
-        sends no hidden states, the first no gradients."""
+        """Numbers of the stages to which hidden states ("F") and gradients ("I") go."""
         after = {} if self.place.is_last else {"F": self.place.index + 1}
         before = {} if self.place.is_first else {"I": self.place.index - 1}
         return after | before  # type: ignore[return-value]  # the literals are kinds

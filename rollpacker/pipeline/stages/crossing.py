@@ -21,8 +21,7 @@ class Passage:
     """One micro-batch's hidden states on one stage: received, and to be sent on."""
 
     arrived: Tensor | None
-    """The message from the stage before. None: a micro-batch that runs on this stage alone, without
-    messages; its hidden states are zeros."""
+    """The message from the stage before. None: zeros, in a micro-batch for this stage alone."""
     entered: list[Tensor] = field(default_factory=list)
     """Hidden states read from the message, with gradients: leaves of the stage's autograd graph."""
     left: list[Tensor] = field(default_factory=list)
@@ -37,8 +36,7 @@ class Passage:
         return pack([one.detach() for one in self.left])
 
     def backward(self, arrived: Tensor | None) -> None:
-        """Backpropagate the gradients of this stage's outputs, read from the message `arrived`.
-        None: they are zeros, since the micro-batch runs on this stage alone."""
+        """Backpropagate the gradients of this stage's outputs in a message; None: zeros."""
         kinds = [(one.shape, one.dtype) for one in self.differentiable]
         gradients = [
             torch.zeros(shape, dtype=dtype, device=self.differentiable[0].device)
@@ -59,8 +57,7 @@ class Passage:
 
 class Crossing:
     """Hands the hidden states that a stage receives to its models, and takes those that they
-    compute for the next stage, one micro-batch at a time. A deep copy of a model keeps the same
-    crossing, not a copy of it."""
+    compute, one micro-batch at a time. A deep copy of a model shares the crossing."""
 
     def __init__(self) -> None:
         self._passage: Passage | None = None
@@ -69,8 +66,7 @@ class Crossing:
         return self
 
     def begin(self, arrived: Tensor | None) -> Passage:
-        """Begin a micro-batch with the message `arrived` from the stage before. None: zeros in
-        place of hidden states, for a micro-batch that runs on this stage alone or on the first."""
+        """Begin a micro-batch with the message of the stage before; None: there is no message."""
         self._passage = Passage(arrived=arrived)
         return self._passage
 

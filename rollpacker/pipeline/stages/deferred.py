@@ -62,8 +62,7 @@ class DeferredWeights:
 
 @torch.no_grad()
 def compute(products: Products) -> None:
-    """Add to each layer's weight the gradient computed from its input and its output's gradient,
-    and empty the list."""
+    """Give each layer's weight the gradient of its input and output gradient; empty the list."""
     while products:
         weight, entered, gradient = products.pop()
         product = gradient.flatten(0, -2).t() @ entered.flatten(0, -2)

@@ -70,8 +70,7 @@ class Executor:
         self._failure: BaseException | None = None
 
     def connect(self, to_next: Sender | None, to_previous: Sender | None) -> None:
-        """Set the senders to the next and the previous stage, before the first sweep. None: there
-        is no such stage."""
+        """Set the senders to the two neighbours, before the first sweep. None: no such stage."""
         assert (to_next is None) == self._place.is_last
         assert (to_previous is None) == self._place.is_first
         self._to_next, self._to_previous = to_next, to_previous
@@ -85,8 +84,7 @@ class Executor:
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Record that no message comes any more, because of `error`: a sweep that waits for a
-        message raises it, now or later."""
+        """Record that no message comes any more: a sweep that waits for one raises `error`."""
         with self._changed:
             self._failure = error
             self._changed.notify_all()
@@ -104,9 +102,7 @@ class Executor:
         sweep.run()
 
     def open(self, ops: StageOps, chooser: SweepChooser) -> OpenSweep:
-        """Open a sweep, to which micro-batches can be added while it runs, in a thread of its own.
-        `ops` computes them and `chooser` orders them. No other sweep may run until
-        `OpenSweep.drain` has returned."""
+        """Open a sweep without micro-batches yet. No other sweep may run until this is drained."""
         return OpenSweep(self, ops, chooser)
 
     def _run(self, op: Op, ops: StageOps, load: Load | None) -> None:
@@ -158,8 +154,7 @@ class Sweep:
         self.state = StageState(stage=place.index, num_stages=place.count)
         self.scoring: Scoring | None = None
         self.seconds = 0.0
-        """Seconds that the sweep ran, once it has ended. Time in which it had no micro-batch left
-        to work on is not counted; waits for messages are."""
+        """Seconds that the ended sweep ran, without those in which it had no micro-batch left."""
         self._executor = executor
         self._place = place
         self._changed = executor._changed
@@ -255,8 +250,7 @@ class Sweep:
 
 
 class OpenSweep:
-    """A sweep (micro-batches once forward and backward through the stages) in a thread of its own,
-    which goes on between the calls. One thread makes the calls.
+    """A sweep (all micro-batches once) in a thread of its own. One thread makes the calls.
 
     An error in the sweep is raised by a call that waits, or by the next one: `TrainerError` if a
     message does not come in time, the error given to `Executor.fail`, or an op's own error.
@@ -276,8 +270,7 @@ class OpenSweep:
 
     @property
     def seconds(self) -> float:
-        """Seconds that the sweep ran, once it is drained. Time in which it had no micro-batch left
-        to work on is not counted; waits for messages are."""
+        """Seconds that the drained sweep ran, without those in which it had no micro-batch left."""
         return self._sweep.seconds
 
     def add(self, loads: Sequence[Load]) -> None:

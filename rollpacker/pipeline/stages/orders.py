@@ -29,8 +29,7 @@ DIGEST_BYTES = 6
 
 
 class SweepChooser(Chooser, Protocol):
-    """Chooses one stage's ops in one sweep (all micro-batches once through the stages).
-    Micro-batches must be announced by `add` before they run."""
+    """Chooses one stage's ops in one sweep. `add` must announce micro-batches before they run."""
 
     def add(self, loads: Sequence[Load]) -> None:
         """Announce micro-batches of these sizes. All stages make this call together. Raises
@@ -39,21 +38,18 @@ class SweepChooser(Chooser, Protocol):
 
 
 NewChooser = Callable[[Measured], SweepChooser]
-"""A function that makes this stage's chooser of ops for one sweep (all micro-batches once through
-the stages). Its argument are the costs measured so far, with which orders are planned."""
+"""A function that makes this stage's chooser for a sweep, from costs measured so far."""
 
 
 class Orders:
-    """Makes the choosers of one stage's ops (forward, backward for inputs, backward for weights).
-    Each stage plans the order of ops on all stages, from the same numbers; before a plan is used,
-    the stages check that theirs are equal."""
+    """Makes the choosers of one stage's ops. Each stage plans for all stages, from the same
+    numbers; before a plan is used, the stages check that theirs are equal."""
 
     def __init__(
         self, place: Place, config: PipelineConfig, *, peers: Peers, csv: str | None = None
     ) -> None:
-        """Prepare to make choosers for the stage `place`. `peers` compares plans with the other
-        stages. `csv`: text of the file that `config.order` names, None if it names none. Raises
-        `ValueError` for a wrong file, as `orders_from_csv` does."""
+        """Prepare for sweeps. `peers` compares plans. `csv`: text of the file that `config.order`
+        names, else None. Raises `ValueError` for a wrong file, as `orders_from_csv` does."""
         self._place = place
         self._config = config
         self._peers = peers
@@ -61,16 +57,14 @@ class Orders:
         self._of_file = [] if csv is None else orders_from_csv(csv, num_stages=place.count)
 
     def new_chooser(self, measured: Measured) -> SweepChooser:
-        """Return this stage's chooser of ops for a new sweep. `measured`: costs of ops and messages
-        on all stages, with which orders are planned."""
+        """Return this stage's chooser for a new sweep, which plans with `measured` costs."""
         if self._config.order == "ready":
             return Ready(self._place, self._config)
         return Planned(self._place, partial(self._plan, measured))
 
     def _plan(self, measured: Measured, loads: Sequence[Load]) -> Sequence[Order]:
-        """Return the planned order of ops by stage, for micro-batches of these sizes and `measured`
-        costs of ops and messages. All stages call this together. Raises `ValueError` if a plan
-        keeps too many activations, and `TrainerError` if stages planned differently."""
+        """Return the orders by stage for these micro-batches and costs. All stages call this
+        together. Raises `ValueError` for too many activations, `TrainerError` if plans differ."""
         caps = live_token_caps(
             self._config.live_tokens,
             num_stages=self._place.count,
@@ -153,8 +147,7 @@ class Planned:
     their own, which runs after the earlier ones."""
 
     def __init__(self, place: Place, plan: Callable[[Sequence[Load]], Sequence[Order]]) -> None:
-        """Begin without micro-batches. `plan` is called with the sizes of added micro-batches, and
-        returns the order of ops of each stage."""
+        """Begin without micro-batches. `plan` returns orders by stage for micro-batch sizes."""
         self._place = place
         self._plan = plan
         self._count = 0
@@ -169,6 +162,5 @@ class Planned:
             self._count += len(loads)
 
     def choose(self, state: StageState) -> Op | None:
-        """Return the next op of the planned order. None: its input has not arrived, and the stage
-        waits."""
+        """Return the planned order's next op. None: its input is not there, the stage waits."""
         return self._fixed.choose(state)

@@ -29,8 +29,7 @@ PREFIX = "perf/pipeline"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrangement:
-    """What all ranks of a trainer in pipeline stages are told between two steps: the kind of links
-    to use, and the measured costs with which to plan."""
+    """What all ranks of a trainer are told between steps: kind of links, and costs to plan with."""
 
     links: LinkKind
     measured: Measured | None
@@ -82,9 +81,8 @@ class Overseer:
         return self._metrics(stages, used)
 
     def of_layout(self, config: PipelineConfig, *, same_places: bool) -> Overseer:
-        """Return an overseer for ranks in another layout (layers by stage, devices of ranks) of as
-        many stages. It keeps the kind of links. `same_places`: whether ranks keep their devices; if
-        so, the links' usual times are kept too."""
+        """Return an overseer for ranks in another layout of as many stages, with the same kind of
+        links. `same_places`: ranks keep their devices, so the links keep their usual times."""
         assert config.stages == self._num_stages
         found = Overseer(config, len(self._watches))
         found.found += self.found

@@ -100,10 +100,9 @@ class StagedPasses:
         look: Look | None = None,
     ) -> bool | None:
         """Begin forward and backward passes over the samples (`Passes`), and return None: `finish`
-        waits for them and adds losses to `sums`. With `look`, which is called with the losses and
-        samples of each micro-batch, wait here and return whether all losses were finite. On stages
-        before the last, which compute no losses, that is True, and `sums` gets their seconds
-        alone."""
+        waits for them. With `look`, which is called after each micro-batch, wait here and return
+        whether all losses were finite. Stages before the last, without losses, return True, and add
+        only seconds to `sums`."""
         rows = [row_of(sample) for sample in samples]
         work = [
             _Work(
@@ -147,8 +146,7 @@ class StagedPasses:
         return self._note(ended.ops.work, ended.sums)
 
     def differentiate_nothing(self) -> None:
-        """Run a micro-batch without samples through this stage alone, on zeros, so that every
-        parameter gets a gradient (of zeros)."""
+        """Give each parameter here a gradient of zeros, by a micro-batch without samples."""
         ops = _Training(self, [_Work(batch=self._batcher.filler(), samples=[])])
         self._deferred.is_on = False
         try:
@@ -166,8 +164,7 @@ class StagedPasses:
         return [(places, self._batcher.batch([rows[place] for place in places])) for places in plan]
 
     def _opened(self, sums: StepSums) -> _Open:
-        """Open a sweep, whose losses `finish` adds to `sums`. Until then its contexts last:
-        gathered parameters, the setting of attention."""
+        """Open a sweep in contexts that last until `finish`: gathered parameters, attention."""
         ops = _Training(self, [])
         with ExitStack() as around:
             around.enter_context(self._batcher.attention())
@@ -177,9 +174,8 @@ class StagedPasses:
             return _Open(sweep=sweep, ops=ops, sums=sums, around=around.pop_all())
 
     def _watched(self, work: Sequence[_Work], sums: StepSums, look: Look) -> bool:
-        """Run each micro-batch of `work` in a sweep of its own, and call `look` after it with its
-        losses and samples. All ranks make equally many sweeps, some perhaps with nothing in them.
-        Returns whether all losses were finite."""
+        """Run each micro-batch in a sweep of its own, and call `look` after it with its losses and
+        samples; all ranks make equally many sweeps. Returns whether all losses were finite."""
         finite = True
         for number in range(same_number(len(work), self._shards)):
             one = list(work[number : number + 1])
@@ -197,8 +193,7 @@ class StagedPasses:
         return finite
 
     def _note(self, work: Sequence[_Work], sums: StepSums) -> bool:
-        """On the last stage, add the losses of these micro-batches to `sums`. Returns whether all
-        losses were finite; True on other stages."""
+        """On the last stage, add losses to `sums`. Returns whether all found were finite."""
         finite = True
         for one in work if self._place.is_last else ():
             assert one.found is not None
@@ -247,8 +242,7 @@ class _Open:
 
 
 class _Scoring:
-    """One stage's ops of forward passes without gradients, which compute scores on the last
-    stage."""
+    """One stage's ops without gradients. On the last stage they compute scores."""
 
     def __init__(
         self,

@@ -16,8 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class Relayout:
-    """Looks for faster layouts (layers by stage, devices of ranks) of a trainer's stages. With
-    `does`, `observe` returns them for a switch; otherwise it only logs them."""
+    """Looks for faster layouts (layers by stage, devices of ranks), and logs or returns them."""
 
     def __init__(
         self, *, does: bool, can_switch: bool, total_steps: int | None, updates: int
@@ -60,9 +59,8 @@ class Relayout:
         places: tuple[int, ...],
         switch_s: float,
     ) -> Layout | None:
-        """Judge a training step by its ranks' `outcomes`, after the overseer has observed them.
-        Returns a layout to switch to, or None. `version`: training steps so far. `places`: the
-        device of each rank. `switch_s`: the seconds that a switch takes."""
+        """Judge a step by its ranks' outcomes, after the overseer. Returns a layout to switch to,
+        or None. `version`: steps so far. `places`: each rank's device. `switch_s`: its seconds."""
         times = [one.stage_times for one in outcomes if one.stage_times is not None]
         size = sum(one.stage == 0 for one in times)
         layout = Layout(layers=tuple(one.num_layers for one in times[::size]), places=places)

@@ -94,8 +94,7 @@ class Stage:
         """Measured costs of ops and messages, the same on all stages, as last given to `arrange`.
         None: nothing was measured yet."""
         self._expected: Measured | None = None
-        """Costs of ops and messages, in FLOPs, with which sweeps are planned before any are
-        measured. None: the policy was not cut yet."""
+        """Costs in FLOPs to plan with until some are measured. None: policy not cut yet."""
 
     # -- its part of the models ------------------------------------------------------------
 
@@ -133,9 +132,8 @@ class Stage:
 
     def budget(self, lengths: Sequence[int], packs: Packs, *, most_tokens: int) -> int:
         """Return the number of tokens per micro-batch, at most `most_tokens`, with which samples of
-        these lengths are expected to pass the stages fastest. `packs` packs them into
-        micro-batches. It is the same in every run, since no measurement is used. The policy must
-        have been cut before."""
+        these lengths, put together by `packs`, should be quickest. No measurement is used, so all
+        runs get the same. The policy must have been cut before."""
         assert self._expected is not None
         cost = self._expected
         return plan_budget(lengths, cost.stages, cost.links, most_tokens=most_tokens, packs=packs)
@@ -165,8 +163,7 @@ class Stage:
     # -- between two steps -----------------------------------------------------------------
 
     def arrange(self, arrangement: Arrangement) -> None:
-        """Use from now on the kind of links and the measured costs of this arrangement. All ranks
-        make this call together."""
+        """Use this kind of links and these costs from now on. All ranks make this call together."""
         self.measured = arrangement.measured
         if self._links is not None:
             self._links.use(arrangement.links)

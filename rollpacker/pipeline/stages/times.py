@@ -10,8 +10,7 @@ from rollpacker.pipeline.plan.work import Load
 
 Messages = tuple[tuple[int, float], ...]
 """For each message its bytes, and the seconds from its sending on the other stage to its arrival
-here. The two processes' clocks may differ: only the sum of a message there and one back is
-exact."""
+here. The clocks may differ: only the sum of a message there and one back is exact."""
 
 NUM_BYTES = 1 << 16
 """Number of bytes of the message by which the network between two ranks is timed."""

@@ -38,8 +38,7 @@ class Start:
     """Asks the agent of a run on this host to start `python -m module` (`Host.start`)."""
 
     process: int
-    """Number of the process to start, which later messages use. The run chooses it, and uses none
-    twice with the same agent."""
+    """Number that the run gives to the process, and to no other of this agent."""
     module: str
     name: str
     guarded: bool
@@ -66,8 +65,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class WorksAs:
-    """Tells the agent that not the started process `process` does the work, but its descendant with
-    id `pid`: whether that one is stopped is what counts."""
+    """Tells the agent that process `pid`, a descendant of the started one, does its work."""
 
     process: int
     pid: int
@@ -75,8 +73,7 @@ class WorksAs:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """Reports to the run the id of a process that was started without a guardian (a parent process
-    that ends it with the agent)."""
+    """Reports to the run the id of a process that was started without a guardian."""
 
     process: int
     pid: int
@@ -143,8 +140,7 @@ class Agent(HostWeights):
     # -- what the run calls ------------------------------------------------------------------------
 
     def say(self, sequence: int, items: Sequence[Item]) -> None:
-        """Carry out these items (tasks from the run: start, message, end ...) in order. Lists are
-        numbered from 1: one that was carried out before is ignored."""
+        """Carry out these tasks in order, unless list number `sequence` was carried out before."""
         self._called_s = time.monotonic()
         if sequence <= self._sequence:
             return
@@ -154,8 +150,7 @@ class Agent(HostWeights):
             self._take(item)
 
     def hear(self, acknowledged: int) -> Report:
-        """Return the news of the processes, waiting up to `HEAR_S` for some. News up to number
-        `acknowledged` have reached the run, and are dropped."""
+        """Return the news after number `acknowledged`, after waiting up to `HEAR_S` for some."""
         self._called_s = time.monotonic()
         with self._changed:
             while self._news and self._first <= acknowledged:

@@ -51,8 +51,7 @@ PROBE_S = 1.0
 ASK_S = 60.0
 """Seconds within which a host must report its cores and so on; ray first starts a process there."""
 GROUPS = {"say": "say", "hear": "hear"}
-"""Agent's methods that ray runs in threads of their own, each with its group of threads, so that
-long calls of other methods do not delay them."""
+"""Agent's methods that ray runs in threads of their own, so that long calls do not delay them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +102,8 @@ class RayCluster:
         return bool(_ask(address, os.path.exists, path))
 
     def reserve(self, wanted: Mapping[str, Mapping[str, float]], *, within_s: float) -> None:
-        """Reserve `CPU` and `GPU` on each host, `wanted[address]` of them by name, for as long as
-        this process is connected. Raises `ValueError` after `within_s` seconds, with how much is in
-        use."""
+        """Reserve these numbers of `CPU` and `GPU`, by host's address, until this process
+        disconnects. Raises `ValueError` after `within_s` seconds, with how much is in use."""
         bundles = [{**resources, f"node:{address}": 0.001} for address, resources in wanted.items()]
         self._bundles = {address: place for place, address in enumerate(wanted)}
         self._group = placement_group(bundles, strategy="SPREAD")

@@ -44,8 +44,7 @@ REACH = (2, 24)
 and at most: each try is twice as patient as the one before. The request may have been lost with a
 link, or the host may be busy."""
 SILENT_S = 2 * HEAR_S
-"""Seconds without an answer after which an agent counts as silent: it answers each `hear` within
-`HEAR_S`, even without news."""
+"""Seconds without an answer after which an agent is silent: `hear` answers within `HEAR_S`."""
 RETRY_S = 1.0
 """Seconds between two attempts to start a new agent (the run's process on another host)."""
 
@@ -62,8 +61,7 @@ class Answer(Protocol):
     """The answer of an agent to a call, which may not have come yet."""
 
     def result(self, timeout_s: float) -> Any:
-        """Return the answer. Raises `TimeoutError` if it has not come after `timeout_s` seconds,
-        `Unavailable`, `Gone`, or the error that the call raised in the agent."""
+        """Return the answer, or raise `TimeoutError`, `Unavailable`, `Gone` or the call's error."""
         ...
 
 
@@ -137,10 +135,8 @@ class RemoteHost:
         heartbeat_s: float,
         address: str | None = None,
     ) -> None:
-        """Begin to connect to the host called `name`, in a thread. `connect` makes its agent;
-        `spread` brings weights to it. `heartbeat_s`: seconds without an answer after which the
-        agent counts as lost, with all its processes. `address`: where other hosts reach this one;
-        None: at `name`."""
+        """Begin to connect to a host. `spread` brings it weights. `heartbeat_s`: seconds of silence
+        after which its agent is lost. `address`: for other hosts; None: `name`."""
         self.name, self.address = name, address or name
         spread.add(name, self)
         self._connect, self._spread, self._heartbeat_s = connect, spread, heartbeat_s
@@ -150,13 +146,11 @@ class RemoteHost:
     def start(
         self, module: str, name: str, *, guarded: bool, environment: Mapping[str, str | None]
     ) -> tuple[RemoteProcess, Line]:
-        """Return a process and its line (message socket) at once; the process is started once the
-        host is reached. The arguments are those of `Host.start`."""
+        """Return a process and its line (socket); it is started once the host is reached."""
         return self._living().start(module, name, guarded=guarded, environment=environment)
 
     def hold(self, layout: BufferLayout) -> BufferLayout:
-        """Reserve memory on that host into which a process there will write weights, and return its
-        layout. Raises `OSError` if the host is lost."""
+        """Reserve memory for weights on that host, the same each time, and return its layout."""
         wanted = replace(layout, host="", path="", inode=0)  # whatever was held before
         there: BufferLayout = self._call(self._living(), "copy", wanted)
         return replace(there, host=self.name)
@@ -168,16 +162,14 @@ class RemoteHost:
             raise OSError(f"{self.name} is lost: {error}") from error
 
     def weights(self, source: WeightSource) -> WeightSource:
-        """Bring this version of the weights to that host, if it is not there yet, and return where
-        the host's processes read it."""
+        """Bring these weights to that host, and return where the host's processes read them."""
         if source.layout.host == self.name:
             return source
         session = self._session
         return self._spread.bring(source, session, partial(self._call, session), self.address)
 
     def agent(self) -> tuple[object, Call]:
-        """Return an object that stands for the host's present agent, and the function that calls
-        the agent's methods by name. Raises `OSError` if the host cannot be reached now."""
+        """Return the host's present agent, and a function that calls it. Raises `OSError`."""
         session = self._session
         if not session.is_there():
             raise OSError(f"{self.name} cannot be reached now")
@@ -201,8 +193,7 @@ class RemoteHost:
 
 
 class _Session:
-    """The run's connection to one agent of a host, with the processes that the agent started. It is
-    over once that agent is lost; a new agent gets a new session."""
+    """The run's connection to one agent of a host and its processes, until the agent is lost."""
 
     def __init__(self, host: str, connect: Connect, predecessor: int, heartbeat_s: float) -> None:
         self.host = host
@@ -256,8 +247,7 @@ class _Session:
             self._changed.notify_all()
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Call this method of the agent, once it is connected, and return its answer. A call that
-        may have been lost is repeated. Raises `Gone` if the agent is lost."""
+        """Call this method of the agent, again if the call may be lost. Raises `Gone`."""
         while not self._connected.wait(SLICE_S):
             if self.is_over:
                 raise Gone(self._why)
