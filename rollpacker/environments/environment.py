@@ -49,8 +49,8 @@ class EnvironmentConfig:
     rewrites: Literal["refuse", "prefixes"] = "refuse"
     """What to do with a chat template that rewrites earlier turns (for example drops thinking once
     a user speaks). refuse: the run does not start. prefixes: each turn is generated behind what the
-    template makes of all messages before it, and trained on in the same way, as a row of its own
-    where that does not continue what came before. For other templates both are the same."""
+    template makes of all messages before it, and trained on in the same way, as a sequence of its
+    own where that does not continue the one before. For other templates both are the same."""
     max_turns: int = 10
     """Most turns of the model in one episode."""
     max_trajectory_tokens: int | None = None

@@ -81,8 +81,8 @@ class EpisodePool(WorkerPool):
         return call
 
     def act(self, payload: bytes, limit_s: float, worker: PoolWorker, whose: Hashable) -> PoolCall:
-        """Make a call of an episode that lives in the process `worker`. `whose`: the episode's
-        prompt. Raises `WorkerLost` if the process is gone."""
+        """Make a call of an episode that lives in the process `worker`, with `limit_s` seconds for
+        an answer. `whose`: the episode's prompt. Raises `WorkerLost` if the process is gone."""
         if worker.gone:
             raise WorkerLost(worker.gone, how="", stopped=False, left_s=limit_s)
         call = self._made(payload, limit_s)

@@ -28,7 +28,7 @@ class Played(Protocol):
         ...
 
     def under_way(self) -> tuple[ToolCall, ...]:
-        """Return the present message's tool calls so far; the last one runs. Empty: none runs."""
+        """Return the tool calls so far of the message being answered. Empty: no tool runs."""
         ...
 
     async def close(self) -> None: ...
@@ -62,8 +62,8 @@ class UserEpisode:
     def __init__(
         self, make: Callable[[], Any], calls: Calls, max_chars: int, *, in_loop: bool
     ) -> None:
-        """Prepare an episode. `max_chars`: limit on a tool's result. `in_loop`: `begin` calls
-        `make` in the event loop, since it does not block, not in a thread."""
+        """Prepare an episode. `max_chars`: the most characters of a tool's result. `in_loop`: call
+        `make` in the event loop, since it does not block; else in the episode's thread."""
         self._make = make
         self._in_loop = in_loop
         self._calls = calls

@@ -144,8 +144,7 @@ class ToolBox:
         """Name of the tool that runs now, and the time at which it began. None: no tool runs."""
 
     def under_way(self) -> tuple[ToolCall, ...]:
-        """The tool calls so far of the message being answered; the last one runs. Empty: no tool
-        runs."""
+        """The tool calls so far of the message being answered. Empty: no tool runs."""
         if self._runs is None:
             return ()
         tool, began = self._runs
@@ -219,8 +218,7 @@ class ToolBox:
         return answer | {"content": content}, ToolCall(name, seconds, is_well)
 
     def _understood(self, name: str, arguments: Any) -> tuple[Function, dict[str, Any]]:
-        """The function and the arguments of a call. Raises `ValueError` with a message for the
-        model."""
+        """A call's function and arguments. Raises `ValueError` with a message for the model."""
         function = self._tools.get(name)
         if function is None:
             raise ValueError(f'there is no tool "{name}"; there are: {", ".join(self._tools)}.')

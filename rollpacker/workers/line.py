@@ -62,8 +62,7 @@ class Line:
         return self._connection.fileno()
 
     def released(self) -> socket.socket:
-        """Take the socket out of the line, and return it for another protocol; the line is not used
-        any more."""
+        """Take the socket out of the line, for another protocol. The line is not used any more."""
         assert self._loop is None and not self._heard
         return self._connection
 

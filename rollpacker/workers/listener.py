@@ -119,8 +119,8 @@ def connect(
     source: str | None = None,
     within_s: float | None = None,
 ) -> Line:
-    """Connect to a `Listener`, and return the line. `source`: address to connect from; None: any.
-    Raises `OSError`, also if it takes longer than `within_s` seconds, and `LineEnded`."""
+    """Connect to a `Listener` by its `token`, say `hello`, and return the line. `source`: address
+    to connect from; None: any. Raises `OSError`, also after `within_s` seconds, and `LineEnded`."""
     own = None if source is None else (source, 0)
     line = Line(_watched(socket.create_connection((host, port), within_s, own)))
     try:

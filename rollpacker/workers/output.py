@@ -42,7 +42,7 @@ class Output:
     `writer` here afterwards, since the process has a copy."""
 
     def __init__(self, quota: OutputQuota, heard: Callable[[str], None]) -> None:
-        """`heard` is called with each line that the process prints."""
+        """`heard` is called with each line that the process prints, as far as `quota` lets it."""
         self._quota, self._heard = quota, heard
         self._reader, self.writer = os.pipe()
         os.set_blocking(self._reader, False)

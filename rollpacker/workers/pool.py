@@ -165,7 +165,7 @@ class WorkerPool:
         workers: list[WorkerProcess],
     ) -> None:
         """`start` makes a worker process of the given name; `workers` are ready to be used. `said`
-        is called with each line that a worker prints."""
+        is called with each line that a worker prints. `max_workers`: the most at once."""
         self.loop = asyncio.get_running_loop()
         self._name = name
         self._start_process = start
@@ -475,8 +475,8 @@ class WorkerPool:
     # -- the end ------------------------------------------------------------------------------
 
     def give_idle(self) -> list[WorkerProcess]:
-        """Return the idle workers, for use in another loop, and end the others. The pool's own loop
-        has closed."""
+        """Return the idle workers, for another event loop, and end the others. This pool's loop has
+        closed."""
         idle = [w.process for w in self._workers if w.ready and w.is_idle and not w.draining]
         for worker in self._workers:
             if worker.process not in idle:

@@ -79,7 +79,7 @@ class HostSender:
         """Begin to connect in the background, to the first route (address of the receiver) that
         answers. A connection is added when there are more messages than connections: a message
         takes one for `t` seconds until it is acknowledged, so a stage that sends a message every
-        `f` seconds gets ceil(t / f) connections."""
+        `f` seconds gets ceil(t / f) connections, at most `max_connections`."""
         assert 0 < max_connections <= MAX_CONNECTIONS and routes
         self._border = border
         self._routes = routes
@@ -289,7 +289,7 @@ class _Connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def wait_for_welcome(self, within_s: float) -> int:
-        """Wait until the receiver accepts. Returns the number of the next message that it wants."""
+        """Wait up to `within_s` for the receiver. Returns the next message number it wants."""
         self._socket.setblocking(False)
         until = time.monotonic() + within_s
         while time.monotonic() < until:

@@ -34,7 +34,7 @@ Caps = Sequence[int | None] | None
 def ready_choosers(
     num_stages: int, *, quotas: Sequence[int] | None = None, caps: Caps = None
 ) -> list[ReadyFirst]:
-    """Return a `ReadyFirst` chooser for each stage, which runs whatever op has its input."""
+    """Return a `ReadyFirst` chooser for each stage, with these `quotas` and `caps`."""
     return [ReadyFirst(stage, quotas=quotas, caps=caps) for stage in range(num_stages)]
 
 

@@ -32,8 +32,8 @@ def improve(
     caps: Sequence[int | None] | None = None,
     budget_ops: int,
 ) -> list[Order]:
-    """Exchange neighbouring ops in `orders` (valid, by stage), and return the best orders found.
-    The search ends after `budget_ops` simulated ops, or with nothing left to exchange."""
+    """Exchange neighbouring ops in `orders` (by stage, within `caps`), and return the best orders
+    found. The search ends after `budget_ops` simulated ops, or with nothing left to exchange."""
     sweep = _Sweep(work, links)
     current: _Ops = [list(order) for order in orders]
     length_s, chain = sweep.longest_chain(current)

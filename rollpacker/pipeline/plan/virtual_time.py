@@ -128,8 +128,7 @@ class _Run:
         stages = range(work.num_stages)
         self._states = [StageState(stage, work.num_stages) for stage in stages]
         self._running: list[Op | None] = [None for _ in stages]
-        """By stage, the op that it runs, or whose message it waits to have sent. None: it is
-        free."""
+        """By stage, the op that it runs, or whose message it is still sending. None: idle."""
         self._spans: list[list[Span]] = [[] for _ in stages]
         self._messages: list[Message] = []
         self._free_s = {(link, way): start_s for link in stages for way in ("down", "up")}

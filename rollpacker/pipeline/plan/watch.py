@@ -177,8 +177,8 @@ class _Healthy(Generic[Step]):
         self._num_unused = 0
 
     def add(self, step: Step) -> bool:
-        """Add a step without slowness. Returns whether to compute usual times anew: in the first
-        steps each time, then when half of the steps are new, since that takes milliseconds."""
+        """Add a step in which nothing was slow. Returns whether to compute usual times anew: always
+        at first, then when half of the steps kept are new, since it takes milliseconds."""
         full = len(self.steps) == self._config.healthy_steps
         self.steps.append(step)
         self._num_unused += 1

@@ -150,7 +150,7 @@ class Pipeline:
         orders: Sequence[Order] = (),
         seed: int = 0,
     ) -> None:
-        """Begin a run. `orders`: by stage, if `spec.order` names a CSV file, from that."""
+        """Begin a run. `orders`: by stage, the ops in the CSV file of `spec.order`; else empty."""
         self._spec = spec
         self._machine = machine
         self._orders = orders

@@ -67,7 +67,7 @@ class Overseer:
 
     def observe(self, version: int, times: Sequence[StageTimes]) -> dict[str, float]:
         """Judge an optimizer step by the times that each rank measured, in the order of ranks.
-        Returns the step's metrics."""
+        `version`: that of the weights after it. Returns the step's metrics."""
         stages = [times[at : at + len(self._watches)] for at in self._places(times)]
         used = self.arrangement.links
         for shard, watch in enumerate(self._watches):
@@ -165,7 +165,7 @@ def sweep_times(stages: Sequence[StageTimes], over: LinkKind) -> SweepTimes:
 
 
 def _measured(stages: Sequence[Sequence[StageTimes]]) -> Measured | None:
-    """Return costs by all ranks' times, [stage][pipeline]. None: a stage or link has no times."""
+    """Return costs fitted to all ranks' times, [stage][pipeline]. None: some have no times."""
     messages = [_pooled(stages, number) for number in range(len(stages) - 1)]
     ops = [
         {kind: [pair for s in shards for pair in s.ops[kind]] for kind in KINDS}

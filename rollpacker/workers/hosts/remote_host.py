@@ -330,8 +330,8 @@ class _Session:
 
     def _patiently(self, method: str, *arguments: Any, patience_s: float) -> Any:
         """Call a method of the agent and return its answer. A call that may have been lost is
-        repeated. Raises `Gone` after `patience_s` seconds without an answer; time in which this
-        process was stopped hardly counts."""
+        repeated. Raises `Gone` after `patience_s` seconds without an answer; seconds in which this
+        process was stopped are left out."""
         assert self._calls is not None
         silent_s = 0.0
         answer = self._calls.begin(method, *arguments)
