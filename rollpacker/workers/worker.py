@@ -181,7 +181,7 @@ class WorkerProcess:
         self.child.kill()
 
     async def gone(self) -> str | None:
-        """Wait up to `END_S` in an event loop. Returns how the worker ended; None: it lives."""
+        """Wait up to `END_S` in an event loop. Returns how the worker ended; None: not yet."""
         until = time.monotonic() + END_S
         while (how := self.child.how_ended()) is None and time.monotonic() < until:
             await asyncio.sleep(0.002)
