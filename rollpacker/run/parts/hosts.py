@@ -36,7 +36,10 @@ class Hosts:
     where."""
 
     plan: Placement | None = None
-    """The devices of each role. None if the run is on this machine, without a plan of devices."""
+    """The devices of each role. None if there is nothing to place: on this machine's processors
+    without `placement`, or where the run's own process does all."""
+    gpu_names: Sequence[str] | None = None
+    """Names of this machine's GPUs for CUDA_VISIBLE_DEVICES, by number. None: the numbers."""
     by_name: Mapping[str, Host] = field(default_factory=dict)
     interfaces: Mapping[str, str] = field(default_factory=dict)
     """Name of the network interface by which a host's processes reach other hosts, by host."""
@@ -74,6 +77,10 @@ class Hosts:
     def of_engine(self, number: int, degree: int) -> tuple[Host, dict[str, str]]:
         """Host of the engine `number`, which has `degree` devices, and environment variables of its
         process."""
+        from rollpacker.workers.host import ThisHost
+
+        if self.plan is None:
+            return ThisHost(), {}
         devices = self._devices("rollout")[number * degree : (number + 1) * degree]
         return self._place(devices)
 
@@ -110,7 +117,9 @@ class Hosts:
         # By its mark a cluster's service finds all processes of a job.
         environment = {MARK: os.environ[MARK]} if MARK in os.environ else {}
         if self.plan.kind == "cuda":
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(one.local) for one in there)
+            names = [str(one.local) if self.gpu_names is None else self.gpu_names[one.local]
+                     for one in there]  # fmt: skip
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(names)
         if name in self.interfaces:
             environment["GLOO_SOCKET_IFNAME"] = self.interfaces[name]
         return self.by_name.get(name) or ThisHost(), environment
@@ -126,7 +135,8 @@ def open_hosts(config: RunConfig) -> tuple[RunConfig, Hosts]:
     from rollpacker.run.parts.placement import on_nodes, on_this_host, placed, plan_of
 
     if config.runtime == "local":
-        return on_this_host(config), Hosts()
+        config, plan = on_this_host(config)
+        return config, _on_this_host(config, plan)
     cluster = join_cluster()
     try:
         facts = facts_of(cluster)
@@ -138,6 +148,21 @@ def open_hosts(config: RunConfig) -> tuple[RunConfig, Hosts]:
     except BaseException:
         cluster.close()
         raise
+
+
+def _on_this_host(config: RunConfig, plan: Placement | None) -> Hosts:
+    """Returns this machine as the only host. On CUDA the run's own process, if it generates or
+    trains beside processes of the other role, computes on that role's first GPU from now on."""
+    from rollpacker.run.parts.this_host import gpu_names
+
+    if plan is None or plan.kind == "cpu":
+        return Hosts(plan=plan)
+    if config.run_computes:
+        import torch
+
+        role = "train" if config.engines_are_apart else "rollout"
+        torch.cuda.set_device(plan.devices[plan.of(role)[0].devices[0]].local)
+    return Hosts(plan=plan, gpu_names=gpu_names(os.environ, len(plan.devices)))
 
 
 def nodes_of(environ: Mapping[str, str]) -> dict[str, list[str]]:

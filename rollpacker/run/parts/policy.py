@@ -204,7 +204,8 @@ def load_policy(
 
     `model_path` loads other weights (and their tokenizer) than the config's; `threads` is used in
     place of `train.threads`; `tell` is given lines for people, `progress` shows how far long work
-    is.
+    is. Where engines and trainer have processes of their own, the model here has names and shapes
+    alone, without memory.
     """
     from rollpacker.engines.embedded.attention import install_attention, other_layers
     from rollpacker.engines.table import BRING_THEIR_OWN_MODEL
@@ -217,8 +218,11 @@ def load_policy(
     inputs = load_inputs(config, model_path=model_path, tell=tell, progress=progress)
     for doubt in inputs.doubts:
         logger.warning("%s", doubt)
-    loaded = load_model(model_config)
-    if config.rollout.engine.name not in BRING_THEIR_OWN_MODEL or not other_layers(loaded.model):
+    computes = model_path is not None or config.run_computes
+    loaded = load_model(model_config, without_weights=not computes)
+    if computes and not (
+        config.rollout.engine.name in BRING_THEIR_OWN_MODEL and other_layers(loaded.model)
+    ):
         install_attention(loaded.model)
     threads = set_threads(config, loaded, threads)
     return LoadedPolicy(
@@ -245,7 +249,7 @@ def set_threads(config: RunConfig, loaded: LoadedModel, threads: int | None) -> 
 def _measured_threads(config: RunConfig, loaded: LoadedModel) -> int:
     import torch
 
-    if loaded.device.type != "cpu":
+    if loaded.model.device.type != "cpu":  # a GPU, or no weights to measure with
         return torch.get_num_threads()
     rows = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     tokens = torch.zeros((min(rows, 64), 16), dtype=torch.long)
