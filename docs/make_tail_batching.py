@@ -267,13 +267,10 @@ def drafts_table() -> str:
 
 def noise_table() -> str:
     rows = []
-    for row in result("noise")["real"]:
-        own = row["longest"]
-        if row["updates"] == 1:
-            cells = [f"{own[key]:.4f}" for key in ("tv", "inversion", "rounds", "bound")]
-            kept = own["prefix_kept"]
-            prefix = [f"{kept[key]:.0%}" for key in ("inversion", "rounds")]
-            rows.append([f"quickstart, step {row['step']}", *cells, *prefix])
+    for row in result("noise")["rows"]:
+        cells = [f"{row[key]:.4f}" for key in ("tv", "inversion", "rounds", "bound")]
+        prefix = [f"{row['prefix_kept'][key]:.0%}" for key in ("inversion", "rounds")]
+        rows.append([f"quickstart, step {row['step']}", *cells, *prefix])
     head = ("per token, one update", "total variation", "inversion", "ours", "bound")
     return table((*head, "prefix kept: inversion", "ours"), rows)
 

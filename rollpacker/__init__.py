@@ -25,7 +25,7 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> Any:
-    """The API is loaded at first use, so that importing any part of the package stays light."""
+    """Load a name of the API at its first use, so that an import of any submodule stays light."""
     if name in _PLACES:
         import importlib
 

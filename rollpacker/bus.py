@@ -1,4 +1,4 @@
-"""The bus: every event goes in here, and every command comes out at the port that carries it out.
+"""The bus: brings events to the core, and the core's commands to the ports that carry them out.
 
       engine    rewards    trainer    cursor ...            one lock, one total order
          \\         |          |         /                            |
@@ -6,8 +6,8 @@
                                                                 |
                          Launch -> one port, Score -> one port, Commit -> one port, ...
 
-A run, a simulation, a replay and the tests' worlds are this bus with other ports and another clock.
-Nothing is decided here, and nothing here knows what a command means: to add one is to add the noun
+A run, a simulation and the core's tests use this bus, each with ports and a clock of its own.
+Nothing is decided here, and nothing here knows what a command means. A new command needs its class
 (`core/messages`), the machine in the core that gives it, and the port that carries it out.
 """
 
@@ -27,34 +27,34 @@ from rollpacker.core.messages import COMMANDS
 from rollpacker.core.records import Entry, Note, Record
 
 Routes = Mapping[type[Command], Callable[[Any], None]]
-"""Function that carries out each kind of command. A call is made under the bus's lock and must be
-quick; work that takes time is begun here and answered by an event later."""
+"""Functions that carry out commands, by kind of command. Each is called under the bus's lock and
+must be quick; it may begin longer work, whose end it reports by an event."""
 
 Sink = Callable[[Entry], None]
 """Function that is given every entry of the event log, in order, under the lock; must be quick."""
 
 
 class Clock(Protocol):
-    """The run's own time: real, or virtual."""
+    """The clock of a run: real, or virtual in a simulation."""
 
     def now(self) -> float:
         """Seconds since the run began."""
         ...
 
     def stamp(self) -> float:
-        """The seconds of `now`, as precisely as the event log keeps them. The core learns from
-        stamps, so a replay of the log must see the very same ones."""
+        """Returns `now()` in seconds, rounded as the event log stores it. The core sees these
+        values only, so that a replay of the log sees the same ones."""
         ...
 
 
 class Port(Protocol):
-    """An object that carries out some kinds of commands."""
+    """An object that carries out some kinds of the core's commands."""
 
     def routes(self) -> Routes: ...
 
 
 class Bus:
-    """Brings events to the core and its commands to the ports. Thread-safe."""
+    """Brings events to the core, and its commands to the ports that carry them out. Thread-safe."""
 
     def __init__(
         self, job: Job, clock: Clock, ports: Sequence[Port] = (), *, sinks: Sequence[Sink] = ()
@@ -63,21 +63,19 @@ class Bus:
         self.job = job
         self.clock = clock
         self.lock = threading.RLock()
-        """The only lock between the core and its ports. Reentrant, since ports ask the bus while
-        they work."""
+        """The only lock between core and ports. Reentrant, as ports call the bus while it calls
+        them."""
         self._routes: Routes = {}
         self._sinks = list(sinks)
         self._is_busy = False
         self._answers: deque[Event] = deque()
-        """Events that ports brought while a command was being carried out; they are taken next."""
+        """Events that ports brought while a command was carried out; they are handled next."""
         if ports:
             self.connect(*ports)
 
     def connect(self, *ports: Port) -> None:
-        """Connect the ports, all of them at once. Those that bring events need the bus before.
-
-        Raises `AssertionError` unless every kind of command has exactly one port.
-        """
+        """Connect all ports in one call. Ports that bring events are made with the bus, so before
+        this call. Raises `AssertionError` unless every kind of command has exactly one port."""
         routes: dict[type[Command], Callable[[Any], None]] = {}
         for port in ports:
             for kind, obey in port.routes().items():
@@ -88,21 +86,20 @@ class Bus:
         self._routes = routes
 
     def add_sink(self, sink: Sink) -> None:
-        """Add a sink, which is given every entry from now on."""
+        """Add a function that is given every log entry from now on."""
         self._sinks.append(sink)
 
     def take(self, event: Event) -> None:
-        """Bring this event to the core, have the commands of its answer carried out, and log both.
-
-        The event must be new: it gets its time here. An event that a port brings meanwhile has its
-        turn when the event at hand is logged, so that the log has the order that the core saw.
-        """
+        """Bring this event to the core, have the ports carry out the commands that the core
+        answers, and log both. The event must be new: it gets its time here. Events that ports bring
+        meanwhile are handled after this one is logged, so that the log has the order in which the
+        core saw them."""
         with self.lock:
             self.take_alone(event)
 
     def take_alone(self, event: Event) -> None:
-        """As `take`, on a bus that a single thread uses: without its lock, which takes some 4 % of
-        a simulation's time."""
+        """Do as `take` does, without the lock, on a bus that a single thread uses. The lock takes
+        some 4 % of a simulation's time."""
         answers = self._answers
         if self._is_busy:
             answers.append(event)
@@ -135,20 +132,21 @@ class Bus:
             self._is_busy = False
 
     def write(self, entry: Entry) -> None:
-        """Log an entry."""
+        """Give this entry to all sinks, such as the event log."""
         with self.lock:
             for sink in self._sinks:
                 sink(entry)
 
     def note(self, name: str, seconds: float, step: int, metrics: Mapping[str, float]) -> None:
-        """Log a span that the core does not know of, ending now."""
+        """Log an entry for what is no event of the core, such as an evaluation, and has taken
+        `seconds` until now."""
         with self.lock:
             now = self.clock.now()
             self.write(Note(time_s=now, name=name, seconds=seconds, step=step, metrics=metrics))
 
 
 class Recorded:
-    """A port for commands for which nothing is to be done but to have them in the log."""
+    """A port for commands that need no action and are only logged."""
 
     def __init__(self, *kinds: type[Command]) -> None:
         self._kinds = kinds
@@ -158,7 +156,7 @@ class Recorded:
 
 
 class Unsaid:
-    """A port for commands that the core never gives in this configuration; it raises for them."""
+    """A port for commands that the core must not give in this configuration; it raises for each."""
 
     def __init__(self, *kinds: type[Command]) -> None:
         self._kinds = kinds
@@ -171,11 +169,11 @@ class Unsaid:
 
 
 class OwnPools:
-    """A port for pools of devices that no other job uses: the job has each at once, and never
-    parks."""
+    """A port for device pools that no other job uses: a pool is granted as soon as the core asks
+    for it."""
 
     def __init__(self, take: Callable[[Event], None]) -> None:
-        """`take` is the bus's method, or another function that brings an event to it."""
+        """`take`: brings an event to the bus."""
         self._take = take
 
     def routes(self) -> Routes:

@@ -1,8 +1,6 @@
-"""The contract of callbacks: what a program can see and do while a run trains
-(`rollpacker.train(..., callbacks=[Mine()])`).
-
-Trackers (`rollpacker/trackers/`) are callbacks too, called after the program's own, so that they
-get the values which those have logged. Light: no torch.
+"""Callbacks: what a program can see and do while a run trains
+(`rollpacker.train(..., callbacks=[Mine()])`). Trackers (`rollpacker/trackers/`) are callbacks, too,
+called after the program's own, so that they get the values that these have logged. No torch here.
 """
 
 from __future__ import annotations
@@ -12,16 +10,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 Metrics = Mapping[str, Any]
-"""A row of `metrics.jsonl` without its `step`: names as in docs/metrics.md, numbers and texts."""
+"""A row of `metrics.jsonl` without `step`: numbers and texts by the names in docs/metrics.md."""
 
 
 class CallbackError(RuntimeError):
-    """Raised when a callback raised; the message names class, method and step. The run can
-    resume."""
+    """A callback raised an error; the message names class, method and step. The run can be
+    resumed."""
 
 
 class RunningRun(Protocol):
-    """The run as a callback sees it: facts of the run, and what a callback may do with it."""
+    """A run as callbacks see it: facts of the run, and what a callback may do with it."""
 
     @property
     def name(self) -> str: ...
@@ -43,23 +41,23 @@ class RunningRun(Protocol):
 
     @property
     def resumed_step(self) -> int | None:
-        """Step from which the run was resumed. None: it began anew."""
+        """Step of the checkpoint from which the run was resumed. None for a new run."""
         ...
 
     def log(self, name: str, value: float) -> None:
-        """Add a value to the row of the step or evaluation being reported, in the log and in
-        `metrics.jsonl`. Only inside `on_step` and `on_evaluation` of a program's own callbacks, and
-        under a name that the run itself does not use."""
+        """Add a value to the metrics of the step or evaluation being reported, in the event log and
+        in `metrics.jsonl`. Allowed only inside `on_step` and `on_evaluation` of a program's own
+        callbacks, and under a name that the run itself does not use."""
         ...
 
     def samples(self, *, untrained: bool = False) -> list[dict[str, Any]]:
-        """Samples that were trained on in the step being reported, or generated in the evaluation:
-        rows as in `samples/*.parquet`. `untrained`: also those of the step that are kept only
-        because their check was slow. Empty with `save_samples: false`."""
+        """Returns rows as in `samples/*.parquet`: the samples trained on in the step being
+        reported, or generated in the evaluation. `untrained`: also samples of the step that are
+        kept only because their check was slow. Empty with `save_samples: false`."""
         ...
 
     def stop(self, reason: str = "a callback asked for it") -> None:
-        """End the run after the step at hand, with a checkpoint, as Ctrl-C does. Thread-safe."""
+        """End the run after the step at hand, with a checkpoint, for this reason. Thread-safe."""
         ...
 
 
@@ -70,17 +68,17 @@ class Callback:
     that names the method."""
 
     def on_start(self, run: RunningRun) -> None:
-        """Called when everything is loaded, before the first round begins."""
+        """Called when everything is loaded, before anything is generated."""
 
     def on_step(self, run: RunningRun, step: int, metrics: Metrics) -> None:
-        """Called when step number `step`, counted from 1, is trained, before its checkpoint, if one
-        is due. A step is reported again only if a resume repeats it. `metrics` has no seconds of
-        what still comes; a tracker is called later and gets the whole row."""
+        """Called when step number `step` (from 1 on) is trained, before its checkpoint; again for
+        the same step only if a resume repeats it. `metrics` lacks the seconds of what is still to
+        come; trackers are called later and get the whole row."""
 
     def on_evaluation(self, run: RunningRun, step: int, metrics: Metrics) -> None:
-        """Called when the policy was evaluated after `step` steps, before that step's `on_step`."""
+        """Called when the policy was evaluated after `step` steps, before that step's `on_step`.
+        `metrics`: the evaluation's, by name."""
 
     def on_end(self, run: RunningRun, reason: str | None) -> None:
-        """Called once when the run has ended, if `on_start` was called. `reason`: why it ended,
-        after reports are written; None: by an error, or at once by a second interrupt, and then
-        there is no report."""
+        """Called once when the run has ended, if `on_start` was called. `reason`: why it ended;
+        None if an error or a second interrupt ended it, so that no reports were written."""

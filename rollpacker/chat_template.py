@@ -1,4 +1,4 @@
-"""Text of a tokenizer's tokens, and what its chat template puts behind an assistant's message."""
+"""Turns a tokenizer's tokens into text, and finds the token that ends an assistant's message."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ _REPLY = "reply"
 
 
 class Detokenizer:
-    """Computes the text of tokens as a tokenizer's `decode` does, but faster: where tokens stand
-    for bytes, the bytes of each token are looked up once and joined. Tokens that are added later
-    are known, too."""
+    """Turns tokens into text as a tokenizer's `decode` does, but faster: if tokens stand for bytes,
+    each token's bytes are looked up once and joined. Tokens that are added later are known, too."""
 
     def __init__(self, tokenizer: Any, *, is_raw: bool = False) -> None:
-        """`is_raw`: texts exactly as the tokens have them, without the cleaning up or other changes
-        that the tokenizer's `decode` may make."""
+        """`is_raw`: whether to leave out the clean-up of spaces and other changes that the
+        tokenizer's `decode` may make."""
         self._tokenizer = tokenizer
         self._backend: Any = None
         if is_raw or _decodes_plainly(tokenizer):
@@ -29,7 +28,7 @@ class Detokenizer:
             self._plain = TokenBytes(self._backend, skips_special=True)
 
     def __call__(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of these tokens; `skip_special_tokens` leaves out special ones."""
+        """Returns the text of these tokens; `skip_special_tokens` leaves out special tokens."""
         known = self._plain if skip_special_tokens else self._all
         if known is not None:
             return b"".join(map(known.__getitem__, tokens)).decode(errors="replace")
@@ -42,11 +41,11 @@ class Detokenizer:
 
 
 class TokenBytes(dict[int, bytes]):
-    """The bytes of each token that was asked for, computed at first use as the decoder ByteLevel of
-    tokenizers does."""
+    """A dict of the bytes of each token, filled at the first use of a token, as the decoder
+    `ByteLevel` of the library tokenizers computes them."""
 
     def __init__(self, backend: Any, *, skips_special: bool = False) -> None:
-        """`skips_special`: special tokens have no bytes."""
+        """`skips_special`: whether special tokens have no bytes."""
         super().__init__()
         self._backend, self._skips_special = backend, skips_special
 
@@ -65,7 +64,8 @@ class TokenBytes(dict[int, bytes]):
 
 
 def _bytes_of(written: str) -> bytes:
-    """The bytes of a token; the text's own if a letter stands for no byte, as in an added token."""
+    """Returns the bytes of a token. For one with a letter that stands for no byte, such as an added
+    token, these are the UTF-8 bytes of its text."""
     letters = byte_letters()
     try:
         return bytes([letters[letter] for letter in written])
@@ -75,8 +75,8 @@ def _bytes_of(written: str) -> bytes:
 
 @cache
 def byte_letters() -> dict[str, int]:
-    """The byte that each letter stands for, as GPT-2's vocabulary writes bytes: those that can be
-    seen in Latin-1 as themselves, the others, in order, from U+0100 on."""
+    """Returns the byte for each letter with which GPT-2's vocabulary writes bytes: printable
+    Latin-1 bytes are their own letters, the others, in order, the letters from U+0100 on."""
     seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(256)).difference(seen))
     letters = {chr(byte): byte for byte in seen}
@@ -90,7 +90,7 @@ def _is_byte_level(backend: Any) -> bool:
 
 
 def _decodes_plainly(tokenizer: Any) -> bool:
-    """Whether the tokenizer decodes as transformers itself does, and does no more."""
+    """Whether the tokenizer uses transformers' own `decode`, without a clean-up of spaces."""
     methods = (getattr(type(tokenizer), name, None) for name in ("decode", "_decode"))
     return not getattr(tokenizer, "clean_up_tokenization_spaces", True) and all(
         getattr(one, "__module__", "").startswith("transformers.tokenization_utils")
@@ -101,8 +101,8 @@ def _decodes_plainly(tokenizer: Any) -> bool:
 def end_of_turn(
     tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> int | None:
-    """The token that the chat template puts after an assistant's message. None: there is no such
-    token, no template, or the template refuses a plain exchange."""
+    """Returns the token that the chat template puts after an assistant's message. None if there is
+    no such token or no template, or the template fails on a plain exchange."""
     if not getattr(tokenizer, "chat_template", None):
         return None
     exchange = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _REPLY}]
@@ -123,8 +123,8 @@ def end_of_turn(
 
 
 class SpecialTokens:
-    """The texts that a tokenizer turns into special tokens. In a text from an untrusted source they
-    would end a turn, or begin one of another role."""
+    """The texts that a tokenizer turns into special tokens. In an untrusted text they could end a
+    turn, or begin one of another role."""
 
     def __init__(self, tokenizer: Any) -> None:
         added = tokenizer.added_tokens_decoder.values()
@@ -132,8 +132,8 @@ class SpecialTokens:
         self._texts = [text for text in {*marks, *tokenizer.all_special_tokens} if len(text) > 1]
 
     def spelt_out(self, text: str) -> str:
-        """The text with a space inside of each special token's text, which makes it plain
-        letters."""
+        """Returns the text with a space inside each special token's text, so that it becomes plain
+        text."""
         for one in self._texts:
             if one in text:
                 text = text.replace(one, f"{one[0]} {one[1:]}")

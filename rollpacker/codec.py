@@ -1,7 +1,8 @@
-"""The one codec: records to plain JSON values or to bytes, and back, by their type hints.
+"""Converts records (dataclasses, msgspec structs) by their type hints to plain JSON values or to
+bytes, and back.
 
     to_plain(thing)         -> dict of numbers, texts, lists and dicts, in the order of the fields
-    from_plain(cls, plain)  -> an equal thing, also after a turn through JSON
+    from_plain(cls, plain)  -> an equal thing, also if the dict was written as JSON
     Codec(types)            -> encodes values of these types as bytes, and decodes them
 
     hint                              plain form
@@ -17,13 +18,13 @@
     numpy array                       nested lists
     numbers, texts, None, Any         as they are
 
-The plain form is that of the event log, of configurations in it, of what checkpoints hold and of
-fitted runs. A struct's values are checked against its hints when it is read, a dataclass's by the
-class itself. The converters of a class are made once, since logs have millions of records.
+The event log, checkpoints and fitted runs hold the plain form. When it is read, a struct's values
+are checked against its hints, a dataclass's by the class itself. The converters of a class are made
+once, since logs have millions of records.
 
-The bytes are that of messages between processes: MessagePack by msgspec, in which a value of a
-listed type has the number of its type. Decoding checks every value against the hints, makes nothing
-but values of the listed types, and calls no function that the bytes name.
+Bytes are for messages between processes: MessagePack by msgspec, in which a value of a listed type
+has the number of its type. Decoding checks every value against the hints, makes only values of the
+listed types, and calls no function that the bytes name.
 """
 
 from __future__ import annotations
@@ -53,43 +54,44 @@ T = TypeVar("T")
 Convert = Callable[[Any], Any]
 
 OMIT_DEFAULT: Mapping[str, Any] = {"omit_default": True}
-"""`metadata` of a dataclass's field that is left out of the plain form while it has its default, so
-that what was written before the field existed stays as it was."""
+"""`metadata` for a dataclass's field that is left out of the plain form (JSON values) while it has
+its default, so that older files without the field stay valid."""
 
 Omitted = Annotated[T, "omit_default"]
-"""Hint of a struct's field that is left out of the plain form while it has its default."""
+"""Hint for a struct's field that is left out of the plain form (JSON values) while it has its
+default."""
 
 
 def absent(value: Any) -> Mapping[str, Any]:
-    """`metadata` of a field that has this value where the plain form lacks it, and is left out
-    while it has this value: what held before the field existed, whatever its default is."""
+    """Returns `metadata` for a dataclass's field that is left out of the plain form (JSON values)
+    while it has this value. If the plain form lacks the field, it is read as this value, whatever
+    its default is."""
     return {"absent": value}
 
 
 class _Field(NamedTuple):
-    """A field of a struct or a dataclass."""
-
     name: str
     hint: Any
     left_out: Any
-    """The value with which the field is left out of the plain form, or MISSING."""
+    """The value with which the field is left out of the plain form; MISSING: never left out."""
     absent: Any
-    """The value that the field has where the plain form lacks it, or MISSING for its default."""
+    """The value of a field that the plain form lacks; MISSING: its default."""
 
 
 class _Form(NamedTuple):
-    """The functions that write and read the values of a class."""
+    """How values of one class are converted to the plain form (JSON values) and back."""
 
     writers: tuple[tuple[str, Convert], ...]
-    """Names of fields whose plain form is another value than their own, with what writes them."""
+    """Fields whose values must be converted for the plain form, each with the function for that."""
     left_out: tuple[tuple[str, Any], ...]
-    """Fields that are left out of the plain form while they have this value."""
+    """Fields that are left out of the plain form, each with the value at which they are."""
     readers: tuple[tuple[str, Convert], ...]
     absent: Mapping[str, Any]
-    """Values of fields that the plain form lacks, where that is not the default."""
+    """Values of fields that the plain form lacks, by field name. Fields that are not in here have
+    their default."""
     names: tuple[str, ...]
     make: Callable[[dict[str, Any]], Any]
-    """Makes a value of the class from the values of its fields."""
+    """Makes a value of the class, given the values of its fields by name."""
 
 
 _FORMS: dict[type, _Form] = {}
@@ -99,7 +101,7 @@ _SEQUENCES = (list, deque, Sequence)
 
 
 def to_plain(thing: Any) -> dict[str, Any]:
-    """A struct or a dataclass instance as a dict that JSON can hold."""
+    """Returns a struct or a dataclass instance as a dict that JSON can hold."""
     form = _FORMS.get(type(thing)) or _add_form(type(thing))
     if isinstance(thing, msgspec.Struct):
         plain = msgspec.structs.asdict(thing)
@@ -115,9 +117,9 @@ def to_plain(thing: Any) -> dict[str, Any]:
 
 
 def from_plain(cls: type[T], plain: Mapping[str, Any]) -> T:
-    """The instance that `to_plain` turned into this plain form. Raises `TypeError` or `ValueError`
-    for an unknown field, a missing one without default or, of a struct, a value of another type,
-    and what the class raises for values that it refuses."""
+    """Returns the instance of which `to_plain` made this dict. Raises `TypeError` or `ValueError`
+    for an unknown field, a missing one without default, or a struct's value of a wrong type; and
+    whatever the class raises for values that it refuses."""
     form = _FORMS.get(cls) or _add_form(cls)
     values = {**form.absent, **plain}
     for name, convert in form.readers:
@@ -128,8 +130,8 @@ def from_plain(cls: type[T], plain: Mapping[str, Any]) -> T:
 
 
 def part_of(cls: type[T], plain: Mapping[str, Any]) -> T:
-    """An instance of `cls`, as by `from_plain`, of those entries of a mapping that are its
-    fields."""
+    """Returns an instance of `cls`, as `from_plain` does, from the dict's entries that are fields
+    of it."""
     names = (_FORMS.get(cls) or _add_form(cls)).names
     return from_plain(cls, {name: plain[name] for name in names if name in plain})
 
@@ -186,7 +188,7 @@ def _without_extras(hint: Any) -> Any:
 
 
 def _writer(hint: Any) -> Convert | None:
-    """A function from a value with this hint to its plain form. None if the value is plain
+    """Returns a function from a value with this hint to its plain form. None if values are plain
     already."""
     origin, arguments = get_origin(hint), get_args(hint)
     if _is_union(origin):
@@ -212,7 +214,7 @@ def _writer(hint: Any) -> Convert | None:
 
 
 def _reader(hint: Any) -> Convert | None:
-    """A function from the plain form to a value with this hint. None if they are the same."""
+    """Returns a function from the plain form to a value with this hint. None if both are equal."""
     origin, arguments = get_origin(hint), get_args(hint)
     if _is_union(origin):
         return _optional(arguments, _reader)
@@ -247,7 +249,7 @@ def _is_union(origin: Any) -> bool:
 
 
 def _optional(members: Sequence[Any], converter: Callable[[Any], Convert | None]) -> Convert | None:
-    """The conversion for `X | None`, or None for a union whose members are all plain."""
+    """Returns the conversion for `X | None`. None for a union whose members need no conversion."""
     found = {id(c): c for c in map(converter, members) if c is not None}
     if not found:
         return None
@@ -259,8 +261,8 @@ def _optional(members: Sequence[Any], converter: Callable[[Any], Convert | None]
 def _elements(
     arguments: Sequence[Any], converter: Callable[[Any], Convert | None], make: Callable[..., Any]
 ) -> Convert:
-    """The conversion for a sequence, whose elements all have one hint, or have a hint each (a tuple
-    of fixed length)."""
+    """Returns the conversion for a sequence whose elements share one hint, or have one each, as in
+    a tuple of fixed length. `make`: makes the sequence from a list of its elements."""
     if len(arguments) == 1 or arguments[-1] is Ellipsis:
         convert = converter(arguments[0])
         if convert is None:
@@ -313,17 +315,18 @@ def _array_to_lists(array: np.ndarray[Any, Any]) -> list[Any]:
 
 _TUPLE, _PAIRS, _BIG_INTEGER, _TEXT, _ARRAY = range(5)
 _FIRST_TYPE = 16
-"""First code of a listed type; lower codes are for kinds of value that MessagePack lacks."""
+"""First MessagePack extension code of a listed type. Lower codes are for values that MessagePack
+lacks, such as tuples."""
 _DTYPES = ("int32", "int64", "uint8", "float32", "float64", "bool")
-"""Names of the dtypes of arrays that can be in a message."""
+"""Names of the numpy dtypes that arrays in a message may have."""
 _SIMPLE = frozenset((type(None), bool, float, str, bytes))
 _MIN_INTEGER, _MAX_INTEGER = -(1 << 63), (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How a type is written as plain values and values of other listed types, if its hints are not
-    enough: some of its fields may hold anything, or its values share much that is written once."""
+    """How values of a type are written as bytes if its hints are not enough, since fields may hold
+    anything, or values share parts that are to be written once."""
 
     type: type
     to_plain: Callable[[Any], Any]
@@ -331,7 +334,7 @@ class Kind:
 
 
 def by_field(of: type) -> Kind:
-    """The `Kind` of a dataclass that is written field by field, without checking its hints."""
+    """Returns a `Kind` that writes a dataclass field by field, without checking its hints."""
     names = [field.name for field in _fields(of)]
     return Kind(
         of,
@@ -341,19 +344,18 @@ def by_field(of: type) -> Kind:
 
 
 class Codec:
-    """Encodes and decodes plain values, lists, tuples, mappings, arrays, and values of the listed
-    types: structs, dataclasses and named tuples, whose values are checked against their hints when
-    they are decoded. Both sides list the same types in the same order. Values come back equal,
-    floats bit for bit, except that a field of a listed type without a hint comes back as from JSON,
-    tuples as lists."""
+    """Encodes plain values, containers, numpy arrays and values of the listed types (structs,
+    dataclasses, named tuples) as bytes, and decodes them; listed types are checked against their
+    hints. Both sides list the same types in the same order. Values come back equal, floats bit for
+    bit, except that in fields of a listed type without a hint tuples come back as lists."""
 
     def __init__(self, types: Sequence[type | Kind] = ()) -> None:
         self.types = tuple(types)
         self._codes: dict[type, int] = {}
         self._kinds: dict[int, Kind] = {}
-        """The `Kind` of each type that is written by one, by the type's code."""
+        """The `Kind` of each type that was listed with one, by the type's code."""
         self._decoders: dict[int, msgspec.msgpack.Decoder[Any]] = {}
-        """Decoders of the types that are written by their hints, by the type's code."""
+        """Decoders of the types that are encoded by their hints, by the type's code."""
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._ext)
         self._decoder = msgspec.msgpack.Decoder(ext_hook=self._from_ext)
         for code, one in enumerate(types, _FIRST_TYPE):
@@ -367,8 +369,8 @@ class Codec:
         assert len(self._codes) == len(types), "a type is listed twice"
 
     def encode(self, value: Any) -> bytes:
-        """The value as bytes. Raises `TypeError` for a value of a type that is not listed, and
-        `ValueError` for a number or a text inside a listed type that MessagePack cannot hold."""
+        """Returns the value as bytes. Raises `TypeError` for a type that is not listed, and
+        `ValueError` if a listed type's value has a number or text that MessagePack cannot hold."""
         try:
             try:
                 return self._encoder.encode(self._plain(value, _is_plain))
@@ -378,16 +380,16 @@ class Codec:
             raise ValueError(f"no message can hold it: {error}") from None
 
     def decode(self, data: bytes) -> Any:
-        """The value that `encode` was given. Raises `ValueError` for bytes it cannot have made."""
+        """Returns the value that `encode` was given. Raises `ValueError` for bytes that are no such
+        message."""
         try:
             return self._decoder.decode(data)
         except (KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
             raise ValueError(f"bytes that are no message: {error!r}") from None
 
     def _plain(self, value: Any, is_plain: Callable[[Collection[Any]], bool]) -> Any:
-        """The value as MessagePack can hold it, with extensions for what it cannot. `is_plain`
-        returns whether MessagePack can hold all of some values as they are; long lists are checked
-        at once."""
+        """Returns the value in a form that MessagePack can hold. `is_plain` tells whether some
+        values need no conversion; a long list is checked in one call."""
         kind = type(value)
         if kind is list or kind is tuple:
             plain = value if is_plain(value) else [self._plain(one, is_plain) for one in value]
@@ -408,7 +410,8 @@ class Codec:
     def _ext(
         self, value: Any, is_plain: Callable[[Collection[Any]], bool] | None = None
     ) -> msgspec.msgpack.Ext:
-        """The extension for an array or a value of a listed type. Raises `TypeError` for others."""
+        """Returns the MessagePack extension for an array or a value of a listed type. Raises
+        `TypeError` for any other value."""
         if isinstance(value, np.ndarray):
             if value.dtype.name not in _DTYPES:
                 raise TypeError(f"no message can hold an array of {value.dtype}")
@@ -439,8 +442,8 @@ class Codec:
         return self._kinds[code].from_plain(self._decoder.decode(data))
 
     def _of_type(self, hint: Any, value: Any) -> Any:
-        """Returns the value, which stands inside one of a listed type, if its hint allows it; else
-        raises `TypeError`."""
+        """Returns the value, found in a field of a listed type, if it fits the hint; else raises
+        `TypeError`."""
         origin = get_origin(hint) or hint
         if not isinstance(value, origin):
             raise TypeError(f"{type(value).__qualname__} instead of {hint}")
@@ -448,7 +451,7 @@ class Codec:
 
 
 def _is_plain(values: Collection[Any]) -> bool:
-    """Whether MessagePack can hold all of these values as they are."""
+    """Whether MessagePack can hold all of these values without a conversion."""
     kinds = set(map(type, values))
     if int in kinds:
         kinds.remove(int)
@@ -457,7 +460,7 @@ def _is_plain(values: Collection[Any]) -> bool:
 
 
 def _is_number(values: Collection[Any]) -> bool:
-    """Whether all of these values are plain and none is a text."""
+    """Whether MessagePack can hold all of these values without a conversion, and none is a text."""
     return _is_plain(values) and not any(type(one) is str for one in values)
 
 

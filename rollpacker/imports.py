@@ -1,8 +1,8 @@
-"""Imports by name: functions of a config, and the packages of the optional parts.
+"""Imports by name: functions that a config names, and packages that only optional features need.
 
 The name of a function is `module:function` or `path/to/file.py:function`; or `<python>:name` for an
-object that a program gave. An optional part calls `require` before it imports its package, so that
-a missing package is a sentence instead of a traceback.
+object that a program passed to `train`. An optional feature calls `require` before it imports its
+package, so that a missing package is one sentence instead of a traceback.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from rollpacker.did_you_mean import did_you_mean, did_you_mean_file
 
 
 class ImportSpecError(ValueError):
-    """Raised for a function of a config that cannot be loaded; the message says what to do."""
+    """A function that a config names cannot be loaded; the message says what to do."""
 
 
 class MissingPackageError(ValueError):
-    """Raised when the package of an optional part is not installed. The message says what to do."""
+    """The package of an optional feature is not installed; the message says how to install it."""
 
 
 GIVEN = "<python>:"
-"""Prefix of the name that a config has for an object that a program gave."""
+"""Prefix of a config's name for an object that a program passed to `train`."""
 
 _given: ContextVar[Mapping[str, Any]] = ContextVar("given", default=MappingProxyType({}))
 
 
 @contextmanager
 def giving(objects: Mapping[str, Any]) -> Iterator[None]:
-    """A context in which `given` finds these objects, by name, as `<python>:name`, in this
+    """A context in which `given` finds these objects, as `<python>:name` for each name, in this
     thread."""
     token = _given.set({**_given.get(), **objects})
     try:
@@ -54,7 +54,7 @@ def is_given(spec: str) -> bool:
 
 
 def given(spec: str) -> Any:
-    """The object that a program gave as `<python>:name`. Raises `ImportSpecError` without it."""
+    """Returns the object that a program passed as `<python>:name`, or raises `ImportSpecError`."""
     name = spec.removeprefix(GIVEN)
     objects = _given.get()
     if name not in objects:
@@ -67,9 +67,9 @@ def given(spec: str) -> Any:
 
 
 def pickled_given(spec: str, destination: str) -> bytes:
-    """The object that a program gave as `<python>:name`, pickled with all that it refers to and no
-    module holds. Raises `ImportSpecError` if it cannot be copied; `destination` names, for the
-    message, the processes that get it."""
+    """Returns the object that a program passed as `<python>:name`, pickled together with what it
+    refers to. Raises `ImportSpecError` if it cannot be pickled. `destination`: the processes that
+    get it, for this message."""
     import cloudpickle
 
     found = given(spec)
@@ -85,8 +85,8 @@ def pickled_given(spec: str, destination: str) -> bytes:
 
 
 def missing(package: str, *, extra: str, what: str) -> str | None:
-    """The sentence that names the extra to install, or None if `package` can be imported, which is
-    not done. `what` begins the sentence, such as "drawing the timeline" or "the reward math"."""
+    """Returns a sentence that names the extra to install; None if `package` is installed (it is not
+    imported). `what` begins the sentence, such as "drawing the timeline" or "the reward math"."""
     try:
         found = importlib.util.find_spec(package)
     except ModuleNotFoundError:
@@ -102,12 +102,12 @@ _NOISE = {
     "torch.utils._pytree": ("%s is an Enum subclass", "<enum "),
     "bitsandbytes.backends.cpu.ops": ("Failed to load CPU gemm_4bit_forward",),
 }
-"""Beginnings of log lines, by logger, that packages print of their optional kernels while they are
-imported. They come in the middle of a run, and nobody can do anything about them."""
+"""Beginnings of log lines to suppress, by name of the logger. Packages log these lines about
+optional kernels when they are imported, and users cannot do anything about them."""
 
 
 def silence_noise() -> None:
-    """Suppress the lines of `_NOISE`, and no other lines of these loggers, in this process."""
+    """Suppress the log lines of `_NOISE`, and no others, in this process."""
     for name, beginnings in _NOISE.items():
         logger = logging.getLogger(name)
         if not any(isinstance(one, _NoNoise) for one in logger.filters):
@@ -124,21 +124,16 @@ class _NoNoise(logging.Filter):
 
 
 def require(package: str, *, extra: str, what: str) -> None:
-    """Raises `MissingPackageError` if `package` is not installed, with the sentence of `missing`.
-
-    The import itself is left to the caller, whose type checker then knows the module.
-    """
+    """Raise `MissingPackageError`, with the sentence of `missing`, if `package` is not installed.
+    The caller imports it, so that type checkers know the module."""
     sentence = missing(package, extra=extra, what=what)
     if sentence is not None:
         raise MissingPackageError(sentence)
 
 
 def load_function(spec: str) -> Callable[..., Any]:
-    """The function that `module:function` or `file.py:function` (relative to the working folder)
-    names.
-
-    Its module is run once, however often it is named. Raises `ImportSpecError`.
-    """
+    """Returns the function that `module:function` or `file.py:function` (relative to the working
+    folder) names. Its module is run once, however often it is named. Raises `ImportSpecError`."""
     if is_given(spec):
         return given(spec)  # type: ignore[no-any-return]
     place, colon, name = spec.rpartition(":")
@@ -168,13 +163,13 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def file_of(spec: str) -> Path | None:
-    """The file of `path/to/file.py:function`; None if there is none, as with a module's name."""
+    """Returns the file in `path/to/file.py:function`; None for a module, or if there is no file."""
     place = Path(spec.rpartition(":")[0]).expanduser().resolve()
     return place if place.suffix == ".py" and place.is_file() else None
 
 
 def forget_file(path: Path) -> None:
-    """Let the next `load_function` run this file again."""
+    """Forget that this file was imported, so that the next `load_function` runs it again."""
     sys.modules.pop(_name_of_file(path), None)
 
 
@@ -226,8 +221,8 @@ def _module_of_file(place: str, spec: str) -> ModuleType:
 
 
 def _raised(spec: str, place: str, error: BaseException) -> ImportSpecError:
-    """The error for a user's module that failed: what it raised and in which line, without its
-    traceback."""
+    """Returns the error for a user's module that failed at import: what it raised, and in which
+    line."""
     if isinstance(error, SyntaxError):
         where = f"{error.filename}, line {error.lineno}"
         return ImportSpecError(f'"{spec}": {where}: {type(error).__name__}: {error.msg}.')

@@ -1,5 +1,5 @@
-"""Stretches of a response's tokens that the model was given rather than sampled; and the rows in
-which a response is trained on, where its earlier part was written anew."""
+"""Ranges of a response's tokens that the model was given, not sampled; and the rows in which a
+response is trained on if its chat template changes earlier turns."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import TypeVar
 T = TypeVar("T")
 
 Spans = tuple[tuple[int, int], ...]
-"""First place, and the place behind the last, of each stretch, in rising order, none touching
-another or empty."""
+"""Ranges of tokens, each as (first, one after the last), in rising order, none empty or touching
+another."""
 
 Rewritten = tuple[tuple[int, tuple[int, ...]], ...]
-"""Places in a response's tokens, rising, each with the tokens that the model saw from there on in
-place of all that came before; the tokens sampled after the place are trained on after those."""
+"""Places in a response's tokens, rising, each with the context that replaced everything before the
+place when the model went on from there. In training, it precedes the tokens after the place."""
 
 
 def check_spans(spans: Spans, count: int) -> None:
-    """Raises `ValueError` unless these are stretches of a sequence of `count` places."""
+    """Raise `ValueError` unless these are valid ranges of a sequence of `count` tokens."""
     end = -1
     for first, behind in spans:
         if not end < first < behind <= count:
@@ -27,12 +27,12 @@ def check_spans(spans: Spans, count: int) -> None:
 
 
 def num_outside(count: int, spans: Spans) -> int:
-    """Number of places of a sequence of `count` that lie in none of the stretches."""
+    """Returns how many of `count` tokens lie in none of these ranges."""
     return count - sum(behind - first for first, behind in spans)
 
 
 def outside(values: Sequence[T], spans: Spans) -> Sequence[T]:
-    """The values at the places that lie in none of the stretches."""
+    """Returns the values, one per token, of the tokens that lie in none of these ranges."""
     if not spans:
         return values
     kept: list[T] = []
@@ -44,7 +44,7 @@ def outside(values: Sequence[T], spans: Spans) -> Sequence[T]:
 
 
 def within(spans: Spans, first: int, behind: int) -> Spans:
-    """The parts of these stretches between two places, with places counted from `first`."""
+    """Returns the parts of these ranges from `first` to before `behind`, counted from `first`."""
     cut = ((max(start, first), min(end, behind)) for start, end in spans)
     return tuple((start - first, end - first) for start, end in cut if start < end)
 
@@ -52,9 +52,9 @@ def within(spans: Spans, first: int, behind: int) -> Spans:
 def rows_in(
     prompt: tuple[int, ...], count: int, given: Spans, rewritten: Rewritten
 ) -> Iterator[tuple[tuple[int, ...], int, int]]:
-    """The rows of a response of `count` tokens, each as the tokens before it, its first place and
-    the place behind its last. Given tokens at a row's end are left out, and so is a row without a
-    sampled token."""
+    """Yields the training rows of a response of `count` tokens (parts with a context of their own),
+    each as (context, first token, one after the last). Given tokens at a row's end are left out,
+    and so are rows without a sampled token."""
     starts = [(0, prompt), *rewritten]
     ends = [first for first, _ in rewritten]
     gaps = {behind: first for first, behind in given}
@@ -65,7 +65,7 @@ def rows_in(
 
 
 def num_in_rows(prompt: tuple[int, ...], count: int, given: Spans, rewritten: Rewritten) -> int:
-    """Number of tokens of all rows of a response, with the tokens that stand before each row."""
+    """Returns the number of tokens in all training rows of a response, their contexts included."""
     if not rewritten:
         return len(prompt) + count
     rows = rows_in(prompt, count, given, rewritten)

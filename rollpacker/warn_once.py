@@ -1,4 +1,4 @@
-"""Warnings that are logged once and not at every sample."""
+"""Warnings that are logged once, and not again for every sample."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import logging
 
 
 class WarnOnce:
-    """Logs a warning the first time that the object is called with this `message`, whatever the
-    arguments.
-
-    Make one object for each thing that warns (a reward, an endpoint), so that a second run in the
-    same process warns again. A text that differs each time counts as a new message: give it
-    formatted.
-    """
+    """Logs a warning when called for the first time with this `message`, whatever the arguments for
+    its placeholders; to log it again for other values, pass a formatted text. Make one object for
+    each thing that warns (a reward, an endpoint), so that a second run in the process warns
+    again."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger

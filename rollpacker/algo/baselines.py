@@ -1,4 +1,4 @@
-"""Advantages as rewards relative to a group or to the step."""
+"""Advantages as rewards relative to a group (the samples of one prompt) or to the whole step."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def advantages(rewards: Tensor, group_ids: Tensor, *, config: AlgorithmConfig) -
 
     `rewards` [N] and `group_ids` [N] (integers, in any order) give [N] in the rewards' dtype.
     Standard deviations are unbiased and those of the rewards as they come, not of the centred ones.
-    NaN is "no verdict": left out of every statistic, and NaN in the result. Where fewer than two
-    verdicts, or equal ones, meet in a mean, the result is exactly 0. Whitening (`whiten`) is not
-    done here: it counts tokens, see `step_advantages`.
+    NaN is "no verdict": left out of every statistic, and NaN in the result. Where a mean is
+    subtracted, the result is exactly 0 in a group (or step) with one verdict or equal rewards.
+    Whitening (`whiten`) is not done here: it counts tokens, see `step_advantages`.
     """
     assert rewards.shape == group_ids.shape and rewards.ndim == 1, (rewards.shape, group_ids.shape)
     has_verdict = ~rewards.isnan()
@@ -43,8 +43,8 @@ def advantages(rewards: Tensor, group_ids: Tensor, *, config: AlgorithmConfig) -
 
 
 def _centred(values: Tensor, groups: Tensor, *, leave_one_out: bool) -> Tensor:
-    """Values [M] less the mean of their group, or of the others in it; exactly 0 where a group's
-    are all equal."""
+    """Return the values [M] less the mean of their group, or with `leave_one_out` of the others in
+    it. The result is exactly 0 where all values of a group are equal."""
     lowest = _per_group(values, groups, "amin")
     highest = _per_group(values, groups, "amax")
     centred = values - _per_group(values, groups, "mean")
@@ -62,7 +62,7 @@ def _std(values: Tensor, groups: Tensor) -> Tensor:
 
 
 def _per_group(values: Tensor, groups: Tensor, how: str) -> Tensor:
-    """A statistic of each group, given to each of its members [M]."""
+    """A statistic of each group (`how`: torch's name of it), repeated for all members [M]."""
     size = int(groups.max()) + 1 if len(groups) else 0
     empty = values.new_zeros(size)
     return empty.scatter_reduce(0, groups, values, how, include_self=False)[groups]

@@ -62,27 +62,29 @@ class AlgorithmConfig:
     function: str | None = None
     """Your own algorithm in place of `name`: `module:function` or `path/to/file.py:function`. The
     function takes no arguments and returns a `rollpacker.algo.Algorithm`, with its own row of
-    switches."""
+    switches. None: `name` says which."""
     advantage_function: str | None = None
     """Your own advantages, in any algorithm: `path/to/file.py:function` or `module:function`. The
-    function turns the rewards of a step into one number per sample, or per token. See
-    docs/algorithms.md."""
+    function turns the rewards of a step into one number per sample, or per token
+    (docs/algorithms.md). None: the algorithm's own."""
     loss_function: str | None = None
     """Your own loss in place of `objective`, in any algorithm: `path/to/file.py:function` or
-    `module:function`. The function turns log-probs and advantages into one loss per token."""
+    `module:function`. The function turns log-probs and advantages into one loss per token. None:
+    the algorithm's own."""
 
     # -- from rewards to advantages ----------------------------------------------------
     advantage: Advantage | None = None
     """The source of an advantage: a sample's reward, a critic's estimates (gae), or a teacher's
-    log-probs against the policy's."""
+    log-probs against the policy's. None: as in the algorithm `name`."""
     normalize_mean: NormalizeMean | None = None
     """Number that is subtracted from a reward: the mean of its group, of the other rewards of its
-    group, of the step, or 0."""
+    group, of the step, or 0. None: as in the algorithm `name`."""
     normalize_std: NormalizeStd | None = None
-    """Number that a reward is divided by: the standard deviation of its group or the step, or 1."""
+    """Divisor of a reward: the standard deviation of its group or the step, or 1. None: as in the
+    algorithm `name`."""
     whiten: bool | None = None
     """Whether to shift and scale the finished advantages of all tokens of the step to mean 0 and
-    standard deviation 1."""
+    standard deviation 1. None: as in the algorithm `name`."""
     gamma: float = 1.0
     """Discount per token, of the critic's estimates and of penalties per token."""
     gae_lambda: float = 0.95
@@ -93,7 +95,7 @@ class AlgorithmConfig:
     the same advantage. turn: all tokens of a turn have the advantage of the rewards from that turn
     on. See docs/algorithms.md."""
     turn_discount: float = 1.0
-    """With credit=turn: discount per turn of the rewards that come after it."""
+    """With credit=turn: discount of the rewards of later turns, for each turn between."""
     overlong_buffer_tokens: int = 0
     """DAPO's soft punishment: a response that reaches into the last so many tokens before the limit
     loses up to `overlong_penalty` of reward, linearly. 0: off."""
@@ -105,20 +107,22 @@ class AlgorithmConfig:
     # -- the loss ----------------------------------------------------------------------
     objective: Objective | None = None
     """Loss of a token. clipped: PPO's clipped surrogate. cispo: log-prob times the ratio, which is
-    cut and detached."""
+    cut and detached. None: as in the algorithm `name`."""
     importance_ratio: ImportanceRatio | None = None
     """Probability ratio that the loss uses. token: each token's own. sequence: the geometric mean
-    of the ratios of a response (GSPO). sequence-product: their product (RLOO)."""
+    of the ratios of a response (GSPO). sequence-product: their product (RLOO). None: as in the
+    algorithm `name`."""
     clip_low: float | None = None
-    """The probability ratio is clipped below at 1 - clip_low."""
+    """The probability ratio is clipped below at 1 - clip_low. None: as in the algorithm `name`."""
     clip_high: float | None = None
-    """The probability ratio is clipped above at 1 + clip_high."""
+    """The probability ratio is clipped above at 1 + clip_high. None: as in the algorithm `name`."""
     clip_dual: float | None = None
     """With a negative advantage the ratio counts at most this much (more than 1). None: off."""
     loss_aggregation: LossAggregation | None = None
     """How tokens add up to one loss. token-mean: the mean of all tokens of the step.
     sequence-mean-token-mean: the mean of each response's mean. sequence-mean-token-sum: the mean of
-    each response's sum. fixed-length: the mean of each response's sum divided by `fixed_length`."""
+    each response's sum. fixed-length: that sum divided by `fixed_length`. None: as in the algorithm
+    `name`."""
     fixed_length: int | None = None
     """Number that each response's sum is divided by with loss_aggregation=fixed-length. None:
     rollout.max_response_tokens."""
@@ -136,9 +140,11 @@ class AlgorithmConfig:
     is kept."""
     kl_estimator: KlEstimator | None = None
     """Estimate of the KL divergence of a token, with d = log-prob of the policy minus that of the
-    reference model: k1 is d, k2 is d²/2, k3 is exp(-d) + d - 1."""
+    reference model: k1 is d, k2 is d²/2, k3 is exp(-d) + d - 1. None: as in the algorithm
+    `name`."""
     kl_in: KlIn | None = None
-    """Where the KL penalty goes: into the loss of each token, or into the reward."""
+    """Where the KL penalty goes: into each token's loss, or into the reward. None: as in the
+    algorithm `name`."""
     kl_bias_correction: bool = False
     """Whether to multiply the KL penalty in the loss by the probability ratio, so that its gradient
     is that of the divergence itself."""
@@ -190,13 +196,14 @@ class AlgorithmConfig:
 
     @property
     def is_as_named(self) -> bool:
-        """Whether the algorithm is exactly the one of its name."""
+        """Whether every switch is as in the row of the algorithm's name."""
         own = (self.function, self.advantage_function, self.loss_function)
         return not self.not_its_row and own == (None, None, None)
 
     @property
     def not_its_row(self) -> tuple[str, ...]:
-        """The switches that are not as in the row of the algorithm's name, or of `function`."""
+        """Names of the switches that differ from the row of the algorithm `name`, or of that which
+        `function` returns."""
         names = (switch.name for switch in fields(Row))
         return tuple(n for n in names if getattr(self, n) != getattr(self._row, n))
 
@@ -212,8 +219,8 @@ class AlgorithmConfig:
 
     @property
     def own_advantages(self) -> OwnFunction | None:
-        """The user's function for advantages, or None. Raises `ValueError` if it cannot be
-        loaded."""
+        """The user's function for advantages (None: not set). Raises `ValueError` if it does not
+        load."""
         if self.advantage_function is not None:
             return own_function("advantages", "advantage_function", self.advantage_function)
         if self.own is None or self.own.advantages is None:
@@ -223,7 +230,8 @@ class AlgorithmConfig:
 
     @property
     def own_loss(self) -> OwnFunction | None:
-        """The user's function for the loss, or None. Raises `ValueError` if it cannot be loaded."""
+        """The user's function for the loss (None: not set). Raises `ValueError` if it does not
+        load."""
         if self.loss_function is not None:
             return own_function("loss", "loss_function", self.loss_function)
         if self.own is None or self.own.loss is None:

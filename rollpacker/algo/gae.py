@@ -1,7 +1,5 @@
-"""Sums over the tokens to come, for all samples of a step at once.
-
-Flat tokens: sample after sample, `lengths` tokens each.
-"""
+"""Sums over the tokens to come, for all samples of a step at once. The tokens of all samples lie
+one behind the other in one tensor [K], `lengths` of each sample."""
 
 from __future__ import annotations
 
@@ -12,8 +10,8 @@ from torch import Tensor
 
 
 def discounted_sums(values: Tensor, lengths: Sequence[int], factor: float) -> Tensor:
-    """At each token, the token's value plus `factor` times the sum at the next token of the same
-    sample.
+    """Return at each token the token's value plus `factor` times the sum at the next token of the
+    same sample.
 
     [K] to [K]; what comes after a sample's last token is 0.
     """
@@ -32,10 +30,8 @@ def generalized_advantages(
     rewards: Tensor, values: Tensor, lengths: Sequence[int], *, gamma: float, gae_lambda: float
 ) -> tuple[Tensor, Tensor]:
     """GAE (arXiv 1506.02438): advantages [K] and returns [K], which are advantages plus values.
-
     `rewards` [K] are those of each token, `values` [K] the critic's before each token. The value
-    after a sample's last token is 0: the response has ended.
-    """
+    after a sample's last token is 0: the response has ended."""
     next_values = values.roll(-1)
     next_values[last_tokens(lengths)] = 0
     errors = rewards + gamma * next_values - values
@@ -44,5 +40,5 @@ def generalized_advantages(
 
 
 def last_tokens(lengths: Sequence[int]) -> Tensor:
-    """The flat index of each sample's last token [N]."""
+    """The index of each sample's last token [N] in the tensor of all tokens."""
     return torch.tensor(lengths, dtype=torch.int64).cumsum(0) - 1

@@ -24,17 +24,17 @@ infinity enters the gradient."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLoss:
-    """The loss of each of some tokens, and sums of it and of other numbers for metrics."""
+    """The loss of each of some tokens, and sums over these tokens for metrics."""
 
     per_token: Tensor
     """The loss of each token [K], differentiable."""
     sums: Mapping[str, Tensor]
-    """Detached sums over the tokens, by name. Of the policy: `clip_ratio_low` and
-    `clip_ratio_high`, tokens whose ratio was clipped with an effect on the loss, or in place of
-    these what a user's own loss counts. If their part is on: `clip_ratio_dual`, the same of the
-    dual clip; `kl`, the estimate; `mismatch_weight` and `mismatch_weight_squared`, of the weights
-    as applied (the effective sample size is the first, squared, over the second);
-    `mismatch_outside`, tokens beyond the bounds, cut or left out."""
+    """Detached sums over the tokens, by name. For the policy: `clip_ratio_low` and
+    `clip_ratio_high`, numbers of tokens whose ratio was clipped with an effect on the loss; a
+    user's own loss has its own numbers instead. Where such a switch is on: `clip_ratio_dual`, the
+    same for the dual clip; `kl`, the estimated KL divergence; `mismatch_weight` and
+    `mismatch_weight_squared`, sums of the weights as applied and of their squares;
+    `mismatch_outside`, number of tokens whose mismatch ratio lies beyond its bounds."""
 
 
 def token_loss(
@@ -158,8 +158,8 @@ def value_loss(
     """PPO's clipped squared error of each token, halved: [K] each, differentiable in `values`.
 
     A value that moved by more than `value_clip` from its old one counts as if it had moved by that
-    much, if that makes the error larger. `sums` has `value_clip_ratio`, the number of those; it is
-    empty without a clip.
+    much, if that makes the error larger. `sums` has `value_clip_ratio`, the number of such values;
+    without a clip it is empty.
     """
     error = (values - returns).square()
     if config.value_clip is None:
@@ -179,10 +179,11 @@ def _importance_ratio(
     num_samples: int,
     config: AlgorithmConfig,
 ) -> Tensor:
-    """Probability ratios [K], all the same within a sample if the ratio is the sequence's.
+    """Probability ratios [K], all the same within a sample if `importance_ratio` is that of the
+    whole response.
 
-    The gradient of a sequence's ratio goes to all of its tokens, which all learn from the mean of
-    their advantages. With credit=turn a token's gradient goes to the token itself instead, as in
+    The gradient of such a ratio goes to all of its tokens, which all learn from the mean of their
+    advantages. With credit=turn a token's gradient goes to the token itself instead, as in
     GSPO-token (arXiv 2507.18071, section 4.3): the same value, and the same gradient where
     advantages are equal.
     """
@@ -204,8 +205,8 @@ def _importance_ratio(
 def _from_outside(
     own: OwnFunction, log_probs: Tensor, **known: object
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of each token [K] by a user's function, and its numbers of each token for metrics
-    [K]. Raises `ValueError` for a tensor of another shape."""
+    """Call a user's loss function. Returns the loss of each token [K], and the function's numbers
+    of each token for metrics [K]. Raises `ValueError` for a tensor of another shape."""
     found = own(log_probs=log_probs, **known)
     loss, numbers = found if isinstance(found, tuple) else (found, {})
     named = {"a loss": loss, **{f"a metric {name}": value for name, value in numbers.items()}}
@@ -244,7 +245,8 @@ def _surrogate(
 def _mismatch_weight(
     difference: Tensor, sample_ids: Tensor, num_samples: int, config: AlgorithmConfig
 ) -> dict[str, Tensor]:
-    """The weights [K], their squares, and whether each ratio lay outside of the bounds [K]."""
+    """Return, by metric name, the weight of each token that corrects for engine and trainer giving
+    it different probabilities [K], its square, and whether the ratio lay outside of the bounds."""
     if config.mismatch_correction.startswith("sequence"):
         difference = _sample_sums(difference, sample_ids, num_samples)[sample_ids]
     ratio = difference.exp()

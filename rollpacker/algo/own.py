@@ -28,19 +28,20 @@ LOSS_ARGUMENTS = (
     *("log_probs", "old_log_probs", "advantages", "sample_ids", "num_samples"),
     *("ref_log_probs", "rollout_log_probs", "entropy", "config"),
 )
-"""Arguments that a loss function may ask for."""
+"""Arguments that a loss function may ask for; docs/algorithms.md says what each is."""
 
 _KINDS = {"advantages": ADVANTAGE_ARGUMENTS, "loss": LOSS_ARGUMENTS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """What `algorithm.function` returns: an algorithm. Fields left out are as in the package."""
+    """An algorithm, which `algorithm.function` returns. Where a field is left out, the package's
+    own arithmetic is used."""
 
     row: Row = field(default_factory=Row)
-    """Values of the switches that the config leaves at null. Two of them must be true of the
-    functions: an advantage that compares the step's samples needs normalize_mean="batch", which
-    keeps it from being streamed; one that works with a single sample per prompt needs "none"."""
+    """Values of the switches that the config leaves at null. normalize_mean must fit the functions:
+    "batch" for an advantage that compares the step's samples, and so waits for all of them; "none"
+    for one that works with a single sample per prompt."""
     advantages: Callable[..., Any] | None = None
     """Function for advantages, in place of normalize_mean and normalize_std; as
     `algorithm.advantage_function`, which has precedence. None: the package's own."""
@@ -60,7 +61,7 @@ class OwnFunction:
     takes: frozenset[str]
 
     def __call__(self, **known: object) -> Any:
-        """Call the function with those of `known` that it takes, and return its result."""
+        """Call the function with the arguments of `known` that it takes, and return its result."""
         return self.function(**{name: known[name] for name in known if name in self.takes})
 
 
@@ -79,8 +80,9 @@ def own_algorithm(function: str) -> Algorithm:
 
 @cache
 def own_function(kind: str, key: str, spec: str) -> OwnFunction:
-    """The function for `kind` ("advantages" or "loss") that algorithm.`key` names. Raises
-    `ValueError` if there is none, or if its signature has an argument that is not known."""
+    """Return the user's function for `kind` ("advantages" or "loss"), which the config key
+    algorithm.`key` names as `spec`. Raises `ValueError` if there is none, or if its signature has
+    an argument that is not known."""
     said_by = f"algorithm.{key}={spec}"
     if key == "function":
         made = own_algorithm(spec)
@@ -95,8 +97,8 @@ def own_function(kind: str, key: str, spec: str) -> OwnFunction:
 
 
 def file_digests(specs: Mapping[str, str | None]) -> dict[str, str]:
-    """SHA-256 of the files in these `path/to/file.py:function`s, by key. Modules, which are named
-    without a file, are left out."""
+    """SHA-256 of the files in these `path/to/file.py:function`s, by key. None and modules, which
+    are named without a file, are left out."""
     files = {key: file_of(spec) for key, spec in specs.items() if spec is not None}
     return {
         key: hashlib.sha256(path.read_bytes()).hexdigest()
@@ -125,8 +127,8 @@ def reload_changed(specs: Iterable[str | None]) -> None:
 
 
 def _taken(function: Callable[..., Any], known: tuple[str, ...], said_by: str) -> frozenset[str]:
-    """Names of the arguments that the function is to be given, of the known ones. Raises
-    `ValueError`."""
+    """Return the names of `known` arguments that the function takes. Raises `ValueError` if it
+    needs others."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

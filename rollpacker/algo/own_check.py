@@ -21,8 +21,8 @@ from rollpacker.algo.own import OwnFunction
 from rollpacker.algo.step import step_advantages
 
 _TOLERANCE = 1e-5
-"""Largest difference that counts as none, as a share of the largest number. The tensors are
-float64, of which a function may make float32."""
+"""Largest difference, as a share of the largest number, at which two results count as equal. The
+tensors are float64, of which a function may make float32."""
 _TRIED = "tried on made-up tensors before the run"
 
 
@@ -55,7 +55,7 @@ def check_own(config: AlgorithmConfig, *, samples_per_prompt: int) -> None:
 
 
 def grouped_advantages(config: AlgorithmConfig, *, samples_per_prompt: int) -> bool:
-    """Whether made-up advantages of a group are the same without the other groups."""
+    """Whether the advantages of a made-up group stay the same when other groups are absent."""
     whole, *parts = (_advantages(config, samples_per_prompt, group) for group in (None, 0, 1, 2))
     return _are_close(torch.cat(parts), whole)
 
@@ -76,8 +76,8 @@ def _check_advantages(config: AlgorithmConfig, own: OwnFunction, samples_per_pro
 
 
 def _advantages(config: AlgorithmConfig, samples_per_prompt: int, group: int | None) -> Tensor:
-    """Advantages of three made-up groups together, or of one of them alone. The last group has a
-    sample less, as where a verdict is missing, and the second has equal rewards."""
+    """Advantages of three made-up groups together, or with `group` of this one alone. The last
+    group has a sample less, as where a verdict is missing, and the second has equal rewards."""
     least = 2 if config.needs_groups else 1
     sizes = [samples_per_prompt, samples_per_prompt, max(samples_per_prompt - 1, least)]
     group_ids = torch.arange(3).repeat_interleave(torch.tensor(sizes))

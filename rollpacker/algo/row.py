@@ -1,4 +1,4 @@
-"""The switches of an algorithm as a row. Light: no torch."""
+"""The record of an algorithm's switches. Light: no torch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ KlIn = Literal["loss", "reward"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """The switches in which algorithms differ. `AlgorithmConfig` explains each under the same name;
-    a switch that its user leaves at None takes the value given here."""
+    """One value for each switch in which algorithms differ. `AlgorithmConfig` explains each under
+    the same name; a switch that its user leaves at None takes the value given here."""
 
     advantage: Advantage = "reward"
     normalize_mean: NormalizeMean = "group"

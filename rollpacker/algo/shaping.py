@@ -1,4 +1,4 @@
-"""Rewards that depend on a response's length."""
+"""Changes to rewards that depend on a response's length."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ def shape_rewards(
 ) -> Tensor:
     """Rewards [N] less DAPO's soft overlong punishment (arXiv 2503.14476, section 3.4): nothing up
     to `overlong_buffer_tokens` before `max_response_tokens`, then linearly more up to
-    `overlong_penalty` at the limit.
-
-    Raises `ValueError` if the punishment is on and the limit is None, or not above the buffer.
-    """
+    `overlong_penalty` at the limit. Raises `ValueError` if the punishment is on and the limit is
+    None, or not above the buffer."""
     buffer = config.overlong_buffer_tokens
     if buffer == 0:
         return rewards

@@ -29,9 +29,9 @@ class StepAdvantages:
     `turns`. NaN where there was no verdict."""
     per_token: bool
     turns: Turns | None = None
-    """The turns that have the advantages. None: samples or tokens have them."""
+    """The dialogues' turns that have the advantages. None: samples or tokens have them."""
     returns: Tensor | None = None
-    """The critic's targets [K]. None without a critic."""
+    """Values that the critic is trained towards [K], one for each token. None without a critic."""
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -129,7 +129,7 @@ def _from_turns(
     values: Tensor | None,
     config: AlgorithmConfig,
 ) -> StepAdvantages:
-    """Advantages of turns. The KL penalties of a turn's tokens are part of the turn's reward."""
+    """Return advantages of turns, from their rewards less the KL penalties of their tokens."""
     if turns is None:
         raise ValueError("credit=turn needs the turns of each sample")
     rewards = turns.rewards if penalty is None else turns.sums(penalty)
@@ -155,8 +155,9 @@ def _from_rewards(
     config: AlgorithmConfig,
     own: Callable[..., Any] | None,
 ) -> StepAdvantages:
-    """Advantages from rewards. KL penalties count for the whole response if responses of a group
-    are compared; else each token's penalty counts for the tokens before it."""
+    """Return the advantages of samples or tokens, from rewards alone. KL penalties count for the
+    whole response if responses of a group are compared; else each token's penalty counts for the
+    tokens before it."""
     token_rewards = _token_rewards(rewards, penalty, lengths)
     if config.needs_groups and penalty is not None:
         of_token = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
@@ -176,7 +177,8 @@ def _from_rewards(
 
 
 def _is_per_token(advantages: Tensor, lengths: Sequence[int]) -> bool:
-    """Whether there is one advantage per token; False also if each sample has one token."""
+    """Whether a user's advantages are one per token, not one per sample. False if each sample has
+    only one token, where both are the same."""
     return len(advantages) != len(lengths)
 
 
@@ -195,8 +197,8 @@ def _checked_own(found: Any, lengths: Sequence[int], config: AlgorithmConfig) ->
 
 
 def _token_rewards(rewards: Tensor, penalty: Tensor | None, lengths: Sequence[int]) -> Tensor:
-    """The rewards of tokens [K]: each token's penalty, and the sample's reward at its last
-    token."""
+    """Return the reward of each token [K]: its KL penalty (None: no penalty), plus the sample's
+    reward at the sample's last token."""
     of_token = rewards.new_zeros(sum(lengths)) if penalty is None else penalty.clone()
     of_token[last_tokens(lengths)] += rewards
     return of_token
@@ -218,7 +220,7 @@ def _penalty(
 
 def _whitened(advantages: Tensor, lengths: Sequence[int] | None) -> Tensor:
     """The advantages shifted and scaled to mean 0 and (unbiased) standard deviation 1 over tokens.
-    `lengths`: the tokens that each number stands for; None: one each."""
+    `lengths`: the number of tokens that each advantage stands for; None: one token each."""
     known = ~advantages.isnan()
     values = advantages[known]
     if len(values) == 0:

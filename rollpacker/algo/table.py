@@ -1,4 +1,4 @@
-"""Every algorithm, one row each. Light: no torch."""
+"""The table of all algorithms: one row of switches for each. Light: no torch."""
 
 from __future__ import annotations
 

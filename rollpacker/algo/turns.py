@@ -3,7 +3,7 @@
 A turn's *return* is its own reward and, discounted by `turn_discount` from turn to turn, those of
 the turns behind it; earlier turns do not enter. All tokens of a turn have the same advantage.
 
-Turns are flat: sample after sample, as many of each as `Turns.counts` has.
+The turns of all samples lie one behind the other in one tensor [T], `Turns.counts` of each sample.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rollpacker.algo.gae import discounted_sums, generalized_advantages
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """The T turns of N samples."""
+    """The T turns of N samples: how many each sample has, their lengths and their rewards."""
 
     counts: Sequence[int]
     """Number of turns of each sample, at least one."""
@@ -32,7 +32,7 @@ class Turns:
 
     @property
     def first_tokens(self) -> Tensor:
-        """The flat index of each turn's first token [T]."""
+        """The index of each turn's first token [T] in the tensor of all tokens."""
         lengths = self._lengths
         return lengths.cumsum(0) - lengths
 
@@ -41,7 +41,7 @@ class Turns:
         return values.repeat_interleave(self._lengths)
 
     def sums(self, values: Tensor) -> Tensor:
-        """The rewards of turns [T] with the values of each turn's tokens [K] added."""
+        """The rewards of turns [T], each plus the sum of `values` [K] over the turn's tokens."""
         turn = torch.arange(len(self.lengths)).repeat_interleave(self._lengths)
         return self.rewards.index_add(0, turn, values)
 
@@ -70,8 +70,8 @@ def places_in_groups(returns: Tensor, group_ids: Tensor, turns: Turns) -> Tensor
     have the same place in their dialogues.
 
     A turn that only one sample of a group came to would have nothing to be compared with. Such
-    turns are compared with each other and with the last place that another sample has too: a late
-    success is worth something, even if all others had ended. Samples without a verdict (`returns`
+    turns go into the group of the last place that at least two samples came to: a late success is
+    worth something, even if all others had ended. Samples without a verdict (`returns`
     [T] of NaN) are not counted.
     """
     counts = torch.tensor(turns.counts, dtype=torch.int64)
@@ -92,11 +92,9 @@ def places_in_groups(returns: Tensor, group_ids: Tensor, turns: Turns) -> Tensor
 def generalized_turn_advantages(
     rewards: Tensor, values: Tensor, turns: Turns, *, config: AlgorithmConfig
 ) -> tuple[Tensor, Tensor]:
-    """Advantages [T] and returns [T] of turns, by GAE whose steps are turns.
-
-    `rewards` [T]; `values` [K] are the critic's before each token, of which the one before a turn's
-    first token counts: what was to be expected when the turn began.
-    """
+    """Advantages [T] and returns [T] of turns, by GAE whose steps are turns. `rewards` [T];
+    `values` [K] are the critic's before each token, of which the one before a turn's first token
+    counts: what was to be expected when the turn began."""
     return generalized_advantages(
         rewards,
         values[turns.first_tokens],

@@ -1,4 +1,4 @@
-"""How tokens add up to one loss."""
+"""How the losses of tokens add up to the loss of a step, as weights of the tokens."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def token_weights(
     """The weight of each token of each response, such that the step's loss is a plain weighted sum.
 
     `lengths` are the response tokens of *all* samples of the step (each at least 1). If they are
-    only some, give any `denominator`: weights with another one differ by one common factor.
-    `counted` (None: all true) has whether each sample counts; one that does not has weight 0 and is
-    in no denominator. `max_response_tokens` stands in for `config.fixed_length`.
+    only some, give a `denominator`, to replace the step's own: weights are in inverse proportion to
+    it. `counted` says of each sample whether it counts (None: all do); one that does not has weight
+    0 and is in no denominator. `max_response_tokens` stands in for `config.fixed_length`.
 
     Raises `ValueError` if fixed-length knows no length.
     """

@@ -1,2 +1,2 @@
-"""Commands: a small file for each verb, and the texts of the larger ones. `main.py` imports none of
-the heavy parts before a command runs."""
+"""The commands of `rollpacker`: a file for each verb (first word of a command), and the texts of
+the larger verbs. Before a command runs, `main.py` imports none of the heavy parts."""

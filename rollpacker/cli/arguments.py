@@ -1,4 +1,5 @@
-"""Arguments that several verbs take, and what can be refused of them before anything is read."""
+"""Arguments that several verbs (commands of `rollpacker`) take, and checks of them that can be made
+before any file is read."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from pathlib import Path
 def add_overrides(
     parser: argparse.ArgumentParser, help_text: str = "replace single settings"
 ) -> None:
-    """Let any number of `key=value` follow the other arguments."""
+    """Let the parser take any number of settings `key=value` after its other arguments."""
     parser.add_argument("overrides", nargs="*", default=(), metavar="key=value", help=help_text)
 
 
@@ -32,8 +33,8 @@ def check_file(option: str, file: str) -> None:
 
 
 def compared(text: str, known: Collection[str], kind: str) -> list[str]:
-    """The names that --compare lists, each once. `kind`: the kind of thing that they name, for the
-    message. Raises `ValueError` for a name that is not `known`."""
+    """The names in the text of the option --compare, each once. `kind` says in the error message
+    what they name. Raises `ValueError` for a name that is not in `known`."""
     from rollpacker.config.document import nearest
 
     names = list(dict.fromkeys(name.strip() for name in text.split(",")))

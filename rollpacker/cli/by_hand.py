@@ -1,4 +1,4 @@
-"""Has a person type the model's turns: lines of standard input become tokens as if generated."""
+"""Lets a person type the model's messages: lines of input become tokens, as if generated."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class StoppedByHand(Exception):
-    """The input has ended: nobody types any more."""
+    """Raised when standard input has ended, so that nobody types any more."""
 
 
 class ByHand:
-    """Takes the place of an engine, and has a person type the turns. Used on one event loop."""
+    """Takes an engine's place: a person types the model's messages. Used on one event loop."""
 
     def __init__(self, template: DialogueTemplate, console: Console) -> None:
         self._template = template
@@ -30,7 +30,8 @@ class ByHand:
         self._lines = _Lines()
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Response]:
-        """Returns the next turn of the one episode. Raises `StoppedByHand` when the input ends."""
+        """Returns the response to the only request: the next message of the episode, as tokens.
+        Raises `StoppedByHand` when the input ends."""
         (request,) = requests
         tokens = await self._asked()
         most = request.sampling.max_response_tokens
@@ -48,7 +49,7 @@ class ByHand:
         ]
 
     async def _asked(self) -> tuple[int, ...]:
-        """Ask for a message until the chat template can write it. Returns the message's tokens."""
+        """Ask for messages until the chat template can write one. Returns that message's tokens."""
         from rich.text import Text
 
         from rollpacker.data.chat import visible
@@ -84,7 +85,7 @@ class ByHand:
         return (*tokens, end) if end is not None and end in self._template.end_tokens else tokens
 
     def _called(self, typed: str) -> str:
-        """Returns a call that was typed as JSON as the model would write it, other text
+        """Returns a tool call that was typed as JSON in the model's own notation, other text
         unchanged."""
         if not self._template.tools or not typed.lstrip().startswith(("{", "[")):
             return typed
@@ -118,7 +119,7 @@ def _is_call(value: Any) -> bool:
 
 
 class _Lines:
-    """Reads lines of standard input while the event loop goes on. No thread waits for lines, since
+    """Reads lines of standard input while the event loop goes on. No thread waits for a line, since
     such a thread could not be ended."""
 
     def __init__(self) -> None:
@@ -127,7 +128,7 @@ class _Lines:
         self.are_typed = sys.stdin.isatty()
 
     async def next(self) -> str | None:
-        """The next line. None if there are no more."""
+        """The next line of standard input. None if there are no more lines."""
         while b"\n" not in self._buffer:
             read = await self._read()
             if not read:

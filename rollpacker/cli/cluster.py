@@ -1,6 +1,5 @@
-"""`rollpacker cluster ACTION ...`: jobs that share two pools, really or in virtual time.
-
-What the actions do is in `rollpacker/cluster/commands/`; `simulate` is here."""
+"""`rollpacker cluster ACTION ...`: jobs that share two pools of devices, really or in virtual time.
+What the actions do is in `rollpacker/cluster/commands/`; only `simulate` is here."""
 
 from __future__ import annotations
 
@@ -120,7 +119,7 @@ def _add_submit(actions: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do as the action says, and return the exit code. Raises `ValueError` for a user's mistake."""
+    """Run the action, and return the exit code. Raises `ValueError` for a user's mistake."""
     if args.action == "simulate":
         return _simulate(args)
     if args.action == "serve":
@@ -157,7 +156,7 @@ def _simulate(args: argparse.Namespace) -> int:
 
 
 def _check(spec: ClusterSpec, jobs: Sequence[Arrival]) -> None:
-    """Check, before anything is simulated, that each job fits into the pools."""
+    """Check, before anything is simulated, that every job fits into the pools of devices."""
     from rollpacker.cluster.decide.nodes import check_job
 
     pools = spec.core_pools()
@@ -168,8 +167,6 @@ def _check(spec: ClusterSpec, jobs: Sequence[Arrival]) -> None:
 def _simulate_all(
     spec: ClusterSpec, jobs: Sequence[Arrival], names: Sequence[str], *, told: bool
 ) -> dict[str, PolicyResult]:
-    """Simulate the jobs under each of these policies. Returns results by policy, in the order
-    given."""
     from rollpacker.cluster.sim.simulation import Simulation
 
     results: dict[str, PolicyResult] = {}
@@ -182,8 +179,8 @@ def _simulate_all(
 def _progress(
     name: str, count: int, *, told: bool
 ) -> AbstractContextManager[Callable[[int], None]]:
-    """Show how many jobs have ended: a bar on a terminal, else a line now and then; nothing unless
-    `told`."""
+    """Returns a context with a function to call with the number of ended jobs, which it shows as a
+    bar on a terminal, else as a line now and then. With `told` False it shows nothing."""
     if not told:
         return nullcontext(lambda done: None)
     from rollpacker.run.output import progress

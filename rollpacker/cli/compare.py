@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 NO_END = 100_000
-"""Width of a line, in characters, that no line reaches."""
+"""Width of a line in characters that no line reaches, so that none is folded."""
 
 
 def add_parser(subparsers: Any) -> None:

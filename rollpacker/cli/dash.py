@@ -1,4 +1,4 @@
-"""`rollpacker dash [RUNS]`: the pages of runs, live, in a browser on this machine."""
+"""`rollpacker dash [RUNS]`: live pages of runs, in a browser on this machine."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`rollpacker doctor [CONFIG]`: what this machine can do, a line for each finding, with its cure.
-
-With a config it tries what `train --dry-run` and a run's start try, each part by itself."""
+"""`rollpacker doctor [CONFIG]`: what this machine can do, a line for each finding, and a cure if
+something is wrong. With a config it tries what `train --dry-run` and a run's start try, each part
+by itself."""
 
 from __future__ import annotations
 
@@ -26,14 +26,13 @@ if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
 
 PATIENCE_S = 30.0
-"""Seconds after which a check is given up."""
+"""Seconds after which a check that gives no answer is given up."""
 INPUTS_PATIENCE_S = 600.0
-"""Seconds after which checks of data, rewards and a cluster's hosts, where there may be much to
-look at, are given up."""
+"""Seconds after which longer checks (of data, rewards and the hosts of a cluster) are given up."""
 NAME_WIDTH = 12
 MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("fail", "bold red")}
 _BLAMED = {"DataError": "data", "EnvironmentSetupError": "environment"}
-"""Errors of a check that looks at several things, and the name of the thing at fault."""
+"""Errors of a check that looks at several things, mapped to the name of the thing at fault."""
 
 _HELP = """\
 Look at what this machine can do: software, processors, memory, GPUs, sandbox, engine; with a
@@ -51,9 +50,9 @@ class _Check(NamedTuple):
     name: str
     look: Callable[[], Finding | list[Finding]]
     must: bool = True
-    """Whether training cannot start if the check itself breaks."""
+    """Whether training cannot start if the check itself raises an error."""
     patience_s: float | None = None
-    """Seconds that the check may take. None: `PATIENCE_S`."""
+    """Maximum seconds that the check may take. None: `PATIENCE_S`."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -102,7 +101,7 @@ def _verdict(found: Sequence[Finding], seconds: float) -> str:
 
 
 def _checks(path: str | None, overrides: Sequence[str]) -> list[_Check]:
-    """The checks in order: those of the machine, and those of the config if it can be read."""
+    """The checks in order: those of the machine, then those of the config, if it can be read."""
     from rollpacker.sandbox.sandbox import SandboxConfig
 
     config, problem = _load(path, overrides)
@@ -153,12 +152,12 @@ def _load(path: str | None, overrides: Sequence[str]) -> tuple[RunConfig | None,
 
 
 class _TooSlow(Exception):
-    """A check gave no answer in its time, which says nothing about what was checked."""
+    """Raised if a check gives no answer in its time, which says nothing on what it checks."""
 
 
 def _looked(check: _Check) -> list[Finding]:
     """Make a check in a thread, and return its findings. Raises what the check raises, and
-    `_TooSlow` where it takes too long."""
+    `_TooSlow` if the check takes too long."""
     outcome: list[Finding | list[Finding] | Exception] = []
 
     def look() -> None:
@@ -180,7 +179,7 @@ def _looked(check: _Check) -> list[Finding]:
 
 
 def _outcome(check: _Check) -> list[Finding]:
-    """Make a check and return its findings; a check that breaks is itself a finding."""
+    """Make a check, and return its findings. If it raises an error, that is a finding."""
     try:
         return _looked(check)
     except _TooSlow as error:
@@ -203,8 +202,8 @@ def _outcome(check: _Check) -> list[Finding]:
 
 
 def _print(console: Any, finding: Finding) -> None:
-    """Print a finding: one line on a terminal if it fits; elsewhere always one line, and one for
-    the cure."""
+    """Print a finding and its cure. On a terminal long lines are folded; elsewhere a finding is one
+    line, and its cure another."""
     from rich.table import Table
     from rich.text import Text
 

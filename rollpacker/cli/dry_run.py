@@ -1,4 +1,4 @@
-"""`rollpacker train CONFIG --dry-run`: what a run would do, without a model."""
+"""`rollpacker train CONFIG --dry-run`: prints what a run would do, without loading a model."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ if TYPE_CHECKING:
     from rollpacker.run.parts.environments import TurnParts
 
 _MOST_ROWS = 64
-"""Number of rows of the data in which each reward function looks for a row of its own, to be tried
-on."""
+"""Number of first rows of the data. Each reward function is tried out on one of them."""
 
 
 def print_dry_run(config: RunConfig, *, num_rows: int | None) -> None:
     """Print batch arithmetic and memory of one step, what is on which device, and the first prompt,
-    and try functions of the user's own. No model is loaded. `num_rows`: rows of `data.train`; None
-    if not known. Raises `ValueError` and `RewardError` for what would refuse the run."""
+    and try the user's own functions. No model is loaded. `num_rows`: rows of `data.train`; None if
+    not known. Raises `ValueError` and `RewardError` for settings that no run starts with."""
     from rollpacker.trainer.estimate import estimate
 
     check_parts(config)
@@ -45,8 +44,8 @@ def print_dry_run(config: RunConfig, *, num_rows: int | None) -> None:
 
 
 def check_parts(config: RunConfig) -> None:
-    """Check algorithm, pipeline stages and the form of rewards, as `doctor` does, too. Raises
-    `ValueError` and `RewardError` for what would refuse the run."""
+    """Check the algorithm, the pipeline stages and the form of the rewards, for `doctor` too.
+    Raises `ValueError` and `RewardError` for settings that no run would start with."""
     from rollpacker.pipeline.stages.check import check_stages
     from rollpacker.rewards.build import check_form
     from rollpacker.run.parts.trainer import check_algorithm
@@ -57,8 +56,8 @@ def check_parts(config: RunConfig) -> None:
 
 
 def _print_devices(config: RunConfig) -> RunConfig:
-    """Print what is on which device, as a table. Returns the config with the keys that follow from
-    the placement. Raises `PlacementError` if devices or their memory are short."""
+    """Print a table of what is on which device. Returns the config with the settings that follow
+    from the placement. Raises `PlacementError` if devices or their memory are short."""
     from rollpacker.run.parts import placement
 
     if config.runtime == "local":
@@ -78,9 +77,9 @@ def _print_devices(config: RunConfig) -> RunConfig:
 
 
 def _first_rows(config: RunConfig) -> tuple[Sequence[str], Sequence[PromptRow]]:
-    """Returns lines that tell how prompts are made, and the first rows of `data.train`. Nothing
-    else is loaded but the environments, whose tools stand in the prompt. If a prompt cannot be
-    shown, a line says why. Raises what mistakes in environments raise."""
+    """Returns lines that say how prompts are made and show the first, and the first rows of
+    `data.train`. Only environments are loaded for that, since their tools stand in the prompt. If a
+    prompt cannot be shown, a line says why. Raises what mistakes in environments raise."""
     from rollpacker.run.parts.environments import load_turns
     from rollpacker.run.parts.hub import look_for_hub
     from rollpacker.run.parts.policy import of_tokenizer
@@ -124,8 +123,8 @@ def _shown(
 
 
 def _try_rewards(config: RunConfig, rows: Sequence[PromptRow]) -> list[str]:
-    """Call the user's own functions as the start of a run does, each function on the first of these
-    rows that it judges. Returns lines for people. Raises `RewardError` if one could judge
+    """Call the user's own reward functions as the start of a run does, each on the first of these
+    rows that it judges. Returns lines to print. Raises `RewardError` if a function could judge
     nothing."""
     from rollpacker.imports import is_given
     from rollpacker.rewards.build import BUILT_IN, build_reward

@@ -1,5 +1,5 @@
-"""Shows an episode for `rollpacker play`: tokens with their mask, what was understood of each
-message, and what the environment made of it. No text of theirs can steer the terminal."""
+"""Shows an episode (a conversation with an environment) for `rollpacker play`: tokens with their
+mask, what was understood of each message, and the answers. No text can steer the terminal."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _WHY = {
 
 
 class EpisodeDisplay:
-    """Stands between the player and the environments, and shows the calls and answers that pass.
-    Used on one event loop, for one episode."""
+    """Stands between the episode's player and the environments, and shows the calls and answers
+    that pass. Used on one event loop, for one episode."""
 
     def __init__(
         self,
@@ -42,8 +42,8 @@ class EpisodeDisplay:
         by_hand: bool,
         each_token: bool,
     ) -> None:
-        """`by_hand`: whether a person types the turns. `each_token`: whether each token is shown on
-        a line of its own, with id and log-prob."""
+        """`by_hand`: whether a person types the model's messages. `each_token`: whether each token
+        gets a line of its own, with its id and log-prob."""
         from rollpacker.run.output import console
 
         self.console = console(highlight=False)
@@ -58,7 +58,7 @@ class EpisodeDisplay:
         self._by_hand = by_hand
         self._each_token = each_token
         self._shown: tuple[int, ...] = ()
-        """The tokens with which the next prompt begins, unless the template rewrites it."""
+        """The tokens shown. The next prompt begins with them, unless the template rewrites it."""
         self._turn = 0
 
     # -- Environments ------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class EpisodeDisplay:
         self._told(f"at most {most}; an answer within {turns.timeout_s:g} s")
 
     def shown(self, generate: Generate) -> Generate:
-        """Returns a function that calls `generate` and shows the turn's tokens and their prompt."""
+        """Returns a function that calls `generate`, and shows the turn's prompt and its tokens."""
         import time
 
         async def show(requests: Sequence[GenerationRequest]) -> Sequence[Response]:
@@ -159,8 +159,8 @@ class EpisodeDisplay:
     def _stretch(
         self, tokens: Sequence[int], log_probs: Sequence[float] | None, start: int
     ) -> None:
-        """Show tokens, the first of which has the place `start`. `log_probs` are None for tokens
-        that were given."""
+        """Show tokens, whose first has the place `start` in the context. `log_probs` is None for
+        tokens that the model did not generate."""
         mark, style = (" ", _GIVEN) if log_probs is None else (">", _DRAWN)
         if self._each_token:
             for place, token in enumerate(tokens):
@@ -179,7 +179,7 @@ class EpisodeDisplay:
         )
 
     def _understood(self, message: Mapping[str, Any]) -> None:
-        """Show the tool calls of a message, and texts that were meant to be calls."""
+        """Show the tool calls of the model's message, and texts that were meant as tool calls."""
         for call in message.get("tool_calls") or ():
             function = call["function"]
             arguments = json.dumps(function["arguments"], ensure_ascii=False, default=str)
@@ -195,7 +195,7 @@ class EpisodeDisplay:
         self._told("stopped before its end: there is nothing to judge", "bold")
 
     def ended(self, response: Response, episode: Episode, config: RunConfig) -> None:
-        """Show why the episode ended, and what it cost."""
+        """Show why the episode ended, and its numbers of turns and tokens."""
         assert config.environment is not None
         why = _WHY.get(response.finish_reason, "").format(
             length=config.sampling.max_response_tokens,
@@ -229,14 +229,14 @@ class EpisodeDisplay:
 
 
 def _visible(text: str) -> str:
-    """The text on one line, without anything that steers a terminal."""
+    """The text on one line, with all characters made visible that could steer a terminal."""
     from rollpacker.data.chat import visible
 
     return visible(text)
 
 
 def _text(value: Any) -> str:
-    """A value that others made, as text on one line."""
+    """A value that somebody else's code made, as a safe text on one line."""
     return _visible(value if isinstance(value, str) else json.dumps(value, default=str))
 
 

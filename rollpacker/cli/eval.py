@@ -1,4 +1,4 @@
-"""`rollpacker eval RUN_OR_MODEL`: pass@1 and pass@k of a run's newest model, or of any model
+"""`rollpacker eval RUN_OR_MODEL`: pass@1 and pass@k of a run's newest model, or of a model in any
 folder."""
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluate, and return the exit code. Raises `ValueError` for what the user can mend."""
+    """Evaluate a model, and return the exit code. Raises `ValueError` for a user's mistake."""
     import asyncio
 
     from rollpacker.run.parts.hub import look_for_hub
@@ -66,7 +66,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _lines(metrics: Mapping[str, float]) -> Iterator[str]:
-    """A line for each metric, with its standard error where there is one."""
     for name, value in metrics.items():
         name = name.removeprefix("eval/")
         if not name.startswith("stderr/"):
@@ -76,7 +75,7 @@ def _lines(metrics: Mapping[str, float]) -> Iterator[str]:
 
 
 def _resolve(args: argparse.Namespace) -> tuple[RunConfig, str]:
-    """Returns the config to evaluate by, and the path of the model's folder."""
+    """Returns the config that says how to evaluate, and the path of the model's folder."""
     from rollpacker.config.earlier import as_it_was
     from rollpacker.config.load import load_config
     from rollpacker.config.schema import RunConfig
@@ -102,8 +101,8 @@ def _is_run(target: Path) -> bool:
 
 
 def model_of(target: Path) -> str:
-    """Path of a run's newest model, of the model of one of its checkpoints, or `target` itself.
-    Raises `CheckpointError` for a run without a checkpoint."""
+    """Path of the model's folder that `target` means: the newest model of a run, the model of a
+    checkpoint, or `target` itself. Raises `CheckpointError` for a run without a checkpoint."""
     from rollpacker.run.folder.checkpoint import newest_checkpoint
 
     if _is_run(target):
@@ -114,7 +113,6 @@ def model_of(target: Path) -> str:
 
 
 def _task_config(task: str, model: str, overrides: list[str]) -> RunConfig:
-    """A config for one reasoning-gym task with its own scorer."""
     import tempfile
 
     from rollpacker.config.load import load_config

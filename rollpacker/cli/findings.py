@@ -1,7 +1,5 @@
-"""Finds out about a machine for `rollpacker doctor`: one `Finding` per fact, with its cure.
-
-Nothing here changes anything. Torch is imported inside functions.
-"""
+"""Looks at a machine for `rollpacker doctor`: one `Finding` per fact, with its cure. Nothing is
+changed. Torch is imported inside functions."""
 
 from __future__ import annotations
 
@@ -28,11 +26,11 @@ LOW_PROCESSES = 512
 @dataclass(frozen=True, slots=True)
 class Finding:
     level: Literal["ok", "warn", "fail"]
-    """How bad the fact is: fail means that training cannot start."""
+    """How bad the fact is. "fail" means that training cannot start."""
     name: str
     text: str
     cure: str = ""
-    """One sentence on what to do about the fact. Empty if it is ok."""
+    """One sentence on what to do about the fact. Empty if nothing is to be done."""
     details: dict[str, Any] = field(default_factory=dict)
 
 
@@ -42,8 +40,8 @@ def python() -> Finding:
 
 
 def packages() -> Finding:
-    """Finding on whether every package that we need is there, in a version that we know. The lowest
-    versions in `pyproject.toml` are above each package's last known hole in security."""
+    """Finding on whether every package that is needed is installed, in a version that fits. The
+    lowest versions in `pyproject.toml` have no known security hole."""
     from importlib.metadata import metadata
 
     wrong = {
@@ -59,8 +57,8 @@ def packages() -> Finding:
 
 
 def _wrong(extra: str) -> list[str]:
-    """Packages that are missing or have another version than we need, in words. `extra`: only
-    packages that this extra adds; "" for packages that are always needed."""
+    """Packages that are missing or do not have the version needed, in words. `extra`: only packages
+    that this extra adds; "" for packages that are always needed."""
     from importlib.metadata import PackageNotFoundError, requires, version
 
     from packaging.requirements import Requirement
@@ -82,7 +80,7 @@ def _wrong(extra: str) -> list[str]:
 
 
 def cpus() -> Finding:
-    """Finding on the number of processors that this process may really use."""
+    """Finding on the number of processors that this process may use, which a cgroup can limit."""
     usable, quota = this_host.shown_cpus(), this_host.cgroup_cpus()
     if quota is None or quota >= usable:
         return Finding("ok", "processors", f"{usable:g}", details={"usable": usable})
@@ -106,7 +104,7 @@ def memory() -> Finding:
 
 
 def disk(folder: Path) -> Finding:
-    """Finding on whether the disk on which runs are written has room for runs."""
+    """Finding on whether the disk of this folder, which holds runs, has enough room for them."""
     there = folder.expanduser().absolute()
     while not there.exists():
         there = there.parent
@@ -136,7 +134,7 @@ def shared_memory() -> list[Finding]:
 
 
 def open_limits() -> Finding:
-    """Finding on how many files and processes this user may have open."""
+    """Finding on how many files and processes this user may have open at once."""
     import resource
 
     limits = (resource.RLIMIT_NOFILE, LOW_OPEN_FILES), (resource.RLIMIT_NPROC, LOW_PROCESSES)
@@ -161,7 +159,7 @@ def torch_build() -> Finding:
 
 
 def gpus() -> list[Finding]:
-    """Findings on the GPUs that torch sees, or on why it sees none where there is one."""
+    """Findings on the GPUs that torch sees, or on why torch sees none where there is one."""
     import torch
 
     driver = _driver()
@@ -194,7 +192,7 @@ def _gpu(number: int, driver: str | None) -> Finding:
 
 
 def _driver() -> str | None:
-    """The version of NVIDIA's driver; None where there is no driver."""
+    """The version of NVIDIA's driver. None if there is no driver."""
     text = this_host.read_text(Path("/proc/driver/nvidia/version"))
     found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text)
     return found[1] if found else ("of unknown version" if text else None)

@@ -1,4 +1,4 @@
-"""`rollpacker init TEMPLATE [FOLDER]`: a config that runs, with its files, to begin from."""
+"""`rollpacker init TEMPLATE [FOLDER]`: writes a config that runs, and its files, to begin from."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the files and prepare the run; returns the exit code. Raises `ValueError` if it
-    cannot."""
+    """Write a template's files and prepare its run; returns the exit code. Raises `ValueError` if
+    that fails."""
     from rollpacker.cli.templates import find_template
 
     if args.list:
@@ -60,10 +60,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write_files(folder: Path, files: dict[str, str], *, overwrite: bool) -> list[str]:
-    """Write the files that are not there yet, or all that differ; returns their names.
-
-    Raises `ValueError`, before anything is written, if one would be replaced without `overwrite`.
-    """
+    """Write `files` (texts by name) that are not there yet, or with `overwrite` all that differ;
+    returns the names written. Raises `ValueError`, before anything is written, if one would be
+    replaced without `overwrite`."""
     new = {name: text for name, text in files.items() if not _is_there(folder / name, text)}
     in_the_way = [name for name in new if (folder / name).exists()]
     if in_the_way and not overwrite:
@@ -79,7 +78,7 @@ def write_files(folder: Path, files: dict[str, str], *, overwrite: bool) -> list
 
 
 def prepare(template: Template, folder: Path, *, overwrite: bool) -> None:
-    """Run the commands that make the template's data and model, but for models that are there
+    """Run the commands that make the template's data and model, without those whose model is there
     already, so that `init` can be repeated. Raises `ValueError` if a command fails."""
     left = list(template.preparation())
     while left:
@@ -111,7 +110,7 @@ def prepare(template: Template, folder: Path, *, overwrite: bool) -> None:
 
 
 def _is_made(command: str, folder: Path) -> bool:
-    """Whether the command is a warm-up whose model is there."""
+    """Whether the command is a warm-up (supervised fine-tuning) whose model is there already."""
     if not command.startswith("rollpacker warmup "):
         return False
     from rollpacker.config.load import load_config
@@ -126,8 +125,7 @@ def _is_there(path: Path, text: str) -> bool:
 
 
 def _without_class(line: str) -> str:
-    """Returns the last line of a traceback, or of our message, without what comes before its
-    colon."""
+    """Returns an error's message without the name of the error's class before its colon."""
     name, colon, rest = line.partition(": ")
     return (rest if colon and " " not in name else line).rstrip(".")
 

@@ -1,5 +1,5 @@
-"""Shows on standard error, if that is a terminal, what a command that reads logs is busy with,
-until the command ends. A log of 10,000 steps takes minutes."""
+"""Shows what a command that reads logs is busy with, on standard error if that is a terminal, until
+the command ends. A log of 10,000 steps takes minutes to read."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _EVERY_S = 0.2
 
 @contextlib.contextmanager
 def log_progress(log: EventLog) -> Iterator[Callable[[str], None]]:
-    """Yields a function that is to be called with the name of each stage. During the first stage
-    `log` is read, and a bar shows how much of it was; other stages only show their seconds."""
+    """Yields a function to call with the name of each stage of the work. In the first stage, in
+    which `log` is read, a bar shows how much was read; later stages only show their seconds."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
     errors = console(stderr=True)

@@ -1,6 +1,5 @@
-"""`rollpacker VERB ...`: runs the verb, and turns errors into one message and an exit code.
-
-Next to nothing is imported here, since signals are heeded only after that."""
+"""`rollpacker VERB ...`: runs the command of this verb, and turns errors into one message and an
+exit code. Next to nothing is imported at the top, since signals are handled only after imports."""
 
 from __future__ import annotations
 
@@ -14,11 +13,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 GOES_ON_AFTER_SIGTERM = ("train",)
-"""Verbs that SIGTERM and SIGHUP end as Ctrl-C does. All other verbs end at once."""
+"""Verbs (commands) that SIGTERM and SIGHUP end in order, as Ctrl-C does. Others end at once."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code (see `EXIT_CODES`)."""
+    """Run one command of `rollpacker`; returns the exit code (see `EXIT_CODES`)."""
     import importlib
 
     from rollpacker.cli.verbs import VERBS, build_parser, parse, unknown_verb
@@ -53,8 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show_information() -> None:
-    """Have Python print messages of level INFO as it prints warnings: a command sets up no
-    logging."""
+    """Print messages of level INFO as Python prints warnings; a command sets up no logging."""
     import logging
 
     logging.getLogger("rollpacker").setLevel(logging.INFO)
@@ -63,7 +61,7 @@ def _show_information() -> None:
 
 
 def entry() -> NoReturn:
-    """Run the console command, and end the process with its exit code."""
+    """Run the command in `sys.argv`, and end the process with its exit code."""
     try:
         interrupts.heed()
         code = main()

@@ -1,4 +1,4 @@
-"""`rollpacker plan SCENARIO|RUN`: the best setting, what it gains, and why."""
+"""`rollpacker plan SCENARIO|RUN`: finds the fastest settings by simulation, with reasons."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from rollpacker.sim.whatif import RunModel
 
 LINE_EVERY_S = 10.0
-"""Least number of seconds between two lines of progress, where there is no terminal."""
+"""Minimum seconds between two lines of progress, printed where there is no terminal."""
 LONG_S = 300.0
-"""If more seconds than this are left, a hint names what takes less time."""
+"""If the plan takes more than this many further seconds, a hint says what takes less time."""
 _EXAMPLES = """\
 examples:
   rollpacker plan configs/scenarios/14b-16k.yaml
@@ -72,7 +72,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan, and return the exit code. Raises `ValueError` for what the user got wrong."""
+    """Print the best settings; returns the exit code. Raises `ValueError` for a user's mistake."""
     from rollpacker.run.driving import ending_as_interrupt
 
     with ending_as_interrupt():  # so that the processes end as well
@@ -134,7 +134,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _shared(name: str | None) -> ClusterSpec | None:
-    """The cluster that --shared names. None without --shared."""
+    """The cluster in the file that the option --shared names. None without the option."""
     from rollpacker.cluster.sim.spec import load_cluster
 
     return None if name is None else load_cluster(name)
@@ -149,8 +149,8 @@ def _scenario(args: argparse.Namespace, shared: ClusterSpec | None) -> Scenario:
 
 
 def _run_config(args: argparse.Namespace, model: RunModel, shared: ClusterSpec | None) -> RunConfig:
-    """Returns the run's config with the overrides; on shared pools without streamed gradients.
-    Raises `ValueError` for a run that cannot share pools."""
+    """Returns the run's config with the overrides, and without streamed gradients if pools are
+    shared. Raises `ValueError` for a run that cannot share pools of devices."""
     from rollpacker.sim import plan_ideas
 
     config = model.with_overrides(args.overrides)
@@ -165,7 +165,8 @@ def _run_config(args: argparse.Namespace, model: RunModel, shared: ClusterSpec |
 
 
 def _priced(base: Base, config: Scenario | RunConfig, shared: ClusterSpec | None) -> Base:
-    """Returns the base of the search; if the pools are shared, with their prices."""
+    """Returns `base`, what the search starts from, with the prices of the pools in `shared`.
+    Without `shared` it is returned as it is."""
     from rollpacker.cluster.decide.job import Phase
     from rollpacker.cluster.profile.job_profile import devices_of
     from rollpacker.config.schema import RunConfig
@@ -185,7 +186,6 @@ def _priced(base: Base, config: Scenario | RunConfig, shared: ClusterSpec | None
 def _search(
     args: argparse.Namespace, base: Base, evaluate: Evaluate, budget: planning.Budget
 ) -> Plan:
-    """Search for the best setting, with a bar on stderr or, without a terminal, some lines."""
     import os
     import sys
     import time
@@ -240,7 +240,7 @@ def _search(
 
 
 def _comment(target: str, plan: Plan) -> str:
-    """Text of the comment at the head of the written config."""
+    """Text of the comment at the top of the config file that --write writes."""
     import textwrap
 
     lines = [f"The best setting that rollpacker plan found for {target}."]
@@ -256,8 +256,8 @@ def _outside(
     found: Plan,
     best: Any,
 ) -> str:
-    """A sentence about what of the best setting lies outside of what was fitted or measured. Empty
-    if nothing does."""
+    """A sentence on what in the best settings lies outside of the range that was fitted or
+    measured. Empty if nothing does."""
     from rollpacker.sim.fitted_range import (
         OUTSIDE_STEPS,
         assumed,
@@ -279,14 +279,14 @@ def _outside(
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
-    """Refuse, by `ValueError`, numbers that cannot be, before anything is read."""
+    """Raise `ValueError`, before any file is read, for numbers in options that cannot be."""
     check_jobs(args.jobs)
     if args.max_shift is not None and not 0 <= args.max_shift < 1:
         raise ValueError(f"--max-shift must be at least 0 and less than 1, not {args.max_shift}")
 
 
 def _checked_out(name: str | None) -> Path | None:
-    """Path of the file to write, None for none. Raises `ValueError` if it cannot be written."""
+    """Path of the file to write; None: no file. Raises `ValueError` if it cannot be written."""
     if name is None:
         return None
     out = Path(name)
@@ -299,7 +299,7 @@ def _checked_out(name: str | None) -> Path | None:
 
 
 def _to_plain(target: str, plan: Plan, real: AsMeasured | None) -> dict[str, Any]:
-    """Returns the plan as --json prints it; for a run, with what was measured of the run."""
+    """Returns the plan as --json prints it. `real`: what was measured of a run, else None."""
     plain = {"target": str(target), **plan.to_plain()}
     if real is not None:
         plain["measured"] = {"step_s": real.measured.mean["total_s"], "offset": real.offset}

@@ -1,4 +1,4 @@
-"""Makes the table and the sentences in which `rollpacker plan` tells what it found."""
+"""Makes the table and the sentences in which `rollpacker plan` tells its result."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ if TYPE_CHECKING:
     from rollpacker.sim.result import SystemResult
 
 MIN_FEWER, MIN_FASTER = 0.08, 0.02
-"""Shares. Fewer trained tokens are mentioned if more than the first are missing; tokens per second
-that grow by less than the second count as unchanged."""
+"""The result mentions trained tokens if the best settings train on fewer than the current settings
+by more than the first share. It says that tokens per second are the same if they are higher than
+with the current settings by less than the second share."""
 COLUMNS = ("step s", "saved s", "tokens/s", "short/cascade/long s", "shift", "oracle")
 SHARED_COLUMNS = ("price/1k", "busy s", "saved s", "step s", "shift", "oracle")
 NO_TAIL_SHARE = 0.3
-"""If more of the responses run to the cap on their length, the cap is what ends a round."""
+"""Share of responses at the length limit above which it is the limit that ends a round."""
 
 
 def left(seconds: float) -> str:
-    """The seconds that are left, roughly, in words. Empty for 0, which means that they are not
-    known."""
+    """The time left as rough words, such as "about a minute". Empty for 0 seconds, that is if the
+    time is not known."""
     minutes = round(seconds / 60)
     if minutes < 2:
         return "about a minute" if seconds > 0 else ""
@@ -30,7 +31,8 @@ def left(seconds: float) -> str:
 
 
 def trust(plan: Plan, real: AsMeasured) -> list[str]:
-    """A line on how far the simulation is off for the run as it was, which a gain should exceed."""
+    """A line that says how far the run's simulated step time is from the measured one. A gain that
+    is no larger than that is not to be trusted."""
     off = real.offset
     direction = "longer" if off > 0 else "shorter"
     told = (
@@ -81,8 +83,8 @@ def _measured_cells(measured: SystemResult, plan: Plan) -> list[str]:
 def _costs(
     plan: Plan, cost_s: float, saved: str, step_s: float, tokens: float, rounds: str
 ) -> list[str]:
-    """Cells for cost, saved seconds, tokens per second and rounds; on shared pools for price, cost,
-    saved seconds and step."""
+    """A row's cells: cost, saved seconds, tokens per second and rounds, or with shared pools price,
+    cost, saved seconds and seconds of a step."""
     told = [_seconds(cost_s, plan), saved]
     if plan.base.prices is None:
         return [*told, f"{tokens:,.0f}", rounds]
@@ -91,7 +93,8 @@ def _costs(
 
 
 def _label(finding: Finding) -> str:
-    """Name of a finding's factors. Its switches are left out, as all finalists have the same."""
+    """Name of a row: the factors of extra launches in its settings. The switches in its settings
+    are not named, since all rows have the same."""
     names = [idea.name for idea in finding.candidate.ideas if idea.slot == "factors"]
     return names[0].removeprefix("factors ") if names else "current factors"
 
@@ -112,12 +115,12 @@ def _cells(finding: Finding, plan: Plan) -> list[str]:
 
 
 def _seconds(value: float, plan: Plan) -> str:
-    """Seconds as text, with as many decimals as the length of a step asks for."""
+    """Seconds as a text: one decimal if a step takes ten seconds or more, else three."""
     return f"{value:.{1 if plan.current.cost_s >= 10 else 3}f}"
 
 
 def explain(plan: Plan, *, corrected: bool) -> list[str]:
-    """Lines on what to do, and why. `corrected`: whether `tail_batching.debias` is on."""
+    """Lines that say what to do, and why. `corrected`: whether `tail_batching.debias` is on."""
     return [
         "",
         *_verdict(plan),
@@ -133,7 +136,7 @@ def _verdict(plan: Plan) -> list[str]:
 
 
 def _pays(plan: Plan) -> list[str]:
-    """A sentence that tail batching does not pay under these settings. Empty if it does."""
+    """Says in a sentence that tail batching does not pay with these settings. Empty if it does."""
     if plan.pays:
         return []
     gain, without = "", plan.untailed
@@ -260,7 +263,8 @@ def _small_print(plan: Plan, corrected: bool) -> list[str]:
 
 
 def _prices(plan: Plan) -> list[str]:
-    """A sentence on what is compared on shared pools. Empty without shared pools."""
+    """A sentence on the prices of shared pools of devices, and what they include. Empty without
+    such pools."""
     prices = plan.base.prices
     if prices is None:
         return []

@@ -1,4 +1,4 @@
-"""`rollpacker replay RUN`: feed the event log back to the core."""
+"""`rollpacker replay RUN`: gives a run's events to the core again, and compares its commands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Replay, and return the exit code: 0 for the same commands, 1 at the first difference."""
+    """Replay a log, and return the exit code: 0 for the same commands, 1 for a difference."""
     from rollpacker.core.records import LogError
     from rollpacker.report.log import EventLog, events_path
     from rollpacker.run.replay import replay

@@ -1,4 +1,4 @@
-"""`rollpacker report RUN`: the summary table again, and fresh files: page, timeline, trace."""
+"""`rollpacker report RUN`: prints the summary table, and writes page, timeline and trace anew."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _print_samples(console: Console, args: argparse.Namespace) -> int:
 
 
 def parse_steps(text: str | None) -> range | None:
-    """Steps from "5" or "5-9"; None for None. Raises `ValueError` for anything else."""
+    """Step numbers from "5" or "5-9"; None for None. Raises `ValueError` for other texts."""
     if text is None:
         return None
     first, dash, last = text.partition("-")

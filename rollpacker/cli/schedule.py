@@ -1,5 +1,5 @@
-"""`rollpacker plan SCENARIO --csv FILE`: the order in which a trainer's stages work, as a file that
-torch loads."""
+"""`rollpacker plan SCENARIO --csv FILE`: writes the order in which a trainer's pipeline stages
+work, as a file that torch loads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollpacker.cli.arguments import check_file
 
 
 def add_csv(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--csv` of `rollpacker plan`."""
+    """Add the option `--csv` to the parser of `rollpacker plan`."""
     parser.add_argument(
         "--csv",
         metavar="FILE",
@@ -20,8 +20,8 @@ def add_csv(parser: argparse.ArgumentParser) -> None:
 
 
 def write_schedule(args: argparse.Namespace) -> int:
-    """Write the schedule of the slowest replica in the scenario's first step, and return the exit
-    code. Raises `ValueError` for what the user got wrong."""
+    """Write the schedule of pipeline stages for the slowest replica in the scenario's first step,
+    and return the exit code. Raises `ValueError` for a user's mistake."""
     import dataclasses
     import json
 
@@ -56,7 +56,7 @@ def write_schedule(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse, by `ValueError`, options that cannot be, before anything is read."""
+    """Raise `ValueError`, before any file is read, for options that cannot be."""
     for option, given in (("--write", args.write), ("--max-shift", args.max_shift)):
         if given is not None:
             raise ValueError(f"--csv and {option} exclude each other: --csv searches nothing")

@@ -1,4 +1,4 @@
-"""`rollpacker serve RUN_OR_MODEL`: a policy behind an endpoint that OpenAI's clients understand."""
+"""`rollpacker serve RUN_OR_MODEL`: puts a model behind an endpoint for OpenAI's clients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 PORT = 8000
 LOOPBACK = "127.0.0.1"
 MAX_RESPONSE_TOKENS = 1024
-"""Most tokens of a response where neither the request nor a config sets that."""
+"""Maximum number of tokens of a response, if neither the request nor a config sets a limit."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -53,7 +53,7 @@ class _Target:
 
     @property
     def sampling(self) -> SamplingParams:
-        """The settings for what a request does not set."""
+        """The settings of generation where a request has none."""
         from rollpacker.engines.engine import SamplingParams
 
         if self.config is None:
@@ -69,7 +69,7 @@ class _Target:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until Ctrl-C. Raises `ValueError` for what the user can mend."""
+    """Serve a model until Ctrl-C; returns 0. Raises `ValueError` for what the user can mend."""
     import asyncio
 
     if not 0 <= args.port < 1 << 16:
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _target(args: argparse.Namespace) -> _Target:
-    """Returns the model that is to be served, with its config if it has one."""
+    """Returns the model to serve, with its name, and its config if there is one."""
     from rollpacker.config.earlier import as_it_was
     from rollpacker.config.load import load_config
     from rollpacker.config.schema import RunConfig
@@ -113,8 +113,8 @@ def _target(args: argparse.Namespace) -> _Target:
 
 
 def _whole(config: ModelConfig, path: str) -> ModelConfig:
-    """Returns the config of a checkpoint's model, whose adapter is merged, and which is not of 4
-    bits."""
+    """Returns the settings to load a checkpoint's model from `path`: its adapter is merged already,
+    and it is not quantized."""
     return dataclasses.replace(config, path=path, quantization=None, lora=None)
 
 
@@ -176,8 +176,8 @@ async def _serve(args: argparse.Namespace, target: _Target) -> None:
 
 
 def _dialogue(target: _Target) -> Any:
-    """Returns the dialogue of the model's chat template, made before the model loads, which takes
-    longer. Raises `TemplateError`."""
+    """Returns the dialogue of the model's chat template. It is made before the model loads, which
+    takes longer. Raises `TemplateError` for a template that cannot be used."""
     from rollpacker.dialogue.parsing import TemplateDialogue
     from rollpacker.dialogue.template import DialogueTemplate
     from rollpacker.trainer.model import end_tokens, load_tokenizer

@@ -1,4 +1,4 @@
-"""`rollpacker simulate SCENARIO [key=value ...]`: what a setting would cost, in virtual time."""
+"""`rollpacker simulate SCENARIO [key=value ...]`: what settings would cost, in virtual time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rollpacker.sim.scenario import Scenario
 
 SIMULATED = "simulated"
-"""Name in a what-if of the run, simulated at its own settings."""
+"""Name, in the results of --from, of the real run simulated with the settings that it had."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -70,7 +70,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate, and return the exit code. Raises `ValueError` for what the user got wrong."""
+    """Simulate and print, and return the exit code. Raises `ValueError` for a user's mistake."""
     if args.presets:
         if args.json:
             raise ValueError("--presets and --json exclude each other: the list is for people")
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse, by `ValueError`, options that cannot be, before anything is read."""
+    """Raise `ValueError`, before any file is read, for options that cannot be."""
     if args.scenario is not None and "=" in args.scenario and not Path(args.scenario).exists():
         raise ValueError(f"{args.scenario} is a setting: the scenario file comes before it")
     if args.scenario is None and args.from_run is None:
@@ -138,7 +138,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _picture(args: argparse.Namespace) -> Path | None:
-    """Path of the picture of the timeline. None if none is drawn."""
+    """Path of the timeline's picture to draw. None if none is to be drawn."""
     from rollpacker.imports import MissingPackageError, missing
     from rollpacker.sim.timeline import FORMATS
 
@@ -161,8 +161,8 @@ def _picture(args: argparse.Namespace) -> Path | None:
 
 
 def _scenarios(args: argparse.Namespace) -> dict[str, Scenario]:
-    """The scenario of each system, by the system's name; under "" the scenario as it was
-    written."""
+    """The scenario of each system to simulate, by the system's name, and under "" the scenario as
+    it is in the file."""
     from rollpacker.pipeline.sim.spec import PIPELINES
     from rollpacker.sim.scenario import load_scenario
 
@@ -188,7 +188,7 @@ def _scenarios(args: argparse.Namespace) -> dict[str, Scenario]:
 
 
 def _names(text: str, own: Scenario) -> list[str]:
-    """Names of the systems, or of the orders of stages, that --compare lists, each once."""
+    """Names in the option --compare, each once: of systems, or of orders of pipeline stages."""
     from rollpacker.pipeline.sim.spec import PIPELINES
     from rollpacker.sim.presets import SYSTEMS
 
@@ -204,7 +204,7 @@ def _names(text: str, own: Scenario) -> list[str]:
 
 
 def _named(own: Scenario, name: str) -> Scenario:
-    """The scenario with the system, or with the order of stages, of this name."""
+    """The scenario `own`, with the system or the order of pipeline stages of this name."""
     from rollpacker.pipeline.sim.spec import PIPELINES
     from rollpacker.sim.scenario import with_pipeline, with_system
 
@@ -253,8 +253,8 @@ def _assumed(own: Scenario, results: Mapping[str, SystemResult]) -> str:
 
 
 def _outside(args: argparse.Namespace, own: Scenario, results: Mapping[str, SystemResult]) -> str:
-    """A sentence about what lies outside of the range of what was fitted, for the step of the
-    scenario's own system, or of the first system in the table."""
+    """A sentence on what in a step lies outside of the range that was fitted. The step is that of
+    the scenario's own system, or of the first system in the table."""
     from rollpacker.sim.fitted_range import outside_of_scenario
     from rollpacker.sim.given_constants import given_constants
 
@@ -298,7 +298,7 @@ def _run_what_if(args: argparse.Namespace, picture: Path | None) -> int:
 
 
 def _run_name(run: str) -> str:
-    """The name of a run's folder, or of an event log without its ending."""
+    """The name of a run's folder, or of an event log's file without its ending."""
     path = Path(run).resolve()
     return path.stem if path.is_file() else path.name
 
@@ -362,7 +362,7 @@ def _print_json(scenario: object, results: Mapping[str, SystemResult]) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """The value with null for NaN and infinity, which JSON does not have."""
+    """The value with None in place of NaN and infinity, which JSON does not have."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,5 +1,4 @@
-"""Simulates several scenarios at the same time, in processes of their own, and shows how far they
-are."""
+"""Simulates several scenarios at once, each in a process of its own, and shows the progress."""
 
 from __future__ import annotations
 
@@ -17,21 +16,21 @@ if TYPE_CHECKING:
     from rollpacker.sim.scenario import Scenario
 
 BAR_AFTER_S = 2.0
-"""Seconds after which a progress bar appears."""
+"""Seconds of work after which a progress bar appears."""
 _POLL_S = 0.2
 VIRTUAL_EPOCH = "1970-01-01T00:00:00+00:00"
-"""When a simulated run began, by its log: always the same, so that the same run has the same
-log."""
+"""Time at which a simulated run began, by its log: always the same, so that its log is, too."""
 
 
 def simulate_all(
     scenarios: Mapping[str, Scenario], *, jobs: int | None = None, log: str | Path | None = None
 ) -> dict[str, SystemResult]:
-    """Simulate every scenario, several at the same time in processes of their own. Returns the
-    results by name. A progress bar appears on stderr if that takes long and stderr is a terminal.
+    """Simulate every scenario, several at once in processes of their own. Returns the results by
+    the scenarios' names. If that takes long, and stderr is a terminal, a progress bar appears
+    there.
 
-    `jobs`: number of processes; None: as many as there are cores. `log`: file for the event log of
-    the only scenario. Raises what `simulate` raises."""
+    `jobs`: number of processes; None: as many as there are cores. `log`: file for the event log,
+    with one scenario only. Raises what `simulate` raises."""
     jobs = min(jobs or os.cpu_count() or 1, len(scenarios))
     bar = _Bar(sum(scenario.steps for scenario in scenarios.values()))
     try:
@@ -57,7 +56,7 @@ def _one(
 
 @contextmanager
 def _log_file(scenario: Scenario, path: Path) -> Iterator[Callable[[Entry], None]]:
-    """Yields a function that writes an entry to the file, which ends up complete or not there."""
+    """Yields a function that writes a log entry to `path`, which ends up complete or not there."""
     from rollpacker.core.records import Session, encode
     from rollpacker.report.writing import replacing
     from rollpacker.sim.latency import Calibration
@@ -98,11 +97,11 @@ def _in_processes(
 
 
 class _StoppedError(Exception):
-    """Ends a simulation in a worker process, as the main process needs no result any more."""
+    """Raised in a worker process to end its simulation, when its result is not needed any more."""
 
 
 _worker: list[Any] = []
-"""In a worker process: the counter of steps done by all workers, and the event that stops them."""
+"""In a worker process: the counter of all workers' steps, and the event that stops them."""
 
 
 def _begin_worker(steps_done: Any, stop: Any) -> None:
@@ -126,7 +125,7 @@ def _in_worker(scenario: Scenario) -> SystemResult:
 
 
 class _Bar:
-    """A progress bar on stderr, which appears if the work takes longer than `BAR_AFTER_S`."""
+    """A progress bar on stderr. It appears if the work takes longer than `BAR_AFTER_S`."""
 
     def __init__(self, total: int) -> None:
         self.done = 0

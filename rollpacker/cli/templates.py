@@ -1,6 +1,7 @@
-"""The templates of `rollpacker init`: the files in `configs/`, with what they name in `examples/`.
+"""The templates of `rollpacker init`: the config files in `configs/`, with the files in `examples/`
+that they name.
 
-Nothing is listed here. The comment at the head of a config says what it is about and, indented,
+No list of them is kept. The comment at the head of a config says what it is about and, indented,
 its commands; the files that belong to it are those that it names."""
 
 from __future__ import annotations
@@ -23,37 +24,36 @@ _COMMAND = re.compile(r"#\s{2,}((?:python|rollpacker) .+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Template:
-    """A config to begin from, and all that it needs to run."""
+    """A config to begin from, with all files that it needs to run."""
 
     name: str
-    """The config's file name without `.yaml`."""
+    """Name of the config's file without `.yaml`."""
     about: str
-    """The text at the config's head, without the commands."""
+    """The comment at the config's head, without the commands in it."""
     commands: tuple[str, ...]
-    """The commands to type after `init`, in order, with paths as in a checkout."""
+    """The commands to type after `init`, in order, with paths as in the repository."""
     sources: tuple[str, ...]
-    """Paths of its files below `root()`, the config's first."""
+    """Paths of the template's files below `root()`, with the config's first."""
 
     def files(self) -> dict[str, str]:
-        """Texts of the files, the guide `NAME.md` included, by their names in the user's folder."""
+        """Texts of the template's files, with the guide `NAME.md`, by their names for the user."""
         made = {
             self._moved(one): self._moved((root() / one).read_text("utf-8")) for one in self.sources
         }
         return {**made, f"{self.name}.md": self._guide(made)}
 
     def preparation(self) -> tuple[str, ...]:
-        """The commands that make data and models, before the run itself."""
+        """Those commands of the template that make data and models, before the run itself."""
         return tuple(one for one in self.steps() if _prepares(one))
 
     def steps(self) -> tuple[str, ...]:
-        """The commands, with paths as in the user's folder."""
+        """The commands of the template, with paths as in the user's folder."""
         return tuple(self._moved(one) for one in self.commands)
 
     def _moved(self, text: str) -> str:
-        """Returns the text with paths as in the user's folder, where all files lie side by side.
+        """Returns the text with paths as in the user's folder, where all files are in one folder.
 
-        Scripts that import each other by `examples.` keep that folder.
-        """
+        Scripts that import each other by `examples.` stay in a folder of that name."""
         folders = {f"{Path(one).parent}/" for one in self.sources}
         keeps_examples = any(
             _MODULE_OF_EXAMPLES.search((root() / one).read_text("utf-8"))
@@ -66,7 +66,7 @@ class Template:
         return text
 
     def _guide(self, files: dict[str, str]) -> str:
-        """Text of the guide: a few lines on what was written and what to type."""
+        """Text of the guide `NAME.md`: which files were written, and which commands to type."""
         lines = [f"# {self.name}", "", self._moved(self.about), ""]
         lines += [f"    {command}" for command in self.steps()]
         if any(command.startswith("rollpacker train ") for command in self.steps()):
@@ -82,15 +82,15 @@ class Template:
 
 
 def root() -> Path:
-    """The folder that holds `configs/` and `examples/`: inside of an installed package, and at the
-    top of a checkout."""
+    """The folder that holds `configs/` and `examples/`: inside an installed package, or the top of
+    a checkout of the repository."""
     installed = _PACKAGE / "templates"
     return installed if installed.is_dir() else _PACKAGE.parent
 
 
 def templates() -> dict[str, Template]:
-    """All templates by name: runs, then the simulator's scenarios. Warm-ups, which belong to a run,
-    and files of clusters, to which jobs go, are no templates."""
+    """All templates by name: runs first, then scenarios of the simulator. Configs of warm-ups,
+    which belong to a run, and of clusters, to which jobs are submitted, are no templates."""
     configs = (path for path in (root() / "configs").rglob("*.yaml") if not _is_cluster(path))
     paths = sorted(configs, key=lambda path: (_is_scenario(path), path))
     found = (_template(path) for path in paths if "\nstages:" not in path.read_text("utf-8"))
@@ -98,10 +98,9 @@ def templates() -> dict[str, Template]:
 
 
 def find_template(asked: str) -> Template:
-    """Returns the template of this name, or the only one whose name goes on from it after a hyphen.
+    """Returns the template of this name, or the only one whose name begins with it and a hyphen.
 
-    Raises `ValueError` if there is none, or more than one.
-    """
+    Raises `ValueError` if there is no such template, or more than one."""
     known = templates()
     longer = [name for name in known if name.startswith(f"{asked}-")]
     if asked in known:
@@ -141,7 +140,7 @@ def _is_scenario(path: Path) -> bool:
 
 
 def _head(name: str, text: str) -> str:
-    """Text of the comment at a config's head, without its commands; or of a module's docstring."""
+    """The comment at a config's head without its commands, or a Python module's docstring."""
     if name.endswith(".py"):
         return ast.get_docstring(ast.parse(text)) or ""
     lines = []
@@ -167,7 +166,7 @@ def _prepares(command: str) -> bool:
 
 
 def _closure(config: str) -> list[str]:
-    """Paths of the config, of the files that it names, of the files that these name, and so on."""
+    """Paths of a config, of the files that it names, of the files that these name, and so on."""
     found = [config]
     for one in found:  # grows while it is read
         text = (root() / one).read_text("utf-8")
@@ -179,7 +178,6 @@ def _closure(config: str) -> list[str]:
 
 
 def _files_of(example: str) -> list[str]:
-    """Paths of the files of an example: those in its folder, or its only module."""
     place = root() / "examples" / example
     files = sorted(place.iterdir()) if place.is_dir() else [place.with_suffix(".py")]
     return [path.relative_to(root()).as_posix() for path in files if path.is_file()]

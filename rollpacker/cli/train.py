@@ -1,4 +1,4 @@
-"""`rollpacker train CONFIG [key=value ...]`: the main job."""
+"""`rollpacker train CONFIG [key=value ...]`: trains a model, the main command."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 DRY_RUN_INTERRUPTED = "interrupted; nothing was written"
 MAX_COUNTED_BYTES = 64 << 20
-"""Most bytes of a file whose rows are counted for the first line: that takes a tenth of a
-second."""
+"""Maximum size in bytes of a data file whose rows are counted for the first line. Counting those of
+such a file takes a tenth of a second."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -48,7 +48,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, and return the exit code. Raises what `train` raises."""
+    """Train a model, and return the exit code. Raises what `train` raises."""
     told = (DRY_RUN_INTERRUPTED,) if args.dry_run else ()
     with not_begun(*told), ending_as_interrupt():
         return _run(args)
@@ -94,7 +94,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _first_line(config: RunConfig) -> str:
-    """A line on what is about to run, before anything is loaded."""
+    """A line on the run that begins (model, data, rewards, folder), before anything is loaded."""
     data = config.data.train
     source = data.path or data.kind
     num_rows = _num_rows(data)
@@ -108,8 +108,8 @@ def _first_line(config: RunConfig) -> str:
 
 
 def _num_rows(data: DatasetConfig) -> int | None:
-    """Number of rows of a data set. None where counting them would take long or cannot be done.
-    Lines of a JSONL file count if they are not empty; a parquet file records the number."""
+    """Number of rows of a data set. None if counting them would take long or cannot be done. In a
+    JSONL file lines that are not empty count; a Parquet file records its number."""
     if data.kind == "reasoning_gym":
         return data.size
     if data.path is None or data.kind not in ("jsonl", "parquet"):

@@ -1,7 +1,5 @@
-"""Tries things out for `rollpacker doctor`: the sandbox, the engine, and a config's model and data.
-
-Heavy imports stand inside functions.
-"""
+"""Tries things out for `rollpacker doctor`: the sandbox, the engine, and the model and data of a
+config. Heavy imports stand inside functions."""
 
 from __future__ import annotations
 
@@ -20,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def sandbox(config: SandboxConfig, *, needed: bool) -> Finding:
-    """Finding on whether untrusted programs can be isolated. If not, that is a failure only if
-    isolation is `needed`, else a warning."""
+    """Finding on whether this machine can isolate untrusted programs. If it cannot, that is a
+    failure if isolation is `needed`, else a warning."""
     import asyncio
 
     from rollpacker.sandbox.sandbox import SandboxUnavailable
@@ -51,8 +49,8 @@ def sandbox(config: SandboxConfig, *, needed: bool) -> Finding:
 
 
 async def _self_test(config: SandboxConfig, backend: str) -> Capabilities:
-    """Returns the capabilities that the sandbox shows in a self-test now. (Opening the embedded
-    sandbox may go by what is remembered of an earlier test.)"""
+    """Returns the capabilities of the sandbox by a self-test made now. (Opening the embedded
+    sandbox may go by the remembered result of an earlier test.)"""
     from rollpacker.sandbox import open_sandbox
     from rollpacker.sandbox.selftest import self_test
 
@@ -80,7 +78,7 @@ async def _self_test(config: SandboxConfig, backend: str) -> Capabilities:
 
 
 def engine() -> Finding:
-    """Finding on a few tokens of a tiny random model, by the real engine on the device of runs."""
+    """Finding on whether the engine generates tokens of a tiny random model, on a run's device."""
     import asyncio
 
     import torch
@@ -122,8 +120,8 @@ def engine() -> Finding:
 
 
 def model(config: RunConfig) -> list[Finding]:
-    """Findings on whether the model's folder is whole, its tokenizer loads, and a step's memory is
-    there. Raises what a run's start would raise."""
+    """Findings on whether the model's files are complete, its tokenizer loads, and a step's memory
+    is free. Raises what a run's start would raise."""
     from rollpacker.run.parts.hub import look_for_hub
     from rollpacker.trainer.model import (
         check_weights,
@@ -145,7 +143,7 @@ def model(config: RunConfig) -> list[Finding]:
 
 
 def fit(config: RunConfig) -> list[Finding]:
-    """Finding on whether a step's estimated memory is free. Empty if nothing can be estimated."""
+    """Finding on whether a step's memory, by estimate, is free. Empty without an estimate."""
     import torch
 
     from rollpacker.trainer.estimate import estimate
@@ -176,7 +174,7 @@ def fit(config: RunConfig) -> list[Finding]:
 
 
 def run_folder(config: RunConfig) -> list[Finding]:
-    """Finding on what is in the way of the run, such as one of its name. Empty if nothing is."""
+    """Finding on what keeps the run from beginning, such as a run of its name. Empty if nothing."""
     from rollpacker.run.errors import RunError
     from rollpacker.run.folder.run_folder import RunFolder
 
@@ -191,9 +189,9 @@ def run_folder(config: RunConfig) -> list[Finding]:
 
 
 def training(config: RunConfig) -> Finding:
-    """Finding that says which algorithm the config comes to, after the checks of `train --dry-run`,
-    of the schedule, of further models that the algorithm asks, and of adapters. Raises what a run's
-    start would raise."""
+    """Makes the checks of `train --dry-run`, of the schedule, of further models that the algorithm
+    needs, and of adapters. Returns a finding that names the algorithm. Raises what a run's start
+    would raise."""
     from rollpacker.cli.dry_run import check_parts
     from rollpacker.trainer.model import load_tokenizer
     from rollpacker.trainer.schedule import check_schedule
@@ -209,8 +207,8 @@ def training(config: RunConfig) -> Finding:
 
 
 def _try_adapter(config: RunConfig) -> None:
-    """Add the adapter (LoRA) to the model, without weights. Raises `ValueError` if it does not
-    fit."""
+    """Try to add the adapter (LoRA) to the model, without loading weights. Raises `ValueError` if
+    it does not fit the model."""
     if config.model.lora is None or not (Path(config.model.path) / "config.json").is_file():
         return
     import torch
@@ -226,7 +224,7 @@ def _try_adapter(config: RunConfig) -> None:
 
 
 def inputs(config: RunConfig) -> list[Finding]:
-    """Findings on data and rewards, as a run takes them up: every row becomes a prompt, every
+    """Findings on data and rewards. As at a run's start, every row becomes a prompt, and every
     reward looks at the rows and is tried out. Raises what a run's start would raise."""
     from rollpacker.run.parts.policy import load_inputs
     from rollpacker.trainer.model import ModelError
@@ -247,8 +245,7 @@ def inputs(config: RunConfig) -> list[Finding]:
 
 
 def tracker(config: TrackerConfig) -> Finding:
-    """Finding on whether a tracker can be used, never more than a warning: a run goes on
-    without."""
+    """Finding on whether a tracker can be used: at worst a warning, as a run goes on without it."""
     from rollpacker.trackers.by_name import make_tracker
     from rollpacker.trackers.sending import TrackerProblem
 
@@ -264,9 +261,9 @@ def tracker(config: TrackerConfig) -> Finding:
 
 
 def cluster(config: RunConfig) -> list[Finding]:
-    """Findings on hosts, their versions and memory, and whether what the config asks for fits
-    there. Joins the cluster for that, or where there is none starts one of this machine, and leaves
-    it again. Raises `ValueError` if it cannot be joined or a host does not answer."""
+    """Findings on a cluster's hosts, their versions and memory, and whether what the config places
+    fits there. Joins the cluster for that (if there is none, starts one on this machine), and
+    leaves it again. Raises `ValueError` if it cannot be joined or a host does not answer."""
     from rollpacker.run.parts.cluster_facts import join_cluster, rooms_of
     from rollpacker.run.parts.hosts import SHM_BYTES
     from rollpacker.run.parts.placement import plan_of

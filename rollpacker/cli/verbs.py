@@ -1,4 +1,4 @@
-"""The verbs of `rollpacker`, and what may stand after them.
+"""The verbs (commands) of `rollpacker`, and how their arguments are parsed.
 
 Every verb is a module beside this one with `add_parser(subparsers)` and `run(args) -> int`. Heavy
 imports belong inside `run`, so that `rollpacker --help` answers at once."""
@@ -34,10 +34,10 @@ exit codes:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that says what is wrong in one line and points to the help, without the usage text.
+    """A parser that answers a mistake with one line, which points to the help, instead of the usage
+    text.
 
-    It takes no abbreviated options: `--over` must not replace a run.
-    """
+    It takes no abbreviated options: `--over` must not replace a run (`--overwrite`)."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **settings})
@@ -55,7 +55,7 @@ class _Version(argparse.Action):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser with every verb."""
+    """Returns the parser of the command line, with all verbs."""
     codes = "".join(f"  {code:<4} {meaning}\n" for code, meaning in EXIT_CODES.items())
     parser = _Parser(
         prog="rollpacker",
@@ -75,7 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
-    """Parse; `key=value` may also follow an option (argparse alone stops at the first option)."""
+    """Parse the arguments. Unlike in argparse alone, `key=value` may also follow an option."""
     args, rest = parser.parse_known_args(arguments)
     late = [word for word in rest if "=" in word and not word.startswith("-")]
     unknown = [word for word in rest if word not in late]
@@ -91,8 +91,8 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Nam
 
 
 def _hint_for_flags(words: list[str]) -> str:
-    """Says how flags of other frameworks, as in `--learning_rate 1e-6`, are written here:
-    `key=value`. Empty if none is known."""
+    """A text on how flags of other frameworks, such as `--learning_rate 1e-6`, are written here (as
+    `key=value`). Empty if none of `words` is such a flag."""
     from rollpacker.config.schema import RunConfig
     from rollpacker.config.synonyms import TRL, TRL_DIFFERS, all_keys, hint, of_others
 
@@ -115,7 +115,7 @@ def _hint_for_flags(words: list[str]) -> str:
 
 
 def unknown_verb(verb: str) -> str:
-    """The message for a word that is no verb."""
+    """The error message for a first word that is no verb."""
     near = difflib.get_close_matches(verb, VERBS, n=1, cutoff=0.5)
     if near:
         return f"rollpacker: there is no verb {verb!r}. Did you mean '{near[0]}'?"

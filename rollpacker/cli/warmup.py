@@ -1,4 +1,4 @@
-"""`rollpacker warmup CONFIG [key=value ...]`: supervised fine-tuning that writes a model folder."""
+"""`rollpacker warmup CONFIG [key=value ...]`: supervised fine-tuning that makes a model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Fine-tune, and return the exit code. Raises `ValueError` with a message for the user."""
+    """Fine-tune a model, and return the exit code. Raises `ValueError` for a user's mistake."""
     from rollpacker.config.load import load_config
     from rollpacker.config.warmup import WarmupConfig
     from rollpacker.run.parts.warm_up import warm_up

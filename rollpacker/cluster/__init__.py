@@ -1,15 +1,12 @@
-"""Runs jobs that share pools of devices, as `cluster/decide/cluster.py` decides.
+"""Runs jobs that share pools of devices; `cluster/decide/cluster.py` decides who gets which.
 
-    a job                                                  the service
-    a run, or `phase`     -> Seat --- letters: Mailbox --- Service -> cluster/decide/cluster.py
-      enter, leave, committed                                 |  its events: Store (SQLite)
-                                                              v
-                                                            Runner: starts jobs, stops them
+A job (a run, or a program that calls `phase`) has a seat (`Seat`), by which it asks the service for
+a pool, gives the pool back, and reports each iteration. They exchange messages (*letters*) through
+a `Mailbox`: files on one host, or an actor on ray. The service (`Service`) stores what happens as
+events (`Store`, in SQLite), and starts and stops jobs by a `Runner`, on this host or on ray.
 
-The service may die at any moment, and so may a job: their messages (*letters*) and the events
-outlive both. What they talk through (a file on one host, an actor behind ray) and what starts a job
-(this host, ray) are one protocol each. What a program of another framework calls is in
-`seats/phases.py` and `seats/parked.py`, and here by name.
+The service may die at any moment, and so may a job: letters and events outlive both. What a program
+of another framework calls is in `seats/phases.py` and `seats/parked.py`, and here by name.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The config of a run: loaded, merged with overrides, checked once, frozen."""
+"""Configs of runs: loaded from YAML, merged with overrides, checked once, frozen."""

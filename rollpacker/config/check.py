@@ -1,8 +1,6 @@
-"""Plain values to the config's dataclasses: every key known, every value of its type.
-
-Walks the schema and asks pydantic (strict) about each leaf, so that all problems of a file are
-found in one go and each names its key, its value, and what is allowed.
-"""
+"""Makes a config's dataclasses of plain values: every key must be known, every value of its type.
+The schema is walked and pydantic (strict) is asked about each leaf, so that all problems of a file
+are found in one go and each names its key, its value, and what is allowed."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def allowed(kind: Any) -> str:
-    """A description of the values that a type allows, such as `a number or null`, for messages."""
+    """Words, used in messages, for the values that a type allows, such as `a number or null`."""
     parts = members(kind)
     choices = [c for m in parts if get_origin(m) is Literal for c in get_args(m)]
     words = [_WORDS.get(m) or _container_words(m) for m in parts if get_origin(m) is not Literal]
@@ -80,19 +78,21 @@ def _container_words(kind: Any) -> str:
 
 
 class Checker:
-    """Builds one schema from plain values and collects what is wrong with them."""
+    """Builds an instance of one schema from plain values and collects the values' problems."""
 
     def __init__(self, raw: Mapping[Path_, str]) -> None:
         self.problems: list[tuple[Path_, str]] = []
         self._root: type = object
-        """Schema of the whole config."""
+        """Schema (dataclass) of the whole config."""
         self.names_trl = False
-        """True if one of the problems is a key of TRL's."""
+        """Whether one of the problems found is a key of TRL's."""
         self._raw = raw
-        """Texts that the user typed for overrides, by key, for fields whose value is a text."""
+        """Texts that the user typed for overrides, by path of the key; used for fields that are
+        texts."""
 
     def build(self, schema: type, value: Any, path: Path_) -> Any:
-        """An instance of `schema`, or the sentinel `_FAILED` after adding to `problems`."""
+        """Returns an instance of `schema`, made of `value` at `path` of the config; if that fails,
+        adds to `problems` and returns the sentinel `_FAILED`."""
         if not isinstance(value, Mapping):
             keys = ", ".join(field_types(schema))
             return self._refuse(
@@ -145,7 +145,7 @@ class Checker:
         return self._leaf(kind, value, path)
 
     def _item(self, kind: Any, schema: type, value: Any, path: Path_) -> Any:
-        """An item of a list whose items are mappings, or a name that stands for one."""
+        """Builds an item of a list of mappings, or checks a name that stands for an item."""
         item = item_kind(kind)
         if isinstance(value, Mapping) or not _may_be_text(item):
             return self.build(schema, value, path)
@@ -174,8 +174,8 @@ class Checker:
         return self._refuse(path, problem)
 
     def _refuse_unknown(self, path: Path_, value: Any, siblings: Mapping[str, Any]) -> None:
-        """Note a key that is not known. One that other frameworks have gets a hint, also inside of
-        a section that only they have."""
+        """Note a key that is not known. A key of other frameworks gets a hint, also inside a
+        section that only they have."""
         if gone := GONE.get(dotted(path)):
             self._refuse(path, f"is no known key. {gone}")
             return
@@ -208,7 +208,7 @@ class Checker:
         self.names_trl = self.names_trl or any(one.framework == TRL for one in found)
 
     def _refuse_whole(self, path: Path_, hints: Mapping[str, Any], problem: str) -> Any:
-        """Note an error that a dataclass raised when it was made. The message mostly begins with a
+        """Note an error that a dataclass raised on construction. Its message mostly begins with a
         field's name, or with the dotted name of a key further down."""
         name, _, rest = problem.partition(" ")
         if name.partition(".")[0] in hints and rest and _DOTTED_NAME.fullmatch(name):
@@ -222,7 +222,7 @@ class Checker:
 
 
 def _may_be_text(kind: Any) -> bool:
-    """Whether a name may stand in place of the mapping: `str | SomeDataclass`, or a literal."""
+    """Whether the type `kind` takes a text in place of a mapping (a `str` or a literal)."""
     return any(member is str or get_origin(member) is Literal for member in members(kind))
 
 
@@ -232,7 +232,7 @@ def _required(field: dataclasses.Field[Any]) -> bool:
 
 
 def allowed_value(kind: Any) -> str:
-    """A description of the values that a type allows, as `allowed`, with schemas in it too."""
+    """Words for the values that a type allows, as by `allowed`, but for dataclasses too."""
     schema = nested_schema(kind) or item_schema(kind)
     if schema is None:
         return allowed(kind)
@@ -247,8 +247,8 @@ def allowed_value(kind: Any) -> str:
 
 
 def _prepared(kind: Any, value: Any) -> Any:
-    """The value with lists as tuples, and a text such as "1e-6" as a number, where the type asks
-    for it."""
+    """The value with lists made tuples, and a text such as "1e-6" made a number, where the type
+    asks for it."""
     parts = members(kind)
     for part in parts:
         if get_origin(part) is Mapping and isinstance(value, Mapping):
@@ -270,7 +270,7 @@ def _prepared(kind: Any, value: Any) -> Any:
 
 
 def _prepared_key(kind: Any, key: Any) -> Any:
-    """A mapping's key, which YAML has as a text, as a whole number if the type wants one."""
+    """A mapping's key: the text from YAML, or a whole number if the type wants one."""
     if kind is int and isinstance(key, str) and key.isdecimal():
         return int(key)
     return _prepared(kind, key)
@@ -310,7 +310,7 @@ def _show(value: Any) -> str:
 
 
 def to_plain_value(value: Any) -> Any:
-    """Dataclasses, tuples and mappings as dicts and lists."""
+    """Returns the value with all dataclasses, tuples and mappings in it as dicts and lists."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {
             field.name: to_plain_value(getattr(value, field.name))

@@ -1,4 +1,4 @@
-"""Checks that engines, trainer and planner agree on one plan for each device."""
+"""Checks that engines, trainer and parallelism planner agree on the use of each device."""
 
 from __future__ import annotations
 

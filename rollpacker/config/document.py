@@ -1,8 +1,6 @@
-"""YAML text to plain values and back, with the line of every key.
-
-A config is somebody else's file: no tags, no aliases that grow without bound, no silent duplicates,
-and YAML 1.2's scalars (`no` is a text, `1e-6` a number) instead of YAML 1.1's surprises.
-"""
+"""Reads YAML text as plain values, with the line of every key, and writes it. A config is somebody
+else's file: no tags are allowed, no aliases that grow without bound and no silent duplicates, and
+scalars are YAML 1.2's (`no` is a text, `1e-6` a number), not YAML 1.1's surprises."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from rollpacker.did_you_mean import did_you_mean, did_you_mean_file
 
 MAX_FILE_BYTES = 1 << 20
 MAX_NODES = 20_000
-"""Most values in one config, aliases expanded."""
+"""Most values in one config, counted with aliases expanded."""
 
 Path_ = tuple[str | int, ...]
 
@@ -41,7 +39,7 @@ _SCALARS = (
     ),
     ("merge", r"^<<$", "<"),
 )
-"""Name, pattern and possible first characters of each kind of value that is not a text."""
+"""Each kind of YAML value that is no text: name, pattern, possible first characters."""
 
 
 def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
@@ -70,8 +68,8 @@ class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
         return True
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
-        """A text's node. Next line (U+0085) is escaped, since the loader would make a space of
-        it."""
+        """Returns the YAML node of a text. Next line (U+0085) is escaped, since the loader would
+        make a space of it."""
         return self.represent_scalar(_TEXT_TAG, data, style='"' if "\x85" in data else None)
 
 
@@ -86,17 +84,17 @@ _PLAIN_TAGS = {
 
 
 def dotted(path: Path_) -> str:
-    """`("rewards", 0, "weight")` as `rewards.0.weight`."""
+    """A key's path as text: `("rewards", 0, "weight")` as `rewards.0.weight`."""
     return ".".join(str(part) for part in path)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The hint ` Did you mean "..."?`, or an empty text if no known name is close."""
+    """The hint ` Did you mean "..."?`, with the nearest known name; empty if none is close."""
     return did_you_mean(name, known, cutoff=0.55)
 
 
 def read_text(path: str | Path) -> str:
-    """The file's text. Raises `ConfigError` for every way in which it cannot be read."""
+    """Returns the file's text. Raises `ConfigError` for every way in which it cannot be read."""
     path = Path(path)
     try:
         with path.open("rb") as file:
@@ -126,7 +124,8 @@ def _nearest_file(path: Path) -> str:
 
 
 def parse_document(text: str, where: str) -> tuple[dict[str, Any], dict[Path_, int]]:
-    """A config file's mapping, and the line of each of its keys (from 1). Raises `ConfigError`."""
+    """Parse a config file's text. Returns its mapping, and the line (from 1) of each key by the
+    key's path. Raises `ConfigError` with `where` in its message."""
     value, lines = _parse(text, where)
     if value is None:
         raise ConfigError(f"{where}: the file is empty.")
@@ -136,8 +135,8 @@ def parse_document(text: str, where: str) -> tuple[dict[str, Any], dict[Path_, i
 
 
 def parse_value(text: str, where: str) -> Any:
-    """Value of the right side of an override, read as YAML, or as a text if it is no YAML
-    (`[0-9]+`)."""
+    """Returns the value on the right side of an override, read as YAML, or as a text if it is no
+    YAML (such as `[0-9]+`)."""
     try:
         return _parse(text, where, in_value=True)[0]
     except _SyntaxError:
@@ -172,13 +171,13 @@ def _parse(text: str, where: str, *, in_value: bool = False) -> tuple[Any, dict[
 
 
 class _Walk:
-    """Checks every node of a YAML document, aliases expanded, before anything is built of it."""
+    """Checks all nodes of a YAML document, aliases expanded, before any value is made of them."""
 
     def __init__(self, where: str, lines: dict[Path_, int], in_value: bool) -> None:
         self._where = where
         self._lines = lines
         self._in_value = in_value
-        """True if the text is the value of some key, not a whole document."""
+        """Whether the YAML text is the value of some key, not a whole document."""
         self._num_nodes = 0
         self._open: list[yaml.Node] = []
 

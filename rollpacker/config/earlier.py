@@ -1,4 +1,4 @@
-"""The meaning of an earlier version's config where keys have come, or gone, since."""
+"""What configs of earlier versions mean, where keys have come or gone since."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ GONE = {
     "rollout.engine.cuda_graphs": "It is gone, remove it: the embedded engine captures no CUDA"
     " graphs any more, and rollout.engine.name=vllm is the engine for GPUs",
 }
-"""Keys that earlier versions had, each with advice for a user who still sets it."""
+"""Mapping from each key that only earlier versions had to advice for a user who still sets it."""
 
 
 def as_it_was(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Values for keys that a run's `config.yaml` lacks because they did not exist when it was
-    written, and whose default would now mean something else: text prompts went through no chat
-    template then, unless they had a system prompt."""
+    """Returns values of keys that did not exist when a run's `config.yaml` (`tree`) was written:
+    `chat` is False for data without a system prompt, whose text prompts went through no chat
+    template."""
     data = tree.get("data")
     if not isinstance(data, Mapping):
         return {}

@@ -1,7 +1,7 @@
-"""Loads a config: a YAML file and `a.b.c=value` overrides, checked once, frozen, saved.
+"""Loads a config: a YAML file and `a.b.c=value` overrides, checked once, frozen. Saves it too.
 
-`${a.b}` refers to another value of the same config. Nothing else is looked up: no environment, no
-files, and nothing is ever instantiated by name.
+`${a.b}` refers to another value of the same config. Nothing else is looked up, neither environment
+variables nor files, and nothing is ever instantiated by name.
 """
 
 from __future__ import annotations
@@ -41,13 +41,10 @@ def load_config(
     schema: type[T],
     below: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
 ) -> T:
-    """The file with the overrides applied, as an instance of `schema`.
-
-    `below` is given the values of the file and the overrides, and returns values for keys that
-    neither of them sets; None: there are no such values.
-
-    Raises `ConfigError` with one message that lists everything that is wrong.
-    """
+    """Read a config file, apply the overrides, and return it as an instance of `schema`. `below` is
+    given the values of the file and the overrides, and returns values for keys that neither sets;
+    None: there are no such values. Raises `ConfigError` with one message that lists everything that
+    is wrong."""
     tree, lines = parse_document(read_text(path), str(path))
     return config_of(tree, overrides, schema, below, where=str(path), lines=lines)
 
@@ -61,10 +58,9 @@ def config_of(
     where: str = "config",
     lines: Mapping[Path_, int] | None = None,
 ) -> T:
-    """Plain values with the overrides applied, as an instance of `schema`; see `load_config`.
-
-    `where` is the beginning of messages; `lines` has the line of each key in a file.
-    """
+    """Apply the overrides to plain values and return an instance of `schema`; as `load_config`, but
+    without a file. `where` begins the messages of errors; `lines` maps a key's path to the key's
+    line in a file (None: there is no file)."""
     lines = lines or {}
     problems: list[str] = []
     raw: dict[Path_, str] = {}
@@ -96,8 +92,8 @@ def _message(path: str, problems: list[str]) -> str:
 
 
 def _origin(place: Path_, raw: Mapping[Path_, str], lines: Mapping[Path_, int]) -> str:
-    """The place that a key comes from, as a note behind its name: the override or the line that set
-    it, or its section. Empty if nothing set it."""
+    """A note, to follow a key's name, on where the key was set: the override or the line of the
+    file that set it or its section. Empty if nothing set it."""
     inside = (path for path in raw if path[: len(place)] == place and place not in lines)
     for path in [*inside, *(place[:size] for size in range(len(place), 0, -1))]:
         if path in raw:
@@ -108,7 +104,8 @@ def _origin(place: Path_, raw: Mapping[Path_, str], lines: Mapping[Path_, int]) 
 
 
 def _override(tree: dict[str, Any], override: str) -> tuple[Path_, str]:
-    """Apply `a.b.0.c=value` to the tree; returns the key's path and the value's text."""
+    """Apply an override `a.b.0.c=value` to the tree; returns the key's path and the value's
+    text."""
     name, equals, text = override.partition("=")
     name = name.strip()
     if not equals or not name:
@@ -152,7 +149,7 @@ def _step(at: Any, part: str, path: list[str | int], override: str) -> str | int
 
 
 def _merged(below: Any, above: Any) -> Any:
-    """`above`, with the keys that only `below` has."""
+    """`above` with the keys that only `below` has, also in mappings inside."""
     if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
         return above
     added = {key: value for key, value in below.items() if key not in above}
@@ -171,8 +168,8 @@ def _leaves(value: Any, path: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
 
 
 def _resolved(tree: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[Path_, str]]]:
-    """The tree with every `${a.b}` replaced, and the problems of the references, each with its
-    key's path."""
+    """Returns the tree with every `${a.b}` replaced, and each refused reference as (key's path,
+    problem)."""
     references = [(p, v) for p, v in _leaves(tree) if isinstance(v, str) and "${" in v]
     if not references:
         return tree, []
@@ -190,10 +187,8 @@ def _resolved(tree: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[Path_, s
 
 
 def _reference_problem(tree: dict[str, Any], value: str) -> str:
-    """Why this text's references are refused; empty if they are fine.
-
-    A reference may not lead to another one: nothing can then go in circles or grow without bound.
-    """
+    """Returns why references in this text are refused; empty if they are fine. A reference may not
+    lead to another one, so that nothing goes in circles or grows without bound."""
     if "${" in _REFERENCE.sub("", value) or "\\${" in value:
         return "only ${key} or ${part.key} of this config may be referred to, nothing else"
     for name in _REFERENCE.findall(value):
@@ -212,25 +207,26 @@ def _reference_problem(tree: dict[str, Any], value: str) -> str:
 
 
 def to_plain(config: object) -> dict[str, Any]:
-    """The config as dicts and lists, every default written out."""
+    """The config as dicts and lists, with all defaults written out."""
     return cast(dict[str, Any], to_plain_value(config))
 
 
 def save_config(config: object, path: str | Path, *, comment: str = "") -> None:
-    """Write the resolved config as YAML below a comment, atomically; `load_config` reads back an
-    equal one."""
+    """Write the config, with all defaults, as YAML below a comment: the whole file or nothing.
+    `load_config` reads back an equal config."""
     write_document(to_plain(config), path, comment=comment)
 
 
 def changes_since(old: Mapping[str, Any], config: object) -> list[tuple[str, object, object]]:
-    """The `differences` of an earlier plain config to this one. A key that the earlier one lacks
-    was added to the schema since: it had its default."""
+    """The `differences` between an earlier plain config and this one. A key that the earlier one
+    lacks was added to the schema since, and counts as set to its default."""
     plain = to_plain(config)
     return differences(_completed(old, config), plain)
 
 
 def _completed(old: Any, config: Any) -> Any:
-    """`old` with defaults for the keys it lacks, where `config` shows which schema holds there."""
+    """The plain config `old` with defaults for keys that it lacks; `config` is the present one,
+    whose dataclasses say which keys there are."""
     if dataclasses.is_dataclass(config) and isinstance(old, Mapping):
         found = dict(old)
         for field in dataclasses.fields(config):
@@ -247,10 +243,8 @@ def _completed(old: Any, config: Any) -> Any:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, object, object]]:
-    """The leaves in which two plain configs differ, as `(path, old value, new value)`.
-
-    A key that one side lacks has the value None there.
-    """
+    """The leaves in which two plain configs differ, as (dotted path, old value, new value). Where
+    one config lacks a key, its value is None."""
     found: list[tuple[str, object, object]] = []
     _compare(old, new, (), found)
     return found

@@ -1,4 +1,4 @@
-"""The devices of each role (`placement.*`), and the keys that follow from them."""
+"""The devices of engines, trainer and judge (`placement.*`), and keys that follow from them."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from rollpacker.trainer.trainer import TrainConfig
 
 RoleName = Literal["rollout", "train", "judge"]
 MAX_DEVICE = 99_999
-"""Largest number of a device in a line; a larger one is taken for a slip."""
+"""Largest device number that `placement` may name; a larger one is taken for a slip."""
 _RANGES = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutPlacement:
-    """Devices of the engines (`placement.rollout.*`)."""
+    """Which devices the engines have (`placement.rollout.*`)."""
 
     devices: int | str = "all"
-    """Devices of the engines. all: as many engines as fit beside roles that take no turns with
-    them. A number: so many devices. Ranges over all hosts, such as `0-7` or `0-3,6`: these devices;
-    a single device is `3-3`."""
+    """Devices of the engines. all: every device but those of roles that share none with the engines
+    (`placement.colocate`). A number: so many devices. Ranges over all hosts, such as `0-7` or
+    `0-3,6`: the devices of these numbers; a single device is `3-3`."""
     per_engine: int = 1
     """Number of devices of one engine, all on one host. More than one with vLLM only."""
     memory_gib: float | None = None
-    """GiB that an engine takes on each of its devices. None: as estimated from the model."""
+    """GiB of memory that an engine takes on each of its devices. None: estimated from the model."""
 
     def __post_init__(self) -> None:
         _check_line(self.devices, self.per_engine, "per_engine")
@@ -37,14 +37,14 @@ class RolloutPlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainPlacement:
-    """Devices of the trainer (`placement.train.*`): one of its processes on each."""
+    """Which devices the trainer has (`placement.train.*`); it has one process on each device."""
 
     devices: int | str = "all"
-    """Devices of the trainer, named as those of the engines (`placement.rollout.devices`)."""
+    """Devices of the trainer, written as those of the engines (`placement.rollout.devices`)."""
     per_replica: int = 1
     """Number of devices over which one whole copy of the model is sharded, all on one host."""
     memory_gib: float | None = None
-    """GiB that a process of the trainer takes. None: as estimated from the model."""
+    """GiB of memory that each process of the trainer takes. None: estimated from the model."""
 
     def __post_init__(self) -> None:
         _check_line(self.devices, self.per_replica, "per_replica")
@@ -53,13 +53,13 @@ class TrainPlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgePlacement:
-    """Devices left free for the server of a judge's model, which the run asks and does not start
+    """Devices left free for the server of a judge model, which the run calls and does not start
     (`placement.judge.*`)."""
 
     devices: int | str = 1
-    """Devices of the judge, named as those of the engines (`placement.rollout.devices`)."""
+    """Devices of the judge, written as those of the engines (`placement.rollout.devices`)."""
     memory_gib: float | None = None
-    """GiB that the judge takes on each of its devices. None: not known, and not counted."""
+    """GiB of memory that the judge takes on each of its devices. None: unknown and not counted."""
 
     def __post_init__(self) -> None:
         _check_line(self.devices, 1, "")
@@ -68,18 +68,19 @@ class JudgePlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementConfig:
-    """Devices of engines and trainer (`placement.*`). Devices are numbered over hosts; on a CPU a
-    device is a core, and cores share their host's memory. This section rules: the number of
-    engines, the trainer's processes and replicas, `train.colocate` and
-    `parallelism_planner.initial` follow from it, and where they are set as well they must agree."""
+    """Which devices engines and trainer have (`placement.*`). Devices are numbered over all hosts;
+    on a CPU a device is a core, and cores share their host's memory. This section rules: the number
+    of engines, the trainer's processes and replicas, `train.colocate` and
+    `parallelism_planner.initial` follow from it, and if they are set as well they must agree."""
 
     rollout: RolloutPlacement = field(default_factory=RolloutPlacement)
     train: TrainPlacement = field(default_factory=TrainPlacement)
     judge: JudgePlacement | None = None
     colocate: tuple[RoleName, ...] = ()
-    """Roles that may share devices, where they take turns. Other roles share none."""
+    """Roles (rollout, train, judge) that share devices in turn. Other roles share no device."""
     across_hosts: tuple[RoleName, ...] = ()
-    """Roles of which one unit, an engine or a replica, may have devices on several hosts."""
+    """Roles (rollout, train, judge) of which one engine or replica may have devices on several
+    hosts."""
 
     def __post_init__(self) -> None:
         for name in ("colocate", "across_hosts"):
@@ -101,10 +102,11 @@ class PlacementConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardHostsConfig:
-    """Where rewards run (`rewards_hosts.*`): with `runtime=ray`, on every host beside engines."""
+    """Where rewards run (`rewards_hosts.*`): with `runtime=ray` on all hosts, beside engines."""
 
     per_host: int = 1
-    """Processes on each host, each with the whole set of rewards, their workers and sandboxes."""
+    """Number of processes on each host that check responses, each with all rewards and
+    sandboxes."""
 
     def __post_init__(self) -> None:
         if self.per_host < 1:
@@ -112,8 +114,8 @@ class RewardHostsConfig:
 
 
 def devices_of(line: int | str) -> Literal["all"] | int | tuple[int, ...]:
-    """Meaning of a line of `placement`: "all", a number of devices, or the devices' numbers. Raises
-    `ValueError`."""
+    """Returns what a `devices` value of `placement` means: "all", a number of devices, or the
+    numbers of devices. Raises `ValueError` for any other value."""
     if isinstance(line, int):
         if line < 1:
             raise ValueError(f"devices must be at least 1, not {line}")
@@ -138,7 +140,7 @@ def devices_of(line: int | str) -> Literal["all"] | int | tuple[int, ...]:
 
 
 def num_devices(line: int | str) -> int | None:
-    """Number of devices that a line asks for. None: all."""
+    """Number of devices that a `devices` value of `placement` asks for. None: all."""
     devices = devices_of(line)
     if devices == "all":
         return None
@@ -151,8 +153,7 @@ def check_placement(
     train: TrainConfig,
     planner: ParallelismConfig,
 ) -> None:
-    """Raises `ValueError` with one message where keys that follow from `placement` are set to
-    something else."""
+    """Raises `ValueError` if a key that follows from `placement` is set to another value."""
     sections = {"rollout": rollout, "train": train, "parallelism_planner": planner}
     per_engine, engine = placement.rollout.per_engine, rollout.engine
     if per_engine > 1 and not engine.is_tensor_parallel:
@@ -177,22 +178,22 @@ def check_placement(
 
 
 class Derived(NamedTuple):
-    """A key that follows from `placement`."""
+    """A config key whose value follows from `placement`."""
 
     key: str
     unset: object
-    """Value of the key where nobody set it."""
+    """Default of the key, which it has where nobody set it."""
     value: object
-    """Value that follows from `placement`. None: it depends on the hosts."""
+    """Value of the key that follows from `placement`. None: it depends on the hosts."""
     lines: str
-    """Lines of `placement` from which the value follows, for messages."""
+    """The settings of `placement` from which the value follows, as a text for messages."""
 
 
 def derived(
     placement: PlacementConfig, engines: int | None = None, processes: int | None = None
 ) -> list[Derived]:
-    """All keys that follow from `placement`. `engines` and `processes`: how many there are on the
-    hosts; None if that is not known."""
+    """All keys whose values follow from `placement`. `engines` and `processes` are the numbers of
+    engines and trainer's processes that the hosts have room for; None: not known."""
     rollout, train = placement.rollout, placement.train
     of_engines, of_train = num_devices(rollout.devices), num_devices(train.devices)
     if engines is None and of_engines is not None:

@@ -19,13 +19,13 @@ class RolloutConfig:
     prompts_per_step: int
     """P0: number of prompts that each optimizer step trains on."""
     samples_per_prompt: int
-    """R0: number of responses per prompt; the group size of GRPO. 1 is for algorithms that do not
-    compare the samples of a prompt."""
+    """R0: number of responses to each prompt; the group size of GRPO. 1 is for algorithms that do
+    not compare the samples of a prompt."""
     max_response_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     """Share of probability that sampling keeps, of the most probable tokens; 1: all. Training uses
-    the whole distribution's log-probs, so with top_p or top_k the gradient is not exactly that of
+    log-probs of the whole distribution, so with top_p or top_k its gradient is not exactly that of
     sampling."""
     top_k: int = 0
     """Number of most probable tokens that sampling keeps. 0: all."""
@@ -36,8 +36,8 @@ class RolloutConfig:
     engines: int = 1
     """Number of engines. 1: the engine is in the run's own process. More: each engine has a process
     of its own, on a device of its own or, on a CPU, with its share of `train.threads`; a lost one
-    is replaced while the others go on. With `parallelism_planner`: the number at its `initial`
-    degree."""
+    is replaced while the others go on. With `parallelism_planner`, this is the number at its
+    `initial` degree."""
     routing: Routing = "spread"
     """How several engines share samples. spread: each sample goes to the engine with the least
     work. group: the samples of a prompt stay together, so that its prefill is made once, as long as
@@ -60,18 +60,19 @@ class RolloutConfig:
 
     @property
     def max_slots(self) -> int | None:
-        """Most samples that all engines together decode at the same time. None: no limit."""
+        """Most samples that all engines together decode at once. None: no limit."""
         slots = self.engine.max_slots
         return None if slots is None else slots * self.engines
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether two runs generate the same, bit for bit, as one engine in the run's process
-        does."""
+        """Whether two runs generate the same tokens, bit for bit, as one engine in the run's
+        process does."""
         return self.engines == 1 and self.engine.name == "torch"
 
     def fleet(self, parallelism: ParallelismConfig) -> FleetConfig:
-        """The core's config of engines that can be lost, or laid out anew."""
+        """The core's config of engines that can be lost, or restarted with more or fewer
+        devices."""
         moves = self.engine.takes_up_carried
         return FleetConfig(
             num_engines=self.engines,

@@ -1,5 +1,4 @@
-"""Configuration that belongs to no single part: the order of checks, evaluation, checkpoints, and
-deadlines."""
+"""Configuration that belongs to no single part: checks, evaluation, checkpoints, and deadlines."""
 
 from __future__ import annotations
 
@@ -12,28 +11,29 @@ from rollpacker.core.checks.reward_schedule import RewardKindConfig, RewardSched
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSchedulerConfig:
-    """When each check of a response starts (`reward_scheduler.*`). Numbers of workers and time
-    limits are settings of each reward."""
+    """When each response is checked (`reward_scheduler.*`). Numbers of workers and time limits are
+    settings of each reward."""
 
     overlap: bool = True
     """Whether to check a response while others are still generated. False: all responses of a round
-    are checked together, after the last one."""
+    (one batch of generation) are checked together, after the last one."""
     order: Literal["auto", "fifo", "closest", "longest"] = "auto"
-    """The check that a free worker takes next. fifo: the oldest. closest: one of the prompt that
-    lacks the fewest verdicts. longest: the one that is expected to take longest. auto: longest, or
-    closest where the first samples with a verdict win (`tail_batching.race=scored`)."""
+    """The check that a free worker takes next. fifo: the oldest. closest: one whose prompt lacks
+    the fewest verdicts. longest: the one that is expected to take longest. auto: closest if a round
+    keeps the samples that have a verdict first (`tail_batching.race=scored`), else longest."""
     cancel: bool = True
-    """Whether to end checks of samples that are not needed any more."""
+    """Whether to end running checks of samples that are not needed any more."""
     max_retries: int = 1
-    """Number of times that a check is asked for again when a worker or an endpoint failed; then the
-    sample has no verdict."""
+    """Number of times that a check is tried again after a worker or an endpoint failed. After that
+    the sample has no verdict."""
 
     def __post_init__(self) -> None:
         if self.max_retries < 0:
             raise ValueError(f"max_retries must not be negative, not {self.max_retries}")
 
     def schedule(self, race: str, kinds: Mapping[str, RewardKindConfig]) -> RewardScheduleConfig:
-        """The core's config of checks, made of these settings."""
+        """The core's config of checks by these settings. `race` is `tail_batching.race`, on which
+        the order auto depends, and `kinds` maps kinds of check to workers and deadlines."""
         order = self.order
         if order == "auto":
             order = "closest" if race == "scored" else "longest"
@@ -48,20 +48,20 @@ class RewardSchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalConfig:
-    """Held-out evaluation (`eval.*`)."""
+    """Evaluation on held-out prompts (`eval.*`)."""
 
     every_steps: int | None = 10
     """Steps between two evaluations. None: only before the first and after the last step."""
     samples_per_prompt: int = 1
-    """Responses to each prompt. More than one gives pass@k besides pass@1, for k = 2, 4, 8, ...
-    below this number and for this number."""
+    """Number of responses to each prompt. More than one gives pass@k besides pass@1, for k = 2, 4,
+    8, ... below this number and for this number."""
     max_prompts: int | None = None
     temperature: float | None = None
-    """Sampling temperature. None: as in training. 0: greedy."""
+    """Sampling temperature of evaluations. None: as in training. 0: greedy."""
     max_response_tokens: int | None = None
-    """Most tokens of a response. None: as in training."""
+    """Most tokens of a response in evaluations. None: as in training."""
     pass_threshold: float = 1.0
-    """Least reward with which a response passes."""
+    """Least reward with which a response counts as passed."""
 
     def __post_init__(self) -> None:
         for name in ("every_steps", "samples_per_prompt", "max_prompts", "max_response_tokens"):
@@ -79,7 +79,7 @@ class EvalConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
-    """Checkpoints (`checkpoint.*`). The last step and a Ctrl-C always write one."""
+    """How checkpoints are kept (`checkpoint.*`). The last step and a Ctrl-C always write one."""
 
     every_steps: int = 10
     keep_last: int = 2
@@ -92,11 +92,8 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadlineConfig:
-    """Longest wait for each kind of work without any sign of life, in seconds (`deadlines.*`).
-
-    A wait that is longer stops the run, which can be resumed, and the message names what it waited
-    for.
-    """
+    """Longest wait, in seconds, for each kind of work without a sign of life (`deadlines.*`). A
+    longer wait stops the run, which can be resumed, and the message names what was waited for."""
 
     generation_s: float = 600.0
     reward_s: float = 600.0

@@ -1,8 +1,6 @@
-"""The whole configuration of a run: `RunConfig`. The class of a part stands beside the code of that
-part.
-
-Every default is on its field and nowhere else. Units are in the names. Frozen once loaded.
-"""
+"""The whole configuration of a run: `RunConfig`. The class of each section stands beside the code
+that uses it. Every default is on its field and nowhere else, units are in the names, and a loaded
+config is frozen."""
 
 from __future__ import annotations
 
@@ -37,65 +35,64 @@ from rollpacker.trackers.tracker import TrackerConfig, TrackerName
 from rollpacker.trainer.trainer import ModelConfig, TrainConfig
 
 OF_RELEASES = ("kinds", "window", "every", "released_share", "min_new_share")
-"""Keys of `stream_trainer` that decide when devices leave a round early. They have no effect in a
-run whose engines and trainer have devices of their own from beginning to end."""
+"""Keys of `stream_trainer` that decide when engines give devices to the trainer during generation.
+They have no effect if engines and trainer have devices of their own throughout."""
 
 MAX_TRAINER_LOSSES = 3
-"""Losses of the trainer's processes, without a committed step between them, that end the run."""
+"""Number of losses of trainer processes, with no committed step between them, that end the run."""
 
 ENVIRONMENT = "environment"
 """Name of the built-in reward whose value is the one that the environment returns."""
 
 MAX_NAME_BYTES = 200
-"""Most bytes of a run's name: file systems take 255 bytes, and suffixes are added to the name."""
+"""Most bytes of a run's name: file systems take 255 bytes, and the name gets suffixes."""
 
 
 # One field for each key of a config file: grouping them would rename the users' keys.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """Everything that a run depends on; saved in the run's folder with all values filled in."""
+    """Everything that a run depends on; saved in the run's folder with all defaults filled in."""
 
     name: str
-    """Name of the run; its folder is `runs_dir/name`."""
+    """Name of the run, whose folder is `runs_dir/name`."""
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig
     train: TrainConfig
     rewards: tuple[RewardConfig, ...]
-    """Rewards, of which the weighted sum is a sample's reward."""
+    """Rewards whose weighted sum is the reward of a sample."""
     warmup: str | None = None
-    """Path of a config of `rollpacker warmup`, which is run first if the folder `model.path` does
-    not exist, and writes that folder. None: no warmup."""
+    """Path of a config for `rollpacker warmup` (supervised fine-tuning), which is run first if the
+    folder `model.path` does not exist, and writes that folder. None: no warmup."""
     seed: int = 0
     runs_dir: str = "runs"
     runtime: Literal["local", "ray"] = "local"
-    """Where the run's processes are started. local: on this machine alone. ray: on a cluster of
-    hosts."""
+    """Where the run's processes start. local: on this machine alone. ray: on a cluster of hosts."""
     placement: PlacementConfig | None = None
     rewards_hosts: RewardHostsConfig | None = None
     reward_scheduler: RewardSchedulerConfig = field(default_factory=RewardSchedulerConfig)
     environment: EnvironmentConfig | None = None
-    """Tools, or an environment, that samples take turns with, so that whole trajectories are
+    """Tools, or an environment, with which samples take turns, so that whole trajectories are
     trained on. None: a sample is a single response."""
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     tail_batching: TailBatchingConfig = field(default_factory=TailBatchingConfig)
     stream_trainer: StreamConfig = field(default_factory=StreamConfig)
-    """When gradients start before a round is over. With `train.processes` the trainer begins on
-    every group that is complete, in rounds of all kinds. Without, the run's process has no device
-    to give away, and only `reward_wait` and `max_share` count. Which groups come early depends on
-    when verdicts arrive, so that runs are repeatable up to rounding, and no longer bit by bit.
-    `kinds`, `window`, `every`, `released_share` and `min_new_share` decide when engines release
-    devices, which happens with `train.colocate` and in `rollpacker simulate`."""
+    """How gradients start before a round (one batch of generation) is over. With `train.processes`
+    the trainer begins on every group that is complete, in rounds of all kinds. Without, the run's
+    process has no device to give away, and only `reward_wait` and `max_share` count. Which groups
+    come early depends on when verdicts arrive, so that runs are repeatable up to rounding, not bit
+    by bit. `kinds`, `window`, `every`, `released_share` and `min_new_share` decide when engines
+    release devices, which happens with `train.colocate` and in `rollpacker simulate`."""
     parallelism_planner: ParallelismConfig = field(default_factory=ParallelismConfig)
-    """How many devices share one engine. Rounds in which engines run out of memory for keys and
-    values and put samples back call for more, rounds without that for fewer. With vLLM only."""
+    """How many devices each engine has: more after rounds in which engines ran out of memory for
+    keys and values and preempted samples, fewer after others. With vLLM only."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
     trackers: tuple[TrackerName | TrackerConfig, ...] = ()
     """Experiment trackers that show the run, such as `[wandb]`; a name alone stands for `{name:
-    wandb}`. A tracker that cannot be used, or stops answering, never ends the run. Empty: none."""
+    wandb}`. A tracker that fails never ends the run. Empty: no tracker."""
     save_samples: bool = True
     """Whether to write the text of every trained sample to `samples/`, and of every evaluated
     sample to `evaluations/`, as parquet."""
@@ -284,7 +281,7 @@ class RunConfig:
 
     @property
     def engines_are_apart(self) -> bool:
-        """Whether engines are in processes of their own."""
+        """Whether engines run in processes of their own."""
         of_several = self.parallelism_planner.of_several
         return self.rollout.engines > 1 or of_several or self.runtime == "ray"
 
@@ -295,20 +292,20 @@ class RunConfig:
 
     @property
     def trainer_apart(self) -> bool:
-        """Whether the trainer has devices of its own."""
+        """Whether the trainer has devices of its own, which no engine uses."""
         return self.train.processes is not None and not self.train.colocate
 
     @property
     def tracker_configs(self) -> tuple[TrackerConfig, ...]:
-        """`trackers` as configs, where `trackers` may have names alone."""
+        """The configs of all `trackers`, with a config made for each that is only named."""
         return tuple(
             TrackerConfig(name=one) if isinstance(one, str) else one for one in self.trackers
         )
 
     @property
     def layout(self) -> DeviceLayout:
-        """The layout of the devices that engines share with the trainer; the default layout if they
-        share none."""
+        """The layout (which devices form an engine or a replica) of the devices that engines share
+        with the trainer; the default layout if they share none."""
         if not self.train.colocate:
             return DeviceLayout()
         assert self.train.processes is not None
@@ -326,7 +323,7 @@ class RunConfig:
 
     @property
     def without_effect(self) -> str | None:
-        """A sentence that names settings without effect in a real run. None if there is none."""
+        """A sentence that names settings without any effect in a real run. None: there are none."""
         stream, default = self.stream_trainer, StreamConfig()
         keys = [k for k in OF_RELEASES if getattr(stream, k) != getattr(default, k)]
         if self.train.colocate and stream.enabled and not self._releases:
@@ -346,7 +343,7 @@ class RunConfig:
 
     @property
     def sampling(self) -> SamplingParams:
-        """The settings by which the responses that are trained on are drawn."""
+        """Sampling parameters of responses that are trained on."""
         rollout = self.rollout
         return SamplingParams(
             max_response_tokens=rollout.max_response_tokens,
@@ -359,7 +356,7 @@ class RunConfig:
 
     @property
     def eval_sampling(self) -> SamplingParams:
-        """The settings by which the responses of an evaluation are drawn."""
+        """Sampling parameters of the responses of an evaluation."""
         tokens, temperature = self.eval.max_response_tokens, self.eval.temperature
         training = self.sampling
         return replace(
@@ -370,12 +367,12 @@ class RunConfig:
 
     @property
     def routed(self) -> bool:
-        """Whether rewards choose rows by task, so that each task is a source of prompts of its
-        own."""
+        """Whether some reward is only for rows of certain tasks, so that prompts are told apart by
+        task."""
         return any(reward.tasks is not None for reward in self.rewards)
 
     def num_steps(self, num_prompts: int) -> int:
-        """Number of steps of the whole run, with so many training prompts."""
+        """Number of optimizer steps of the whole run, given its number of training prompts."""
         if self.train.steps is not None:
             return self.train.steps
         assert self.train.epochs is not None
@@ -383,9 +380,9 @@ class RunConfig:
 
     @property
     def tail(self) -> TailBatchingConfig:
-        """The settings of tail batching, changed where an environment needs it: `complement` is
-        off, and nothing is carried over where a template rewrites earlier turns, since each turn
-        then has a prompt of its own."""
+        """The settings of tail batching, changed for an environment: `complement` (which keeps
+        lengths of continued responses unbiased) is off, and no tokens are kept for later rounds
+        where a template rewrites earlier turns, since each turn then has a prompt of its own."""
         tail, environment = self.tail_batching, self.environment
         if environment is None:
             return tail
@@ -403,8 +400,8 @@ class RunConfig:
         acting: ActingConfig | None = None,
     ) -> JobConfig:
         """The core's config of the run. `prompt_tokens`: mean length of a prompt. `reward_kinds`:
-        workers and deadlines by source of prompts; None: no bounds. `acting`: how samples take
-        turns with environments; None: they are single responses."""
+        workers and deadlines of checks by source of prompts; None: no bounds. `acting`: how samples
+        take turns with environments; None: they are single responses."""
         longest = None if acting is None else acting.limits.max_trajectory_tokens
         return JobConfig(
             prompts_per_step=self.rollout.prompts_per_step,

@@ -1,8 +1,8 @@
-"""Hints for keys that we do not know, from what other frameworks call ours.
+"""Hints for unknown keys of a config, from what other frameworks call our keys.
 
-The table is `synonyms.yaml`; docs/migration.md shows it. A key is found wherever in a config it
-stands, and however much of its path is given: `n`, `rollout.n`, `actor_rollout_ref.rollout.n`. Some
-lines are for one value of their key.
+The table is `synonyms.yaml`; docs/migration.md shows it. A key is found wherever it stands in a
+config, and however much of its path is given: `n`, `rollout.n`, `actor_rollout_ref.rollout.n`. Some
+lines of the table are for one value of their key.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from rollpacker.config.fields import field_types, item_schema, nested_schema
 
 TABLE = Path(__file__).with_name("synonyms.yaml")
 MOST_PLACES = 2
-"""Most places of a key of ours that a hint names, where it stands in the wrong section."""
+"""Most places that a hint names for a key of ours that stands in the wrong section."""
 
 TRL = "TRL"
 TRL_DIFFERS = (
     "What TRL's defaults are here (schedule, betas, loss, chat template): docs/migration.md,"
     ' "What means something else".'
 )
-"""Pointer to the docs that is printed once if a config had keys of TRL's."""
+"""Message that points to the docs, printed once if a config had keys of TRL's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,32 +36,31 @@ class Synonym:
 
     framework: str
     theirs: str
-    """Key of the other framework, or `key=value`."""
+    """Key of the other framework, or `key=value` if the line is for one value."""
     ours: tuple[str, ...]
-    """Our keys, or `key=value`. Empty: there is none."""
+    """Our keys that mean the same, or `key=value`. Empty: there is none."""
     note: str
-    """The difference between the two, or the reason why there is no key of ours."""
+    """How our keys differ from the other framework's, or why there is no key of ours."""
 
     @property
     def key(self) -> str:
-        """The other framework's key, without a value."""
+        """Key of the other framework, without a value."""
         return self.theirs.partition("=")[0]
 
     @property
     def value(self) -> str:
-        """Pattern of the other framework's values that the line is for. Empty: the line is for
-        all."""
+        """Pattern of the other framework's values that the line holds for. Empty: all values."""
         return self.theirs.partition("=")[2]
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Our keys, without values."""
+        """Our keys in this line of `synonyms.yaml`, without values."""
         return tuple(one.partition("=")[0] for one in self.ours)
 
 
 @functools.cache
 def synonyms() -> tuple[Synonym, ...]:
-    """All lines of `synonyms.yaml`, in their order."""
+    """All lines of `synonyms.yaml`, in the file's order."""
     table = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
     return tuple(
         Synonym(framework, theirs, tuple(ours.split(", ")) if ours else (), note)
@@ -72,27 +71,24 @@ def synonyms() -> tuple[Synonym, ...]:
 
 
 def hint(path: Collection[str | int], known: Collection[str], value: Any = "") -> str:
-    """The hint ` Here it is ...`, or why there is no such key; empty where nothing is known of the
-    key.
-
-    `known` are the dotted keys of the schema at hand, `N` for a number: what does not exist there
-    is not named. A key of ours in the wrong section is pointed to its own. `value` is what the key
-    was given.
-    """
+    """Returns the hint ` Here it is ...` for an unknown key, or why there is no such key; empty if
+    nothing is known of it. `path` is the key's path and `value` what it was set to. `known` are the
+    dotted keys of the schema, with `N` for an index; no other keys are named. For a key of ours in
+    the wrong section the hint names the right one."""
     return said(of_others(path, known, value)) or elsewhere(str([*path][-1]), known)
 
 
 def of_others(
     path: Collection[str | int], known: Collection[str], value: Any = ""
 ) -> list[Synonym]:
-    """The lines of `synonyms.yaml` for a key that other frameworks have; empty if none has it."""
+    """The lines of `synonyms.yaml` for a key of other frameworks; empty if none of them has it."""
     parts = [str(part).lstrip("+-").replace("-", "_") for part in path]
     return _best(parts, known, value)
 
 
 def of_value(path: Collection[str | int], known: Collection[str], value: Any) -> list[Synonym]:
-    """The line of `synonyms.yaml` for a value of our key that only a framework knows; at most
-    one."""
+    """The line of `synonyms.yaml`, at most one, for a value of our key that only another framework
+    knows."""
     ours = ".".join(str(part) for part in path if not isinstance(part, int))
     for_any = {one.theirs: one.keys for one in synonyms() if not one.value}
     return [
@@ -105,13 +101,13 @@ def of_value(path: Collection[str | int], known: Collection[str], value: Any) ->
 
 
 def said(found: Collection[Synonym]) -> str:
-    """The hint that these lines of `synonyms.yaml` make; empty for no lines."""
+    """Returns the hint that these lines of `synonyms.yaml` make; empty for no lines."""
     return f" {'; '.join(_sentence(one, len(found) > 1) for one in found)}" if found else ""
 
 
 def elsewhere(name: str, known: Collection[str]) -> str:
-    """The hint ` Here it is ...` for a key of ours in the wrong section; empty if there are too
-    many places. A key of a list's entries is named for the first entry, if it is nowhere else."""
+    """Returns the hint ` Here it is ...` for a key of ours in the wrong section; empty for too many
+    right places. Keys of list entries (`a.0.b`) are named only if no other key has the name."""
     if name in known:
         return f" Here it is {name}"
     places = [key for key in known if key.rpartition(".")[2] == name]
@@ -121,7 +117,7 @@ def elsewhere(name: str, known: Collection[str]) -> str:
 
 
 def _best(parts: list[str], known: Collection[str], value: Any) -> list[Synonym]:
-    """The lines whose keys share most of the path; lines with the same answer only once."""
+    """Lines of `synonyms.yaml` whose keys share most of the path, without repeated answers."""
     best: list[Synonym] = []
     most = (1, False, False)
     for one in synonyms():
@@ -140,22 +136,23 @@ def _best(parts: list[str], known: Collection[str], value: Any) -> list[Synonym]
 
 
 def _is_for(one: Synonym, value: Any) -> bool:
-    """Whether the line is for this value alone; a list with one item counts as that item."""
+    """Whether this line of `synonyms.yaml` is only for this value; a list of one item counts as
+    it."""
     if isinstance(value, list) and len(value) == 1:
         (value,) = value
     return bool(one.value) and fnmatch.fnmatchcase(str(value).lower(), one.value)
 
 
 def _applies(one: Synonym, known: Collection[str]) -> bool:
-    """Whether the line is for this config. In a config without an optimizer step, such as a
-    simulation's, other frameworks' keys mean nothing."""
+    """Whether this line of `synonyms.yaml` fits a config with the keys `known`. In a config without
+    an optimizer step, such as a simulation's, other frameworks' keys mean nothing."""
     return "algorithm.name" in known and all(key in known for key in one.keys)
 
 
 def _num_shared(parts: list[str], theirs: list[str]) -> int:
-    """Number of names at the end that are the same. It counts if it is all of one path, or if the
-    last name has a meaning by itself, as `ppo_mini_batch_size` has and `path` has not; else it is
-    0."""
+    """Number of names at the end that two keys' paths share; 0 unless one path ends with the whole
+    other, or the last name has a meaning by itself, as `ppo_mini_batch_size` has and `path` has
+    not."""
     count = 0
     for own, their in zip(reversed(parts), reversed(theirs), strict=False):
         if own != their:
@@ -176,7 +173,7 @@ def _sentence(one: Synonym, among_others: bool) -> str:
 
 
 def all_keys(schema: type, prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a schema, `N` for a list's index."""
+    """Yields every dotted key of a schema, with `N` for the index of a list."""
     for name, kind in field_types(schema).items():
         yield prefix + name
         inner, items = nested_schema(kind), item_schema(kind)

@@ -14,20 +14,20 @@ class WarmupConfig:
     """Supervised fine-tuning before reinforcement learning (`rollpacker warmup`)."""
 
     output: str
-    """Hugging Face folder that the warmup writes."""
+    """Path of the Hugging Face folder that the warmup writes."""
     stages: tuple[WarmupStage, ...]
     model: ModelConfig | None = None
     """Model whose weights training starts from. None: `architecture` is set instead."""
     architecture: dict[str, object] | None = None
-    """Architecture of which random weights are made to start from: `model_type` and the fields of
-    its transformers config. None: `model` is set instead."""
+    """Architecture to make random weights of to start from: `model_type` and the fields of its
+    transformers config. None: `model` is set instead."""
     alphabet: str | None = None
-    """Characters of the tokenizer that is built for `architecture`; each is a token."""
+    """Characters that are the tokens of a tokenizer to build. None: `model` has a tokenizer."""
     markers: tuple[str, ...] = ()
-    """Longer texts that are also single tokens of that tokenizer, such as the marks of
+    """Longer texts that are also single tokens of the built tokenizer, such as the marks of
     `chat_template`."""
     chat_template: str | None = None
-    """Chat template of that tokenizer, in Jinja. None: none. The end of a turn is `<eos>`."""
+    """Chat template of the built tokenizer, in Jinja. `<eos>` ends a turn. None: no template."""
     seed: int = 0
     threads: int | Literal["auto"] = "auto"
 
@@ -48,7 +48,7 @@ class WarmupConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupStage:
-    """One pass of supervised steps over one file, or over rows that a function makes."""
+    """One pass of supervised training steps over one file, or over rows that a function makes."""
 
     path: str | None = None
     """JSONL file whose rows have `prompt` and `completion`, texts or chat messages, or `messages`.
@@ -56,22 +56,22 @@ class WarmupStage:
     the token that ends it. `tools` of a row are the schemas that the chat template shows."""
     function: str | None = None
     """Function in place of `path`: `module:function` or `file.py:function`. It takes a
-    `random.Random` and yields such rows as dicts, of which the first `rows` are taken."""
+    `random.Random` and yields rows as dicts like a file's, of which the first `rows` are taken."""
     rows: int = 20_000
-    """Number of rows that `function` is asked for."""
+    """Number of rows that are taken from `function`."""
     steps: int
     batch_size: int = 64
     learning_rate: float = 1e-3
     final_learning_rate_ratio: float = 0.1
-    """Learning rate at the last step, as a share of `learning_rate`; it falls linearly to this."""
+    """Learning rate at the last step, as a share of `learning_rate`; it falls to that linearly."""
     warmup_steps: int = 50
     max_grad_norm: float = 1.0
     max_loss: float | None = None
-    """Largest mean loss of the last 20 steps; above it the stage fails. None: no bound."""
+    """Largest mean loss of the last 20 steps, above which the stage fails. None: no bound."""
 
     @property
     def source(self) -> str:
-        """The stage's file or function; empty if it has neither."""
+        """The stage's `path` or `function`; empty if neither is set."""
         return self.path or self.function or ""
 
     def __post_init__(self) -> None:

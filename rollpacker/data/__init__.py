@@ -1,1 +1,1 @@
-"""Prompts: where they come from and in which order."""
+"""Data sets of prompts: reading, tokenizing and ordering the prompts of a run."""

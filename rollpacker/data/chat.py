@@ -1,9 +1,9 @@
-"""Decides whether text prompts go through the tokenizer's chat template, and displays prompts.
+"""Decides whether a data set's text prompts go through the tokenizer's chat template, and displays
+prompts.
 
-With `chat: auto` they do where the model expects it: the tokenizer has a template, and a response
-would stop where the template ends an assistant's turn. Base models often have a template too, but
-would continue writing after the end of the turn.
-"""
+With `chat: auto` they do if the model expects it: the tokenizer has a template, and the model's
+responses stop where the template ends an assistant's turn. Base models often have a template too,
+but would go on writing after the end of the turn."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rollpacker.chat_template import end_of_turn
 from rollpacker.data.dataset import DataError, DatasetConfig
 
 MAX_SHOWN = 600
-"""Most characters of a prompt that are displayed."""
+"""Largest number of characters of a prompt that are displayed."""
 _WRITTEN = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 
@@ -25,9 +25,10 @@ class Chat:
     """How the texts of a data set become prompts."""
 
     renders: bool
-    """Whether each text goes through the template as a user's message. Chat messages always do."""
+    """Whether each text goes through the chat template as a user's message. Prompts that are chat
+    messages always go through it."""
     why: str
-    """A line that says why, with the config key that changes it."""
+    """A line for the user that gives the reason, with the config key that changes it."""
 
 
 def chat_of(
@@ -37,9 +38,9 @@ def chat_of(
     end_tokens: Collection[int] = (),
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Chat:
-    """Decide how texts become prompts with this config and tokenizer. `end_tokens`: tokens where
-    the model's responses stop, besides the tokenizer's own end token. Raises `DataError` for `chat:
-    true` without a template."""
+    """Decide for a data set whether texts go through the chat template. `split` ("train" or "eval")
+    serves to name the config key. `end_tokens` are tokens at which responses stop, besides the
+    tokenizer's own end token. Raises `DataError` for `chat: true` without a template."""
     key = f"data.{split}.chat"
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if config.chat is False:
@@ -73,8 +74,8 @@ def chat_of(
 
 
 def shown_prompt(tokens: Sequence[int], tokenizer: Any) -> str:
-    """The prompt as text for display: with its special tokens, on one line, with invisible
-    characters written out and the middle of a long prompt left out."""
+    """Return a prompt as one line of text for display, with special tokens shown, invisible
+    characters written as escapes, and the middle of a long prompt left out."""
     text = tokenizer.decode(
         list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
     )
@@ -87,7 +88,7 @@ def shown_prompt(tokens: Sequence[int], tokenizer: Any) -> str:
 
 
 def visible(text: str) -> str:
-    """The text on one line, with control characters and invisible characters written as escapes."""
+    """Return the text on one line, with control and invisible characters written as escapes."""
     return "".join(_WRITTEN.get(c) or (_escaped(c) if _hidden(c) else c) for c in text)
 
 

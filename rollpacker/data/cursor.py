@@ -1,4 +1,4 @@
-"""The order of prompts: seeded and resumable."""
+"""The order in which prompts are taken from a data set: seeded and resumable."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollpacker.data.dataset import DataError
 
 @dataclass(eq=False, slots=True)
 class PromptCursor:
-    """Yields every row once per epoch, in an order that depends only on the seed and the epoch."""
+    """Yields every row of a data set once per epoch, in an order given by seed and epoch."""
 
     name: str
     num_rows: int
@@ -22,7 +22,7 @@ class PromptCursor:
     shuffle: bool
     max_epochs: int | None
     sources: Sequence[str] | None = None
-    """The source of each row's prompts. None: `name` is the source of all."""
+    """First part of each row's prompt id, such as the row's task. None: `name` for all rows."""
     _epoch: int = field(default=0, init=False)
     _position: int = field(default=0, init=False)
     _order: np.ndarray = field(init=False)
@@ -35,8 +35,8 @@ class PromptCursor:
         self._order = self._order_of(0)
 
     def take(self, count: int) -> tuple[tuple[PromptId, ...], bool, bool]:
-        """Return up to `count` prompts of the current epoch, whether the epoch ended with them, and
-        whether all epochs have. There are no prompts after the last epoch."""
+        """Return three values: up to `count` prompts of the current epoch (none after the last
+        epoch), whether the epoch ended with them, and whether all epochs have ended."""
         if count < 1:
             raise ValueError(f"count must be at least 1, not {count}")
         if self.ended:
@@ -53,7 +53,7 @@ class PromptCursor:
         return prompts, epoch_ended, self.ended
 
     def state(self) -> dict[str, Any]:
-        """The cursor's present place as values for JSON, for `restore`."""
+        """Return the cursor's position in the data, as values for JSON."""
         return {
             "name": self.name,
             "num_rows": self.num_rows,
@@ -64,10 +64,8 @@ class PromptCursor:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from the place that `state` returned.
-
-        Raises `DataError` if the place is of other data or another seed.
-        """
+        """Continue from a position that `state` returned. Raises `DataError` if the data or seed
+        differs."""
         for key, own in self.state().items():
             if key not in state:
                 raise DataError(f"the saved place in the data ({self.name}) lacks {key}.")
@@ -89,7 +87,7 @@ class PromptCursor:
 
     @property
     def ended(self) -> bool:
-        """Whether all epochs are finished. Always False without `max_epochs`."""
+        """Whether all epochs are finished. Always False if `max_epochs` is None."""
         return self.max_epochs is not None and self._epoch >= self.max_epochs
 
     def _source(self, row: int) -> str:

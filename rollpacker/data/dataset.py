@@ -10,7 +10,8 @@ from typing import Any, Literal, Protocol
 from rollpacker.core.ids import PromptId
 
 TRAIN = "train"
-"""Name of the source of training prompts, if rewards are not chosen by the row's task."""
+"""First part (`source`) of every training prompt's id, unless rewards are chosen by rows' tasks:
+then it is the row's task."""
 
 
 class DataError(ValueError):
@@ -19,7 +20,7 @@ class DataError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskConfig:
-    """One reasoning-gym task in a mixture."""
+    """One reasoning-gym task (a generator of problems) in a mixture."""
 
     task: str
     weight: float = 1.0
@@ -33,45 +34,44 @@ class TaskConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetConfig:
-    """A data set of prompts (`data.train`, `data.eval`)."""
+    """Settings of a data set of prompts (`data.train`, `data.eval`)."""
 
     kind: Literal["reasoning_gym", "jsonl", "parquet", "huggingface", "environment", "python"]
-    """Where the rows come from. environment: `environment.function` provides them. python: a
-    program gave them to `rollpacker.train`; not possible elsewhere. The others: files, a hub, or a
-    generator."""
+    """Where the rows come from. jsonl, parquet: files. huggingface: a dataset of the hub or a
+    folder. reasoning_gym: generators of problems. environment: `environment.function` provides
+    them. python: a program gave them to `rollpacker.train`; not possible elsewhere."""
     path: str | None = None
     """A file, folder or glob (jsonl, parquet), or a dataset's folder or its name on the hub
-    (huggingface). None for the other kinds."""
+    (huggingface). None: the kind needs no path."""
     split: str = "train"
-    """Name of the split. For kind huggingface only."""
+    """Name of the dataset's split. For kind huggingface only."""
     subset: str | None = None
-    """Name of the dataset's configuration. None: its only one. For kind huggingface only."""
+    """Name of a configuration of the dataset. None: its only one. For kind huggingface only."""
     tasks: tuple[TaskConfig, ...] = ()
-    """The tasks that rows are made of. For kind reasoning_gym only."""
+    """The tasks whose generators make the rows. For kind reasoning_gym only."""
     size: int | None = None
     """Number of rows to make, for reasoning_gym and for an environment without rows of its own.
     Other kinds: most rows to use, from the first on. None: all."""
     seed: int = 0
-    """Seed from which rows are made, for kind reasoning_gym only. Their order has the run's
-    seed."""
+    """Seed from which rows are made, for kind reasoning_gym only. The run's seed orders them."""
     prompt_column: str = "prompt"
     answer_column: str | None = None
-    """The column that rewards get as `answer`, too. Another column of that name is then not passed
-    on. None: no column is passed on under another name."""
+    """Name of the column that rewards get as `answer`, too. A column that is called `answer` is
+    then not passed on. None: rewards get columns under their own names only."""
     task_column: str | None = None
-    """The column with the kind of task of each row, by which rewards can choose rows
-    (`rewards[].tasks`). None: `task` if the rows have it, else `data_source`."""
+    """Name of the column with each row's kind of task, by which rewards can choose rows
+    (`rewards[].tasks`). None: `task` if the rows have that column, else `data_source`."""
     prompt_template: str | None = None
     """Python format string over the row's columns that makes the prompt, such as "{question}\\n".
     None: the prompt is a column."""
     prompt_function: str | None = None
-    """Function that gets the row as a dict and returns the prompt, as `module:function` or
-    `file.py:function`. Cannot be set together with `prompt_template`."""
+    """Function from a row, as a dict, to its prompt: `module:function` or `file.py:function`. None:
+    there is none. Cannot be set together with `prompt_template`."""
     chat: Literal["auto"] | bool = "auto"
-    """Whether text prompts go through the tokenizer's chat template, as one user message. auto: if
-    there is a template and the model stops where it ends an assistant's turn, as instruct models do
-    and base models do not. Chat messages always go through it. Rewards get prompts in the form that
-    the data has, texts or messages."""
+    """Whether text prompts go through the tokenizer's chat template, as one user message. auto:
+    they do if there is a template and the model stops where it ends an assistant's turn, as
+    instruct models do and base models do not. Chat messages always go through it. Rewards get
+    prompts in the form that the data has, texts or messages."""
     system_prompt: str | None = None
     """System message put before chat messages that do not begin with one. With it, text prompts go
     through the chat template. None: there is none."""
@@ -107,15 +107,15 @@ class DataConfig:
 
     train: DatasetConfig
     eval: DatasetConfig | None = None
-    """The data set to evaluate on. None: there is none, unless `eval_fraction` holds out some
-    rows."""
+    """The data set to evaluate on. None: there is none, but `eval_fraction` may hold out rows."""
     eval_fraction: float = 0.0
     """Share of `train`, 0 to 1, that is held out for evaluation. A hash of the prompt decides, so
     that equal prompts are on the same side. 0: none."""
     max_prompt_tokens: int = 1024
-    """Most tokens of a prompt. Longer prompts are dropped and counted."""
+    """Largest number of tokens of a prompt. Rows with longer prompts are dropped and counted."""
     max_dropped_fraction: float = 0.1
-    """Largest share of prompts that may be dropped, 0 to 1. With more, the run does not start."""
+    """Largest share of a data set's prompts that may be dropped as too long, 0 to 1. If more would
+    be, the run does not start."""
     shuffle: bool = True
 
     def __post_init__(self) -> None:
@@ -136,20 +136,19 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRow:
-    """One prompt that can be used."""
+    """One usable row of a data set, with its prompt."""
 
     prompt: str | list[dict[str, str]]
-    """The prompt as in the data, which is what rewards get."""
+    """The prompt as in the data (a text or chat messages), which is what rewards get."""
     tokens: tuple[int, ...]
-    """The token ids of the prompt, which are what the model gets."""
+    """The prompt's token ids, which are what the model gets."""
     columns: Mapping[str, Any]
     task: str | None = None
-    """The value of the row's task column. None: there is none."""
+    """Value of the row's task column. None: the row has no task."""
     messages: list[dict[str, str]] | None = None
-    """The messages from which the chat template made the tokens. None: the tokens are those of the
-    text as it is."""
+    """The chat messages that the template made the tokens of. None: the prompt is a plain text."""
     where: str = ""
-    """The file and line, or the dataset and row, that the prompt came from."""
+    """Where the row comes from, for error messages: file and line, or dataset and row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,21 +157,21 @@ class PromptSet:
 
     rows: tuple[PromptRow, ...]
     fingerprint: str
-    """SHA-256 of all prompts, tokens and columns. A resumed run must have the same."""
+    """SHA-256 of all prompts, tokens and columns. A resumed run must have the same fingerprint."""
     num_dropped: Mapping[str, int] = field(default_factory=dict)
-    """Number of rows that were left out, by reason."""
+    """Number of rows that were left out, by reason, such as "prompt too long"."""
     chat: bool = False
     """Whether the setting `chat` made text prompts go through the chat template."""
     told: tuple[str, ...] = ()
-    """Lines for the terminal: how prompts are made from rows, and what the first prompt is."""
+    """Lines for the terminal that say how prompts are made from rows, and show the first prompt."""
 
 
 class Cursor(Protocol):
-    """The order of the prompts: seeded and resumable."""
+    """The order in which prompts are taken from a data set: seeded and resumable."""
 
     def take(self, count: int) -> tuple[tuple[PromptId, ...], bool, bool]:
-        """Return up to `count` prompts of the current epoch, whether the epoch ended with them, and
-        whether all epochs have. The next call begins the next epoch."""
+        """Return three values: up to `count` prompts of the current epoch, whether the epoch ended
+        with them, and whether all epochs have ended. The next call begins the next epoch."""
         ...
 
     @property

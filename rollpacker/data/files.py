@@ -15,27 +15,24 @@ from rollpacker.data.dataset import DataError, DatasetConfig
 from rollpacker.imports import GIVEN, ImportSpecError, given, require
 
 MAX_TOLD = 200
-"""Most characters of a row's columns that stand in for a missing prompt."""
+"""Length in characters up to which a row's columns are written into the name that stands in for a
+prompt which the environment gives later. Longer columns are left out."""
 
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
-    """A row before its prompt is made."""
+    """A row of a data set, before its prompt is made."""
 
     where: str
-    """The row's place, for messages: the file and line, or the dataset and row."""
+    """Where the row comes from, for error messages: file and line, or dataset and row."""
     columns: dict[str, Any]
     is_named: bool = False
-    """Whether the row's prompt is only a name for the row, since the environment gives the
-    prompt."""
+    """Whether the prompt only names the row, since the environment gives the real prompt."""
 
 
 def read_rows(config: DatasetConfig) -> list[RawRow]:
-    """Read all rows of a jsonl, parquet, huggingface or python data set, or the first
-    `config.size`.
-
-    Raises `DataError` for what cannot be read, naming the file and line.
-    """
+    """Read the rows of a jsonl, parquet, huggingface or python data set: all, or the first
+    `config.size`. Raises `DataError`, which names file and line, for a row that cannot be read."""
     assert config.path is not None
     rows: Iterable[RawRow]
     if config.kind == "python":
@@ -57,8 +54,9 @@ def read_rows(config: DatasetConfig) -> list[RawRow]:
 def brought_rows(
     config: DatasetConfig, brought: Sequence[Mapping[str, Any]] | None
 ) -> list[RawRow]:
-    """The rows that an environment provided. A row without a prompt, which the environment gives
-    later, gets a name for the row as its prompt. Raises `DataError`."""
+    """Return the rows that an environment provided (`brought`; None: they are not known yet). A row
+    without a prompt, which the environment gives later, gets a name for the row as its prompt.
+    Raises `DataError` if the rows are not known yet."""
     if brought is None:
         raise DataError("rows of kind environment are known once the environment runs.")
     column = config.prompt_column
@@ -79,7 +77,8 @@ def _told(number: int, columns: Mapping[str, Any]) -> str:
 
 
 def _given_rows(spec: str) -> Iterator[RawRow]:
-    """Yield the rows that a program gave: mappings, in any iterable. Raises `DataError`."""
+    """Yield the rows that the calling program gave as an iterable of mappings. Raises `DataError`
+    for a row that is no mapping."""
     try:
         rows = given(spec)
     except ImportSpecError as error:
@@ -96,8 +95,8 @@ def _given_rows(spec: str) -> Iterator[RawRow]:
 
 
 def find_files(path: str, suffix: str) -> list[Path]:
-    """The files that a file name, a folder or a glob stands for, sorted. Raises `DataError` if
-    there are none."""
+    """Return the files, sorted, that a file name, a folder or a glob stands for; in a folder those
+    with this suffix. Raises `DataError` if there is none."""
     place = Path(path).expanduser()
     if place.is_dir():
         found = sorted(p for p in place.rglob(f"*{suffix}") if p.is_file())
@@ -169,7 +168,7 @@ def _parquet_rows(path: Path) -> Iterator[RawRow]:
 
 
 def require_datasets() -> None:
-    """Raise `MissingPackageError` if data of kind huggingface cannot be read."""
+    """Raise `MissingPackageError` if the package for data of kind huggingface is not installed."""
     require("datasets", extra="datasets", what="data of kind huggingface")
 
 

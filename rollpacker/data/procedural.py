@@ -2,8 +2,7 @@
 rows.
 
 Item i of a reasoning-gym dataset with seed s is drawn from `Random(s + i)`: neighbouring seeds
-share items. So every task of every mixture gets a seed of its own, far from the others.
-"""
+share items. So every task of every mixture gets a seed of its own, far from the others."""
 
 from __future__ import annotations
 
@@ -22,16 +21,15 @@ from rollpacker.did_you_mean import did_you_mean
 from rollpacker.imports import require
 
 _SEED_RANGE = 2**31
-"""Upper bound of the seeds of tasks. Some tasks pass their seed on to generators that take 32 bits;
-this bound leaves room for the rows."""
+"""Upper bound of the seeds of tasks. Some tasks add the row's number and pass the sum to generators
+that take 32 bits, so the bound is lower."""
 
 
 def make_rows(config: DatasetConfig, split: str) -> list[RawRow]:
-    """Make `config.size` rows of the mixture of tasks, in a fixed random order.
-
-    `split` ("train" or "eval") is part of the seed, so that both get different problems from one
-    config seed. Columns: question, answer, metadata, task, task_options. Raises `DataError`.
-    """
+    """Make `config.size` rows of the mixture of tasks, in a fixed random order. `split` ("train" or
+    "eval") is part of the seed, so that the two get different problems from one `config.seed`. The
+    rows' columns are question, answer, metadata, task and task_options. Raises `DataError` for a
+    task or option that does not exist."""
     assert config.size is not None
     counts = shares([task.weight for task in config.tasks], config.size)
     rows = []
@@ -45,7 +43,7 @@ def make_rows(config: DatasetConfig, split: str) -> list[RawRow]:
 
 
 def shares(weights: Sequence[float], total: int) -> list[int]:
-    """Whole numbers in proportion to `weights` whose sum is `total` (largest remainders)."""
+    """Split `total` into whole numbers in proportion to `weights`, by largest remainders."""
     exact = [total * weight / math.fsum(weights) for weight in weights]
     counts = [int(value) for value in exact]
     by_remainder = sorted(range(len(exact)), key=lambda i: (counts[i] - exact[i], i))
@@ -55,7 +53,8 @@ def shares(weights: Sequence[float], total: int) -> list[int]:
 
 
 def create_task(task: str, options: Mapping[str, Any], size: int, seed: int) -> Any:
-    """Make a reasoning-gym dataset. Raises `DataError` for unknown tasks and options."""
+    """Make a reasoning-gym dataset of `size` problems. Raises `DataError` for a task or option that
+    reasoning-gym does not have."""
     require("reasoning_gym", extra="gym", what="data of kind reasoning_gym")
     import reasoning_gym
     from reasoning_gym.factory import DATASETS

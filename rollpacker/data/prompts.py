@@ -1,8 +1,5 @@
-"""Makes prompt sets: reads rows, makes, tokenizes and checks prompts, and keeps train and eval
-apart.
-
-Rows that are left out are counted by reason and reported with their places.
-"""
+"""Makes prompt sets: reads rows, makes, tokenizes and checks their prompts, and keeps training and
+evaluation prompts apart. Rows that are left out are counted and reported with their places."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ logger = logging.getLogger(__name__)
 TOO_LONG = "prompt too long"
 IN_EVAL = "prompt also in eval"
 MORE_READ = 200
-"""Number of rows that `load_few` reads in addition, to find some that are not held out."""
+"""Number of further rows that `load_few` reads, as some may be held out for evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +50,11 @@ def load_prompts(
     end_tokens: Collection[int] = (),
     brought: Sequence[Mapping[str, Any]] | None = None,
 ) -> tuple[PromptSet, PromptSet | None]:
-    """Load the prompts to train on and those to evaluate on (None if the config has none).
-    `brought`: the rows that the environment provided, for kind environment.
-
-    A prompt may have `config.max_prompt_tokens` tokens, and fewer if it would not fit into
-    `max_context_tokens` together with `max_response_tokens`. `end_tokens`: tokens where the model's
-    responses stop, besides the tokenizer's own end token. Raises `DataError`.
-    """
+    """Load the prompts to train on, and those to evaluate on (None if the config has none). A
+    prompt may have `config.max_prompt_tokens` tokens, and fewer if it would not fit into
+    `max_context_tokens` (None: no limit) together with `max_response_tokens`. `end_tokens` are
+    tokens at which responses stop, besides the tokenizer's own end token. `brought` are the rows
+    that the environment provided, for kind environment. Raises `DataError` for unusable data."""
     limit = _prompt_limit(config, max_context_tokens, max_response_tokens)
     chat = partial(
         chat_of,
@@ -98,9 +93,9 @@ def load_few(
     end_tokens: Collection[int] = (),
     brought: Sequence[Mapping[str, Any]] | None = None,
 ) -> PromptSet:
-    """Load the prompts of the first rows of the data set `split`, of any length, to look at them.
-    Rows of `train` that `eval_fraction` holds out are skipped. `brought`: as in `load_prompts`.
-    Raises `DataError`."""
+    """Load the prompts of the first `rows` rows of the data set `split` ("train" or "eval"),
+    however long, to display them. Training rows that `eval_fraction` holds out are skipped.
+    `brought` are the rows that the environment provided. Raises `DataError` for unusable data."""
     few = _of(config, split)
     fraction = config.eval_fraction if split == "train" else 0.0
     num_read = rows + (MORE_READ if fraction else 0)
@@ -188,7 +183,7 @@ def _report_other_answer(config: DatasetConfig, split: str, rows: Sequence[RawRo
 
 
 def _key(prompt: Prompt) -> bytes:
-    """A hash of the prompt; different prompts have different hashes."""
+    """Return a hash by which equal prompts are found."""
     return hashlib.sha256(json.dumps(prompt, sort_keys=True).encode()).digest()
 
 
@@ -209,8 +204,8 @@ def _without(train: list[_Made], held_out: list[_Made], dropped: Counter[str]) -
 
 
 def _report_small_tasks(train: list[_Made], kept: list[_Made]) -> None:
-    """Warn of tasks with few distinct problems that lose most rows to eval, which changes the
-    mixture."""
+    """Warn of each task that loses most training rows because their prompts are also in eval. Such
+    tasks have few distinct problems, and the mixture of tasks changes."""
     before = Counter(_task_name(row) for row in train)
     after = Counter(_task_name(row) for row in kept)
     for task, count in before.items():
@@ -249,8 +244,8 @@ def _is_held_out(row: _Made, fraction: float) -> bool:
 
 
 def _told_share(num_held_out: int, num_rows: int, fraction: float) -> tuple[str, ...]:
-    """A line for the terminal if the hash holds out far more or less rows than asked for; else
-    nothing."""
+    """Return one line for the terminal if far more or far fewer rows are held out than asked for,
+    since a hash of the prompt decides; else nothing."""
     asked = fraction * num_rows
     if abs(num_held_out - asked) <= max(1, 0.2 * asked):
         return ()
@@ -304,7 +299,6 @@ def _prompt_set(
 
 
 def _of(config: DataConfig, name: str) -> DatasetConfig:
-    """The config of the data set that the rows of `name` ("train" or "eval") come from."""
     return config.eval if name == "eval" and config.eval is not None else config.train
 
 
@@ -317,8 +311,8 @@ def _told(
     few: bool = False,
     are_named: bool = False,
 ) -> tuple[str, ...]:
-    """Lines for the terminal about a data set. `few`: whether these are only some of its rows.
-    `are_named`: whether the environment gives the prompts."""
+    """Return lines for the terminal about a data set. `few` says that these are only some of its
+    rows, `are_named` that the environment gives the prompts."""
     if are_named:
         prompts = "the environment says the prompts (rollpacker play shows one)"
         return (f"data.{name}: {len(rows)} rows; {prompts}",)
@@ -359,7 +353,7 @@ def _report_tokens(
 def _report_too_long(
     name: str, num_rows: int, too_long: list[str], config: DataConfig, limit: int
 ) -> None:
-    """Log which prompts are too long. Raises `DataError` if they are too many."""
+    """Log which prompts have more than `limit` tokens. Raises `DataError` if too many have."""
     more = f" and {len(too_long) - NUM_SHOWN} more" if len(too_long) > NUM_SHOWN else ""
     what = (
         f"data.{name}: {len(too_long)} of {num_rows} prompts have more than {limit} tokens:"
@@ -380,7 +374,7 @@ def _report_too_long(
 
 
 def _fingerprint(rows: Sequence[PromptRow], answer_column: str | None) -> str:
-    """SHA-256 of these rows. The answer's column is counted once, as `answer`."""
+    """Return the SHA-256 of a data set's rows, with the answer's column under `answer` only."""
     twice = None if answer_column == "answer" else answer_column
     digest = hashlib.sha256()
     for row in rows:
@@ -404,7 +398,7 @@ def _plain(value: Any) -> Any:
 
 
 def _has_text(value: Any) -> bool:
-    """Whether the object prints as more than its address, which differs from run to run."""
+    """Whether an object prints as more than its address, which differs from run to run."""
     kind: type[object] = type(value)
     return (kind.__repr__, kind.__str__) != (object.__repr__, object.__str__)
 

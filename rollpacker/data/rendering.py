@@ -1,4 +1,4 @@
-"""Makes the prompt (text or chat messages) of a row, and the tokens of prompts."""
+"""Makes a row's prompt (text or chat messages), and the tokens of prompts."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Messages = list[dict[str, str]]
 Prompt = str | Messages
 
 NUM_SHOWN = 3
-"""Most bad rows that a message lists."""
+"""Largest number of bad rows that a message lists."""
 
 
 class PromptMaker:
-    """Makes prompts from rows as the config says: by a function, a template, or from a column."""
+    """Makes a row's prompt as the config says: by a function, by a template, or from a column."""
 
     def __init__(
         self, config: DatasetConfig, columns: Sequence[str], *, chat: bool = False
     ) -> None:
-        """`columns`: names of all columns that occur in rows. `chat`: whether texts go through the
-        chat template."""
+        """`columns` are the names of all columns that occur in rows. `chat` says whether text
+        prompts go through the chat template."""
         self._config = config
         self._columns = columns
         self._chat = chat
@@ -43,8 +43,8 @@ class PromptMaker:
             require_column(self._column, columns, "Set prompt_column to one of them", config.path)
 
     def columns(self, row: RawRow) -> dict[str, Any]:
-        """The columns that rewards get: the row without its prompt, with the answer also as
-        `answer`. Raises `DataError` if the answer's column is missing."""
+        """Return the columns that rewards get: those of the row without its prompt, and with the
+        answer also as `answer`. Raises `DataError` if the answer's column is missing."""
         columns = dict(row.columns)
         is_prompt = self._function is None and self._config.prompt_template is None
         if is_prompt and self._config.kind != "reasoning_gym":  # its scorers want the whole row
@@ -58,8 +58,8 @@ class PromptMaker:
         return columns
 
     def task(self, row: RawRow) -> str | None:
-        """The row's task. None: it has none. Raises `DataError` if the column in `task_column` is
-        missing."""
+        """Return the row's kind of task; None: the row names none. Raises `DataError` if a column
+        is set in `task_column` and missing in the row."""
         name = self._config.task_column
         if name is not None:
             self._require(name, row, "task_column")
@@ -69,7 +69,8 @@ class PromptMaker:
         return None if value is None else str(value)
 
     def prompt(self, row: RawRow) -> Prompt:
-        """The prompt as rewards get it. Raises `DataError` that says what is wrong with the row."""
+        """Return the row's prompt as rewards get it, a text or chat messages. Raises `DataError`,
+        which says what is wrong with the row."""
         prompt = _checked(self._bare_prompt(row), row.where)
         if not isinstance(prompt, str):
             prompt = self._with_system(prompt)
@@ -84,8 +85,8 @@ class PromptMaker:
         return prompt
 
     def messages(self, prompt: Prompt) -> Messages | None:
-        """The messages that the chat template gets for this prompt. None: the prompt does not go
-        through the template."""
+        """Return the messages that the chat template gets for this prompt. None: the prompt is a
+        text and does not go through the template."""
         if not isinstance(prompt, str):
             return prompt
         return self._with_system([{"role": "user", "content": prompt}]) if self._chat else None
@@ -119,7 +120,8 @@ class PromptMaker:
 
 
 def require_column(name: str, columns: Sequence[str], cure: str, where: str | None) -> None:
-    """Raise `DataError`, with the nearest name, if `name` is not among `columns`."""
+    """Raise `DataError`, which suggests the nearest name, if `name` is not among `columns`. `cure`
+    says what to do, `where` which row or file it is."""
     if name in columns:
         return
     raise DataError(
@@ -178,7 +180,7 @@ def _checked(prompt: Any, where: str) -> Prompt:
 def tokenize(
     prompts: Sequence[Prompt], tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None
 ) -> list[tuple[int, ...]]:
-    """The token ids of each prompt. Chat messages go through the tokenizer's template first."""
+    """Return each prompt's token ids. Chat messages go through the tokenizer's chat template."""
     tokens: list[tuple[int, ...]] = [()] * len(prompts)
     for is_text in (False, True):
         places = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str) is is_text]

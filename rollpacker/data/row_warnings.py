@@ -10,13 +10,13 @@ from rollpacker.data.chat import visible
 from rollpacker.data.rendering import Messages
 
 Located = tuple[str, Messages]
-"""The place of a row, and its messages for the chat template."""
+"""The place of a row (such as file and line), and its messages for the chat template."""
 
 
 def row_warnings(rows: Sequence[Located], tokenizer: Any, system_prompt: str | None) -> list[str]:
-    """A line for each of these: rows that do not use the system prompt, conversations that end with
-    the assistant, texts with special tokens of the tokenizer. `system_prompt`: the config's, or
-    None."""
+    """Return a line of warning for each problem that some rows have: their own system message in
+    place of `system_prompt` (the config's, or None), a conversation that ends with the assistant, a
+    text with a special token of the tokenizer."""
 
     def own_system(messages: Messages) -> bool:
         first = messages[0]
@@ -54,7 +54,8 @@ def row_warnings(rows: Sequence[Located], tokenizer: Any, system_prompt: str | N
 
 
 def _line(rows: Sequence[Located], fits: Callable[[Messages], bool], what: str) -> str | None:
-    """A line with the number of rows that fit, and the place of the first. None: no row fits."""
+    """Return a line with the number of rows for which `fits` is true, `what` is wrong with them,
+    and the place of the first. None: there are no such rows."""
     places = [where for where, messages in rows if fits(messages)]
     if not places:
         return None
@@ -62,7 +63,6 @@ def _line(rows: Sequence[Located], fits: Callable[[Messages], bool], what: str) 
 
 
 def _special_tokens(tokenizer: Any) -> re.Pattern[str]:
-    """A pattern that matches text which the tokenizer turns into a special token."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     names = {token.content for token in added if token.special} | {*tokenizer.all_special_tokens}
     longest_first = sorted((name for name in names if name), key=len, reverse=True)

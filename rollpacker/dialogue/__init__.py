@@ -1,1 +1,1 @@
-"""Dialogues as tokens: sampled and given ones, none of which is encoded twice."""
+"""Dialogues of several turns as tokens, of which none is decoded and encoded again."""

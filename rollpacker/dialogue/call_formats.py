@@ -1,8 +1,7 @@
 """Reads tool calls in the formats of several models, leniently in form and strictly in content.
 
-A format splits the text of a turn into words, calls, and texts that began as a call and are none.
-Nothing that a model wrote raises an error here.
-"""
+A format is a function that splits the text of a model's message into words, calls, and malformed
+calls. Nothing that a model wrote raises an error here."""
 
 from __future__ import annotations
 
@@ -27,19 +26,20 @@ class Call:
 
 @dataclass(slots=True)
 class Found:
-    """What a format found in the text of a turn. `content`: the text without the calls."""
+    """What was found in the text of a model's message. `content` is the text without calls."""
 
     content: str
     calls: list[Call] = field(default_factory=list)
     malformed: list[str] = field(default_factory=list)
-    """Texts that began as a call and are none, as they were written, with their markers."""
+    """Texts that began as a call but could not be read as one, unchanged, with their markers."""
 
 
 Format = Callable[[str, Tools], Found]
 
 
 def format_of(call: str) -> Format | None:
-    """The format in which a chat template has written this call. None: it is unknown."""
+    """Return the function that reads calls written like `call`, a text that the chat template has
+    made. None: the format is not known."""
     if "[TOOL_CALLS]" in call:
         return mistral
     if "<\uff5ctool\u2581call\u2581begin\uff5c>" in call:
@@ -53,11 +53,11 @@ def format_of(call: str) -> Format | None:
 
 
 Body = Callable[[str, Tools], Call | None]
-"""Reads the text between a call's markers. Returns None if it is no call."""
+"""Function that reads the text between a call's markers; None if that is no call."""
 
 
 def tagged(body: Body, opening: str = "<tool_call>", closing: str = "</tool_call>") -> Format:
-    """Make a format whose calls stand between markers, as those of Hermes, Qwen and GLM do."""
+    """Make a format in which each call stands between two markers, as in Hermes, Qwen and GLM."""
 
     def read(text: str, tools: Tools) -> Found:
         words, calls, malformed = [], [], []
@@ -78,16 +78,16 @@ def tagged(body: Body, opening: str = "<tool_call>", closing: str = "</tool_call
 
 
 _MAX_SPELT = 16
-"""Most closing markers that may stand inside arguments. There is a limit since a turn may repeat
-the marker without end."""
+"""Largest number of closing markers at which the end of one call is looked for, as its arguments
+may contain the marker. A model may repeat the marker without end."""
 
 
 def _up_to(
     opening: str, closing: str, rest: str, body: Body, tools: Tools
 ) -> tuple[str | None, str]:
-    """Split `rest` at the closing marker of a call: the text before it (None: there is none), and
-    the text behind it. An argument may contain the marker, so the first marker that completes a
-    call is chosen, or the very first if none does."""
+    """Split `rest` at the closing marker of a call, and return the text before it (None: there is
+    no such marker) and the text after it. Since an argument may contain the marker, the first
+    marker that completes a call is chosen, or the very first if none does."""
     at = first = rest.find(closing)
     for _ in range(_MAX_SPELT):
         if at < 0 or body(rest[:at], tools) is not None:
@@ -104,14 +104,14 @@ def _up_to(
 
 
 def json_call(body: str, tools: Tools) -> Call | None:
-    """The call in `{"name": ..., "arguments": {...}}` (Llama writes `parameters`). None: it is no
-    call."""
+    """Read a call of the form `{"name": ..., "arguments": {...}}` (Llama writes `parameters`).
+    None: the text is no call."""
     return call_of(_json(body))
 
 
 def qwen_coder_call(body: str, tools: Tools) -> Call | None:
-    """The call in `<function=name>` with a `<parameter=name>` for each argument, whose text is read
-    by the tool's schema. None: it is no call."""
+    """Read a call of the form `<function=name>` with a `<parameter=name>` for each argument, whose
+    text is read by the tool's schema. None: the text is no call."""
     function = re.fullmatch(r"\s*<function=([^>\s]+)>(.*)</function>\s*", body, re.DOTALL)
     if function is None:
         return None
@@ -121,8 +121,8 @@ def qwen_coder_call(body: str, tools: Tools) -> Call | None:
 
 
 def glm_call(body: str, tools: Tools) -> Call | None:
-    """The call in a name followed by an `<arg_key>` and an `<arg_value>` for each argument. None:
-    it is no call."""
+    """Read a call that is a name followed by an `<arg_key>` and an `<arg_value>` for each argument.
+    None: the text is no call."""
     name, mark, inside = body.partition("<arg_key>")
     if not re.fullmatch(r"\s*[^\s<>{}]+\s*", name):
         return None
@@ -143,8 +143,8 @@ def _with_arguments(name: str, inside: str, pattern: str, tools: Tools) -> Call 
 
 
 def _typed(text: str, name: str, schema: Mapping[str, Any]) -> Any:
-    """The value of an argument written as text: the text if the schema asks for a string, else its
-    JSON value if it is JSON."""
+    """Return the value of an argument that is written as text: the text itself if the schema asks
+    for a string or the text is no JSON, else its JSON value."""
     properties = schema.get("properties")
     one = properties.get(name) if isinstance(properties, Mapping) else None
     kind = one.get("type") if isinstance(one, Mapping) else None
@@ -158,14 +158,14 @@ _MISTRAL_CALL = re.compile(
     r"\s*+([^\s\[\]{}]++)\s*+(?:\[CALL_ID\]\s*+(\w++)\s*+)?(?:\[ARGS\])?\s*+(\{.*\})\s*+",
     re.DOTALL,
 )
-"""Matches a name, perhaps an id, and arguments. Possessive repetition (`*+`) prevents backtracking:
-two runs of blanks side by side could otherwise take quadratic time, in which `re` lets no other
-thread run."""
+"""Matches a tool's name, perhaps an id, and arguments. Possessive repetition (`*+`) prevents
+backtracking: two runs of blanks side by side could otherwise take quadratic time, in which `re`
+lets no other thread run."""
 
 
 def mistral(text: str, tools: Tools) -> Found:
-    """Read calls behind `[TOOL_CALLS]`: a JSON list, or `name[ARGS]{...}` with the marker before
-    each call."""
+    """Read the calls that follow `[TOOL_CALLS]`: a JSON list of calls, or `name[ARGS]{...}` with
+    the marker before each call."""
     words, *parts = text.split("[TOOL_CALLS]")
     calls: list[Call] = []
     malformed: list[str] = []
@@ -185,8 +185,7 @@ def mistral(text: str, tools: Tools) -> Found:
 
 
 def deepseek(text: str, tools: Tools) -> Found:
-    """Read calls of the form `function`, separator, name and a block of JSON, or name, separator
-    and JSON."""
+    """Read DeepSeek's calls: `function`, separator, name, JSON block; or name, separator, JSON."""
     left, bar, right = "<\uff5c", "\u2581", "\uff5c>"
 
     def body(inside: str, tools: Tools) -> Call | None:
@@ -204,8 +203,8 @@ def deepseek(text: str, tools: Tools) -> Found:
 
 
 def bare_json(text: str, tools: Tools) -> Found:
-    """Read Llama 3's calls: a message that is a call as a whole, or several with `;` between them.
-    Any other JSON is an answer."""
+    """Read Llama 3's calls: a message that is one call as a whole, or several with `;` between
+    them. Any other JSON counts as a plain answer."""
     told = text.strip()
     body = told.removeprefix("<|python_tag|>").lstrip()
     is_meant = body != told or re.match(r'\{\s*"name"\s*:', body) is not None
@@ -238,7 +237,7 @@ _DECODER = json.JSONDecoder(parse_constant=_no_number)
 
 
 def _json(text: str) -> Any:
-    """The value of a JSON text. `_NOTHING` if the text is no JSON."""
+    """Return the value of a JSON text, or `_NOTHING` if the text is no JSON."""
     try:
         return _DECODER.decode(text)
     except (ValueError, RecursionError):
@@ -246,7 +245,8 @@ def _json(text: str) -> Any:
 
 
 def call_of(value: Any) -> Call | None:
-    """The call in a dict with `name` and `arguments` or `parameters`. None: it is no call."""
+    """Return the tool call that a dict with `name` and `arguments` or `parameters` describes. None:
+    the value is no such dict."""
     if not isinstance(value, dict):
         return None
     name, identity = value.get("name"), value.get("id")
@@ -259,8 +259,8 @@ def call_of(value: Any) -> Call | None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether the value has no lone surrogates, which neither a tool nor a tokenizer accepts, and
-    no infinities (1e999)."""
+    """Whether the value has no lone surrogates, which neither tools nor tokenizers accept, and no
+    infinite numbers (1e999)."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (UnicodeEncodeError, ValueError, RecursionError):

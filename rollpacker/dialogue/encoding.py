@@ -1,8 +1,8 @@
-"""Encodes rendered text to tokens in such a way that given words cannot steer the model.
+"""Encodes rendered text to tokens in such a way that words from tools and users cannot steer the
+model.
 
-A tool's result may contain `<|im_end|>`. Encoded together with the rest it would end the turn, so
-such texts are encoded as ordinary characters. All other text is encoded as usual.
-"""
+A tool's result may contain `<|im_end|>`. Encoded with the rest, this would end the turn, so such
+words are encoded as ordinary characters. All other text is encoded as usual."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ from rollpacker.dialogue.token_length import TokenLength, token_length
 from rollpacker.dialogue.trajectory import TooLong
 
 Held = Mapping[str, str]
-"""The texts that placeholders in a rendered text stand for, by placeholder: markers that occurred
-in given words."""
+"""For each placeholder in a rendered text, the marker that it stands for: a text such as
+`<|im_end|>`, written by a tool or user, that would be encoded as a special token."""
 
 _SPACE = "\u2581"
 
 OWN_WORDS = ("system", "developer", "assistant")
-"""Roles whose words may contain markers, since they come from the user's set-up or the model."""
+"""Roles whose messages may contain markers (texts of special tokens, such as `<|im_end|>`), since
+the user's set-up or the model wrote these messages."""
 
 
 class Encoder:
-    """Encodes rendered text to tokens."""
+    """Encodes rendered text to tokens, and decodes tokens to text."""
 
     def __init__(self, tokenizer: Any, template_texts: Iterable[str]) -> None:
-        """`template_texts`: texts that the template writes. Markers are the special tokens, and
-        those tokens of the added vocabulary that occur in these texts."""
+        """`template_texts` are texts that the chat template writes. Markers are the special tokens,
+        and those tokens of the added vocabulary that occur in these texts."""
         self._tokenizer = tokenizer
         self._text = Detokenizer(tokenizer, is_raw=True)
         self._texts: dict[int, str] = {}
-        """Cached texts of single tokens. These are few: the tokens that end turns."""
+        """Cache of the texts of single tokens. There are few: the tokens that end turns."""
         written = "\n".join(template_texts)
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self._ids = {
@@ -43,7 +44,7 @@ class Encoder:
             if (token.special or token.content in written) and token.content.strip()
         }
         self.markers = _any_of(self._ids)
-        """Matches the markers (tokens that steer the model) in a text."""
+        """Pattern that matches any marker (text of a special token, such as `<|im_end|>`)."""
         self._spaced = _any_of(
             self._ids,
             before={token.content for token in added.values() if token.lstrip},
@@ -57,12 +58,13 @@ class Encoder:
 
     @property
     def marker_ids(self) -> frozenset[int]:
-        """Tokens that steer the model, which given words never become."""
+        """Ids of the special tokens, such as the end of a turn. Words of tools and users never
+        become these."""
         return frozenset(self._ids.values())
 
     def check_room(self, text: str, held: Held, most: int | None) -> None:
-        """Raise `TooLong` for a text that surely has more than `most` tokens. None: no limit. If
-        its number of tokens cannot be bounded, the text passes."""
+        """Raise `TooLong` if the text surely has more than `most` tokens (None: no limit). A text
+        passes if its number of tokens cannot be bounded without encoding it."""
         if most is None or len(text) <= most or self._token_length is None:
             return
         if held:  # a stand-in may be longer than what it stands for
@@ -76,9 +78,9 @@ class Encoder:
         return token_length(self._tokenizer)
 
     def encode(self, text: str, held: Held | None = None, behind: int | None = None) -> list[int]:
-        """The tokens of `text`, in which the texts in `held` are encoded as ordinary characters.
-        `behind`: the token before the text, for tokenizers that treat the beginning of a text
-        differently; None: there is none."""
+        """Return the tokens of `text`. The texts in `held`, whose placeholders are in `text`, are
+        encoded as ordinary characters. `behind` is the token before the text, for tokenizers that
+        treat the beginning of a text differently; None: there is none."""
         anchor = "" if behind is None else self.text_of(behind)
         if not held:
             ids = self._whole_ids(anchor + text)
@@ -103,7 +105,7 @@ class Encoder:
         return text
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of these tokens, with markers."""
+        """Return the text of these tokens, special tokens included."""
         return self._text(tokens, skip_special_tokens=False)
 
     def _whole_ids(self, text: str) -> list[int]:
@@ -119,8 +121,8 @@ class Encoder:
         )
 
     def _parts(self, text: str, stand_ins: re.Pattern[str]) -> Iterable[str]:
-        """Yield parts of the text. Words that contain a placeholder are a part of their own, cut
-        off at the template's markers around them."""
+        """Yield the parts of a text that are to be encoded separately. A stretch with a
+        placeholder, up to the next markers on both sides, is a part of its own."""
         begun = at = 0
         for found in [*self._spaced.finditer(text), None]:
             end = len(text) if found is None else found.start()
@@ -132,8 +134,8 @@ class Encoder:
         yield text[begun:]
 
     def _letters(self, part: str, held: Held, stand_ins: re.Pattern[str]) -> list[int]:
-        """The tokens of a part with placeholders, encoded without the added vocabulary. If the
-        ordinary vocabulary has a marker, too, the marker gets a space in it."""
+        """Return the tokens of a part with placeholders, encoded with the ordinary vocabulary
+        alone. If that still gives a special token, the marker is written with a space in it."""
         ids = self._bare_ids(stand_ins.sub(lambda found: held[found.group()], part))
         if self.marker_ids.isdisjoint(ids):
             return ids
@@ -161,8 +163,9 @@ class Encoder:
 def held(
     messages: Iterable[Mapping[str, Any]], markers: re.Pattern[str]
 ) -> tuple[list[dict[str, Any]], Held]:
-    """The messages, with placeholders for all markers in the words of tools and users, and the
-    texts that the placeholders stand for. Lone surrogates, which have no tokens, become U+FFFD."""
+    """Replace all markers (texts of special tokens, such as `<|im_end|>`) in words of tools and
+    users by placeholders. Returns the changed messages, and for each placeholder the marker that it
+    stands for. Lone surrogates, which have no tokens, become U+FFFD."""
     plain = [_whole(dict(message)) for message in messages]
     name = ""
     words: dict[str, str] = {}
@@ -185,7 +188,8 @@ def held(
 
 
 def whole_marker(text: str, length: int, markers: re.Pattern[str]) -> int:
-    """The largest length, up to `length`, at which the text can be cut without cutting a marker."""
+    """Return the largest length, up to `length`, at which a cut of the text splits no marker (text
+    of a special token)."""
     for found in markers.finditer(text):
         if found.start() < length < found.end():
             return found.start()
@@ -193,7 +197,7 @@ def whole_marker(text: str, length: int, markers: re.Pattern[str]) -> int:
 
 
 def num_alike(one: str, other: str) -> int:
-    """Number of equal characters at the beginnings of two texts."""
+    """Return the number of characters in which the beginnings of two texts agree."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
@@ -201,8 +205,8 @@ def num_alike(one: str, other: str) -> int:
 def _any_of(
     texts: Iterable[str], before: Iterable[str] = (), behind: Iterable[str] = ()
 ) -> re.Pattern[str]:
-    """A pattern for any of these texts, the longest first, with white space before or behind some
-    of them."""
+    """Return a pattern that matches any of these texts, longer texts first. White space before the
+    texts in `before` and after those in `behind` is matched too."""
     patterns = [
         (r"\s*" if text in before else "") + re.escape(text) + (r"\s*" if text in behind else "")
         for text in sorted(texts, key=len, reverse=True)
@@ -221,7 +225,6 @@ def _mapped(value: Any, pattern: re.Pattern[str], to: Any) -> Any:
 
 
 def _in_none_of(messages: Sequence[Mapping[str, Any]]) -> str:
-    """A word that occurs in none of the messages."""
     name = "heldtext"
     while any(name in str(message) for message in messages):
         name += "x"

@@ -1,9 +1,8 @@
-"""Makes an assistant's message for the environment from the tokens that the model generated in a
+"""Makes an assistant's message for the environment from the tokens that the model generated in one
 turn.
 
-The message is only for the environment, which answers it. Training uses the generated tokens
-themselves: a message is never encoded again.
-"""
+The message serves the environment alone, which answers it. Training uses the generated tokens
+themselves: a message is never encoded again."""
 
 from __future__ import annotations
 
@@ -19,17 +18,16 @@ from rollpacker.dialogue.template import DialogueTemplate, TemplateError, stand_
 from rollpacker.dialogue.trajectory import Message
 
 MAX_TOOL_SETS = 256
-"""Most different sets of tools for which dialogues are cached."""
+"""Largest number of cached dialogues, one for each set of tools. A full cache is emptied."""
 _THOUGHT, _WORDS = "stand-in-of-a-thought", "stand-in-of-words"
 
 
 class TemplateDialogue:
-    """Makes tokens and messages with a chat template. It learns the template's format of calls by
-    rendering some. Meets the protocol `Dialogue`."""
+    """Makes tokens and messages with a chat template, as the protocol `Dialogue` asks. The
+    template's format of tool calls is found by rendering a call."""
 
     def __init__(self, template: DialogueTemplate) -> None:
-        """Raises `TemplateError` if there are tools and the template's format of calls is
-        unknown."""
+        """Raises `TemplateError` if there are tools and the template's call format is unknown."""
         self.template = template
         self._with_tools: dict[str, TemplateDialogue] = {}
         self._tools = {
@@ -54,17 +52,17 @@ class TemplateDialogue:
             self._thinks_at_once = bool(begins) and self._closing not in behind
 
     def prompt(self, messages: Sequence[Message], *, most: int | None = None) -> tuple[int, ...]:
-        """The tokens of a prompt; see `Dialogue.prompt`."""
+        """Return the tokens of these messages and the generation prompt."""
         return self.template.prompt(messages, most=most)
 
     def appended(
         self, messages: Sequence[Message], sampled: Sequence[int], *, most: int | None = None
     ) -> tuple[int, ...]:
-        """The tokens given behind a turn; see `Dialogue.appended`."""
+        """Return the tokens to give the model after a turn whose tokens are `sampled`."""
         return self.template.appended(messages, sampled, most=most)
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> TemplateDialogue:
-        """A dialogue that shows the model these tools; see `Dialogue.with_tools`."""
+        """Return a dialogue with the same template that shows the model these tools."""
         key = json.dumps(tools, sort_keys=True)
         found = self._with_tools.get(key)
         if found is None:
@@ -80,7 +78,7 @@ class TemplateDialogue:
         return found
 
     def rewritten(self) -> str | None:
-        """How the template rewrites earlier turns, or None; see `Dialogue.rewritten`."""
+        """Return a sentence on how the template rewrites earlier messages. None: it does not."""
         return self._rewritten
 
     @cached_property
@@ -89,9 +87,9 @@ class TemplateDialogue:
         return None if found is None else found.sentence
 
     def message(self, sampled: Sequence[int], turn: int = 1) -> dict[str, Any]:
-        """The assistant's message in these tokens, which may end anywhere: `role`, `content`;
-        `reasoning_content` if there is thinking; `tool_calls` if there are calls (each with an
-        `id`: the model's, or nine characters made of `turn` and the call's place); and
+        """Return the assistant's message in these tokens, which may break off anywhere: `role`,
+        `content`; `reasoning_content` if there is thinking; `tool_calls` if there are calls (each
+        with an `id`: the model's, or nine characters made of `turn` and the call's place); and
         `malformed_tool_calls`, a list of texts, if calls could not be read. Never raises."""
         text = self.template.text_of(sampled)
         if self._has_schema and self._format is None and self._tools:
@@ -101,8 +99,7 @@ class TemplateDialogue:
         return _message(found, thought, turn)
 
     def _call_text(self, name: str) -> str:
-        """The text of a turn that is a call, as the template writes it, without thinking before
-        it."""
+        """Return the text of a call of the tool `name` as the template writes it."""
         question = {"role": "user", "content": "question"}
         calls = stand_in_calls([{"role": "tool", "name": name}])
         before = self.template.render([question])
@@ -111,8 +108,8 @@ class TemplateDialogue:
         return text.rpartition("</think>")[2]
 
     def _marks_of_thought(self) -> tuple[str, str]:
-        """The markers that the template writes around an assistant's thinking. Two empty texts:
-        there are none."""
+        """Return the markers that the template writes before and after an assistant's thinking. Two
+        empty texts: it has none."""
         question = {"role": "user", "content": "question"}
         answer = {"role": "assistant", "content": _WORDS, "reasoning_content": _THOUGHT}
         shown = self.template.render([question, answer])
@@ -126,8 +123,8 @@ class TemplateDialogue:
         return "", ""
 
     def _thought_of(self, text: str) -> tuple[str | None, str]:
-        """The thinking in a turn's text (None: there is none), and the rest of the text. If the
-        thinking was cut off, it is the whole turn."""
+        """Split a turn's text into the thinking (None: there is none) and the rest. Thinking that
+        was cut off takes the whole text."""
         if not self._closing:
             return None, text
         before, is_closed, behind = text.partition(self._closing)
@@ -138,8 +135,8 @@ class TemplateDialogue:
         return thought, behind.lstrip("\n")
 
     def _by_schema(self, text: str, sampled: Sequence[int], turn: int) -> dict[str, Any]:
-        """The message as transformers' own parser reads it, for tokenizers that have a schema. The
-        parser closes what is open, so calls of a turn without its end do not count."""
+        """Return the message as transformers' own parser reads it, for tokenizers with a schema.
+        The parser completes what is cut off, so calls without the turn's end are malformed."""
         tokenizer = self.template.tokenizer
         is_over = bool(sampled) and sampled[-1] in self.template.end_tokens
         try:

@@ -1,10 +1,9 @@
 """Finds chat templates that write earlier messages differently once later ones follow.
 
-With such a template a dialogue that only grows differs from what the template makes of it: the
-model might see its own thinking, for example, where it was trained without. Dialogues that show the
-usual cases (thinking dropped from history, rules for the last user's message, tools described in
-the newest message) are rendered prefix by prefix and compared with the grown text.
-"""
+A growing dialogue (tokens are only ever added at its end) then differs from what the template makes
+of the same messages: the model might see its own thinking, for example, where it was trained
+without. Short dialogues for the usual cases (thinking dropped from history, rules for the last
+user's message, tools described in the newest message) are made in both ways and compared."""
 
 from __future__ import annotations
 
@@ -23,20 +22,22 @@ _EXCERPT = 40
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The first place where a template's text differs from that of the grown dialogue."""
+    """The first place where a template's text of a dialogue differs from the growing dialogue's, to
+    which text is only ever added at the end."""
 
     what: str
-    """What was changed: "prompt", "turn" (of the model) or "answer" (given behind a turn)."""
+    """The part in which the place is: "prompt", "turn" (a message of the model) or "answer" (what
+    was given after a turn)."""
     index: int
-    """Number of the turn or answer, from 1."""
+    """Number of the turn or answer among those of the dialogue, from 1."""
     num_turns: int
-    """Number of the model's turns in the dialogue when the change occurred."""
+    """Number of the model's turns before the message that caused the change."""
     follows: str
-    """The role of the message that caused the change: "user", "tool" or "assistant" (the turn
-    itself, which does not begin as its generation prompt did)."""
+    """Role of the message whose addition caused the change: "user", "tool" or "assistant" (the
+    model's own message, which does not begin with the generation prompt)."""
     grown: str
     rendered: str
-    """How the template's text goes on from there; `grown` is the same for the grown dialogue."""
+    """How the template's text goes on from that place; `grown`: how the growing dialogue does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +47,11 @@ class Rewrites:
     the run refuses to start."""
 
     changes: tuple[tuple[str, Change], ...]
-    """The first change of each kind, with the name of the dialogue that showed it."""
+    """The first change of each kind, each with the name of the short dialogue that showed it."""
 
     @property
     def sentence(self) -> str:
-        """The changes and the messages that cause them, in one line."""
+        """A sentence that lists the changes and the messages that cause them."""
         parts = []
         for dialogue, change in self.changes:
             what = "the prompt" if change.what == "prompt" else f"{change.what} {change.index}"
@@ -66,8 +67,9 @@ class Rewrites:
 
 
 def find_rewrites(template: DialogueTemplate) -> Rewrites | None:
-    """Find the changes that the template makes in some short dialogues. Dialogues that it refuses
-    (such as several calls at once) are left out. None: it makes no change."""
+    """Find how a template rewrites earlier messages, by rendering short dialogues. Dialogues that
+    the template refuses (such as several calls at once) are skipped. None: there is no
+    rewriting."""
     found: dict[tuple[str, str], tuple[str, Change]] = {}
     for name, messages in probes(template):
         try:
@@ -80,8 +82,9 @@ def find_rewrites(template: DialogueTemplate) -> Rewrites | None:
 
 
 def first_change(template: DialogueTemplate, messages: Sequence[Message]) -> Change | None:
-    """The first place where this dialogue, rendered whole before each of the model's turns, differs
-    from the grown text. None: there is none. Raises `TemplateError` if the template refuses it."""
+    """Render a dialogue whole before each of the model's turns, and return the first place where it
+    differs from the growing dialogue (text only added at its end). None: there is no difference.
+    Raises `TemplateError` if the template refuses the dialogue."""
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
         return None
@@ -121,8 +124,8 @@ def _change(
 
 
 def writes_today(template: DialogueTemplate) -> bool:
-    """Whether the prompt contains the present date, so that a run resumed on another day has other
-    prompts. Found by rendering with a clock that fails when it is called."""
+    """Whether the template writes the present date into prompts, so that a run resumed on another
+    day has other prompts. This is found by rendering with a clock that fails when it is called."""
     question = [{"role": "user", "content": "question"}]
     arguments: dict[str, Any] = {"tools": list(template.tools)} if template.tools else {}
     try:
@@ -135,8 +138,8 @@ def writes_today(template: DialogueTemplate) -> bool:
 
 
 def probes(template: DialogueTemplate) -> Iterator[tuple[str, list[Message]]]:
-    """Yield short dialogues, each with a name for messages. Thinking is a key of messages if the
-    template knows that key, else it is part of the text."""
+    """Yield short dialogues to try a template with, each with a name for error messages. Thinking
+    is a separate key of a message if the template knows that key, else it is part of the text."""
 
     def user(text: str) -> Message:
         return {"role": "user", "content": text}

@@ -1,10 +1,10 @@
-"""A chat template for dialogues that only grow: a prompt, and the text behind each generated turn.
+"""A chat template for dialogues whose tokens only grow: a prompt, and the text after each generated
+turn (message of the model).
 
-Nothing here depends on a family of models. What a template writes behind an assistant's message is
-found by rendering a short dialogue with a placeholder for that message: the text behind the
+Nothing here depends on a family of models. What a template writes after an assistant's message is
+found by rendering a short dialogue with a placeholder for that message: the text after the
 placeholder is given to the model next. So each message is rendered once, and generated tokens are
-never rendered, decoded and encoded again.
-"""
+never rendered, decoded and encoded again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TemplateError(ValueError):
 
 
 class DialogueTemplate:
-    """The chat template of a tokenizer, for dialogues that grow turn by turn."""
+    """A tokenizer's chat template, for dialogues that grow with each message of the model."""
 
     def __init__(
         self,
@@ -36,9 +36,9 @@ class DialogueTemplate:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         end_tokens: Collection[int] = (),
     ) -> None:
-        """`tools`: schemas to show to the model. `end_tokens`: tokens where sampling stops, besides
-        the tokenizer's own end token. Raises `TemplateError` if there is no template, or it refuses
-        a plain dialogue, or does not show tools."""
+        """`tools` are the schemas to show to the model. `end_tokens` are tokens at which sampling
+        stops, besides the tokenizer's own end token. Raises `TemplateError` if there is no
+        template, or if it refuses a plain dialogue or does not show tools."""
         if not getattr(tokenizer, "chat_template", None):
             raise TemplateError(
                 "a dialogue needs a chat template, and the tokenizer has none. Use an instruct"
@@ -66,19 +66,20 @@ class DialogueTemplate:
 
     @property
     def marker_ids(self) -> frozenset[int]:
-        """Tokens that steer the model, which given words never become."""
+        """Ids of the special tokens, such as the end of a turn. Words of tools and users never
+        become these."""
         return self._encoder.marker_ids
 
     @property
     def end_of_turn(self) -> int | None:
-        """The token that the template puts behind an assistant's message. None: it puts none there
-        (the next message's first token ends it)."""
+        """The token that the template puts after an assistant's message. None: it puts none there,
+        and the next message's first token marks the end."""
         return end_of_turn(self.tokenizer, self.kwargs)
 
     def prompt(self, messages: Sequence[Message], *, most: int | None = None) -> tuple[int, ...]:
-        """The tokens of these messages, up to and with the generation prompt. If there are turns of
-        the model among them, they are rendered too, for templates that rewrite earlier messages.
-        Raises `TooLong` instead of encoding what surely has more than `most` tokens."""
+        """Return the tokens of these messages and the generation prompt. Messages of the model
+        among them are rendered too, for templates that rewrite earlier messages. Raises `TooLong`,
+        without encoding, if the text surely has more than `most` tokens (None: no limit)."""
         changed, words = held(messages, self._encoder.markers)
         text = self.render(changed, to_go_on=True)
         self._encoder.check_room(text, words, most)
@@ -87,10 +88,10 @@ class DialogueTemplate:
     def appended(
         self, messages: Sequence[Message], sampled: Sequence[int], *, most: int | None = None
     ) -> tuple[int, ...]:
-        """The tokens given to the model behind a turn of these `sampled` tokens: the missing part
-        of the turn's ending (all of it if the turn was cut off), the new messages (tools' results
-        or a user's message; may be empty), and the generation prompt. Raises `TemplateError` if the
-        template refuses the messages, and `TooLong` like `prompt`."""
+        """Return the tokens to give the model after a turn of these `sampled` tokens: what is
+        missing of the turn's ending (all of it if the turn was cut off), the new messages (tools'
+        results or a user's message; may be empty), and the generation prompt. Raises
+        `TemplateError` if the template refuses the messages, and `TooLong` like `prompt`."""
         changed, words = held(messages, self._encoder.markers)
         end = sampled[-1] if sampled and sampled[-1] in self.end_tokens else None
         text = self._without(end, self.behind_turn(changed))
@@ -98,11 +99,11 @@ class DialogueTemplate:
         return tuple(self._encoder.encode(text, words, behind=end))
 
     def canonical(self, text: str) -> tuple[int, ...]:
-        """The tokens of a turn that was not generated by the model, such as a scripted one."""
+        """Return the tokens of a turn that the model did not generate, such as a scripted one."""
         return tuple(self._encoder.encode(text, behind=self.tokenizer.eos_token_id))
 
     def text_of(self, sampled: Sequence[int]) -> str:
-        """The text of a generated turn, with its markers, without the token that ended it."""
+        """Return the text of a generated turn, with special tokens but without its end token."""
         if sampled and sampled[-1] in self.end_tokens:
             sampled = sampled[:-1]
         return self._encoder.decode(sampled)
@@ -110,8 +111,8 @@ class DialogueTemplate:
     def render(
         self, messages: Sequence[Message], *, to_go_on: bool = False, with_tools: bool = True
     ) -> str:
-        """The template's text for these messages. `to_go_on`: whether the generation prompt is
-        added. Raises `TemplateError`."""
+        """Return the template's text for these messages, with the generation prompt if `to_go_on`.
+        Raises `TemplateError` if the template refuses the messages."""
         tools: dict[str, Any] = {}
         if self.tools and with_tools:
             tools["tools"] = list(self.tools)
@@ -130,8 +131,8 @@ class DialogueTemplate:
             raise TemplateError(f"the chat template refuses the messages: {error}") from None
 
     def turn_text(self, messages: Sequence[Message]) -> str | None:
-        """The template's text for the last message, an assistant's, behind the generation prompt
-        and without its ending, as a model would generate it. None: the template does not begin the
+        """Return the template's text of the last message, the assistant's, without generation
+        prompt and ending, as a model would generate it. None: the template does not begin the
         message with the generation prompt."""
         before = self.render(messages[:-1], to_go_on=True)
         whole = self.render(messages)
@@ -140,8 +141,7 @@ class DialogueTemplate:
         return whole[len(before) :].removesuffix(self._last_ending)
 
     def behind_turn(self, messages: Sequence[Message]) -> str:
-        """The text given behind any turn of the model: its ending, the messages, a generation
-        prompt."""
+        """Return the text to give after a turn: its ending, the messages, the generation prompt."""
         results = []
         for message in messages:
             if message.get("role") != "tool":
@@ -169,7 +169,8 @@ class DialogueTemplate:
         return text[len(close) :]
 
     def _without(self, end: int | None, text: str) -> str:
-        """The text without the part that the generated end token stands for."""
+        """Return the text without its beginning that the generated end token `end` stands for.
+        None: the turn was cut off, and nothing is removed."""
         if end is None:
             return text
         mark = self._encoder.text_of(end)
@@ -179,14 +180,14 @@ class DialogueTemplate:
         return text.removeprefix(mark)
 
     def _ending_of(self, followed: str) -> str:
-        """The text that ends a turn whether or not something follows it. Some templates add an end
-        of the text behind the last message."""
+        """Return the text that ends a turn, whether or not messages follow. Some templates add
+        further text after the last message."""
         length = num_alike(self._last_ending, followed)
         return followed[: whole_marker(followed, length, self._encoder.markers)]
 
     def _find_tools(self, last: str, followed: str) -> None:
-        """Find out whether arguments must be text, and raise `TemplateError` unless the template
-        shows tools, calls and results."""
+        """Find out whether the template needs a call's arguments as text. Raises `TemplateError`
+        unless it shows tools, calls and results."""
         name = str(self.tools[0].get("function", {}).get("name", ""))
         result: Message = {
             "role": "tool",
@@ -223,8 +224,8 @@ class DialogueTemplate:
 
 
 def stand_in_calls(results: Sequence[Message]) -> Message:
-    """An assistant's message with the calls that these tool results could answer. The last call
-    contains the placeholder."""
+    """Return an assistant's message with tool calls that fit these results. The last call contains
+    the placeholder `STAND_IN`."""
     calls = []
     for index, result in enumerate(results):
         it = STAND_IN if index == len(results) - 1 else "one before"
@@ -236,7 +237,7 @@ def stand_in_calls(results: Sequence[Message]) -> Message:
 
 
 def shown_again(message: Message, arguments_are_text: bool) -> dict[str, Any]:
-    """A message in the form that templates expect, with malformed calls as part of its content."""
+    """Return a message in the form that templates expect, with malformed calls in its content."""
     shown = dict(message)
     malformed = shown.pop("malformed_tool_calls", None)
     if malformed:

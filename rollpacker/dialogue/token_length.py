@@ -1,8 +1,7 @@
 """Bounds the number of characters that one token can cover, if a tokenizer's parts allow that.
 
-A text of more characters than that times the number of tokens that fit is too long. This is known
-without encoding the text, which takes seconds for megabytes, while the event loop stands still.
-"""
+A text with more characters than this number times the tokens that there is room for is too long. So
+its length is judged without encoding it, which for megabytes would block the event loop."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from typing import Any
 from rollpacker.chat_template import byte_letters
 
 _COMPOSED = 4
-"""Most characters that NFC or NFKC composes to a single one: a letter and three marks."""
+"""Largest number of characters that NFC or NFKC composes to one: a letter and three marks."""
 _COMPOSES = {"NFC": _COMPOSED, "NFKC": _COMPOSED, "NFD": 1, "NFKD": 1, "Lowercase": 1}
 _COMPOSES |= {"Prepend": 1, "ByteLevel": 1}
 _KEEPS_ALL = {"ByteLevel", "Digits", "Metaspace"}
@@ -23,22 +22,22 @@ _BYTES = {f"<0x{byte:02X}>" for byte in range(256)}
 
 @dataclass(frozen=True, slots=True)
 class TokenLength:
-    """Bound on the characters that a token covers."""
+    """Bound on the number of characters that one token of a tokenizer covers."""
 
     longest: int
-    """Most characters in the text of one token."""
+    """Largest number of characters in the text of one token."""
     composes: int
-    """Most characters that the normalizer composes to a single one; it does not compose ASCII."""
+    """Largest number of characters that the tokenizer composes into one. ASCII is not composed."""
 
     def fewest(self, text: str) -> int:
-        """Least number of tokens that the text can have."""
+        """Return the least number of tokens that the text can have."""
         return -(-len(text) // (self.longest * (1 if text.isascii() else self.composes)))
 
 
 def token_length(tokenizer: Any) -> TokenLength | None:
-    """The bound for this tokenizer. None: it is unknown, for example if a normalizer or a token may
-    swallow white space, or one unknown token stands for a whole word. It is known for vocabularies
-    of bytes or with a token for each byte (BPE, as in nearly all chat models), and of single
+    """Return the bound for this tokenizer. None: it is not known, for example if a normalizer or a
+    token may swallow white space, or one unknown token stands for a whole word. It is known for
+    vocabularies of bytes or with a token for each byte (nearly all chat models), or of single
     characters."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -59,8 +58,8 @@ def token_length(tokenizer: Any) -> TokenLength | None:
 
 
 def _parts_of(whole: Any) -> list[dict[str, Any]] | None:
-    """The parts of a normalizer or pre-tokenizer. None: they are unknown, since it is written in
-    Python."""
+    """Return the settings of each part of a normalizer or pre-tokenizer. None: they are not known,
+    since the part is written in Python."""
     if whole is None:
         return []
     try:
@@ -73,30 +72,29 @@ def _parts_of(whole: Any) -> list[dict[str, Any]] | None:
 
 
 def _is_by_characters(backend: Any, cut: list[dict[str, Any]]) -> bool:
-    """Whether each character is a word, and each word a token."""
+    """Whether the tokenizer makes each character a token."""
     kinds = [(one["type"], one.get("pattern"), one.get("behavior")) for one in cut]
     alone = [("Split", {"Regex": r"[\s\S]"}, "Isolated")]
     return type(backend.model).__name__ == "WordLevel" and kinds == alone
 
 
 def _composes(part: dict[str, Any]) -> int | None:
-    """Most characters that this part of a normalizer composes to one. None: it may also drop
-    some."""
+    """Return the most characters that this part of a normalizer composes into one. None: the part
+    may drop characters, or is not known."""
     if part["type"] == "Replace":
         return 1 if len(part["pattern"].get("String", "")) == 1 and part["content"] else None
     return _COMPOSES.get(part["type"])
 
 
 def _keeps_all(cut: dict[str, Any]) -> bool:
-    """Whether the pre-tokenizer drops no character."""
     if cut["type"] in ("Split", "Punctuation"):
         return bool(cut["behavior"] != "Removed")
     return cut["type"] in _KEEPS_ALL
 
 
 def _has_all_bytes(backend: Any, parts: list[dict[str, Any]]) -> bool:
-    """Whether each character is part of a token, so that none is dropped and no unknown token
-    stands for several characters."""
+    """Whether the tokenizer has a token for every byte, so that it drops no character and no
+    unknown token stands for several characters."""
     model = backend.model
     if type(model).__name__ != "BPE" or model.continuing_subword_prefix or model.end_of_word_suffix:
         return False

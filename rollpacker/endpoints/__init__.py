@@ -1,1 +1,1 @@
-"""Calls to services behind an address: checks of their answers, and limits on waits for them."""
+"""Calls to services behind an HTTP address: checks of their answers, and limits on waits."""

@@ -1,7 +1,8 @@
 """A circuit breaker: while an endpoint is down, callers wait in line instead of calling it.
 
-closed --N failures in a row--> open --a success (of a probe, or of a late call)--> closed
-                                  every `probe_every_s` the first in line goes ahead as a probe
+The circuit is closed while the endpoint is up. After N failures in a row it is open, and every
+`probe_every_s` seconds the first caller in line goes ahead as a probe. A success, of a probe or of
+an earlier call, closes it again.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ MAX_REASON = 200
 
 
 class Breaker:
-    """The state of one endpoint: up or down. Not for several threads; one event loop at a time.
+    """Keeps whether one endpoint is up or down. It is used in one event loop at a time.
 
     Every call that got True from `ready` should end in `succeeded` or `failed`; a call without a
     report (it was cancelled) changes nothing, since probes go out by the clock.
     """
 
     def __init__(self, name: str, *, failures: int = 5, probe_every_s: float = 5.0) -> None:
-        """`name`: the endpoint in messages, such as "the judge at http://host:8000"; `failures` in
-        a row open the circuit; a probe goes out every `probe_every_s` seconds while it is open."""
+        """`name`: the endpoint in messages. After `failures` in a row the circuit is open: calls
+        wait, and every `probe_every_s` seconds one goes ahead as a probe."""
         if failures < 1:
             raise ValueError(f"failures must be at least 1, not {failures}")
         if not probe_every_s > 0:
@@ -40,21 +41,21 @@ class Breaker:
         self._failures = 0
         self._failing_since = 0.0
         self.why = ""
-        """The reason that the last failed call gave. Empty before the first failure."""
+        """The reason why the last failed call failed. Empty before the first failure."""
         self._is_open = False
         self._probe_at = 0.0
         self._line: deque[asyncio.Future[None]] = deque()
         self._timer: asyncio.TimerHandle | None = None
-        """Timer of the next probe. None while no call waits in line."""
+        """Timer of the next probe (a call let through to try). None while no call waits in line."""
 
     @property
     def failing_since(self) -> float | None:
-        """Loop time of the first failure since the last success; None after a success."""
+        """Event loop time of the first failure since the last success; None without a failure."""
         return self._failing_since if self._failures else None
 
     async def ready(self, until: float) -> bool:
-        """Return True if the caller may go ahead: the circuit is closed, or this call is the probe.
-        While the circuit is open, wait in line. False: the loop's time `until` came first."""
+        """Wait in line while the circuit is open. Returns True if the caller may call the endpoint:
+        the circuit is closed, or this is a probe. Returns False at the loop's time `until`."""
         if not self._is_open:
             return True
         loop = asyncio.get_running_loop()
@@ -74,7 +75,7 @@ class Breaker:
         return turn.done()
 
     def succeeded(self) -> None:
-        """Record that a call was answered. The circuit closes; calls in line go ahead in order."""
+        """Record an answer of the endpoint. The circuit closes; calls in line go ahead in order."""
         self._failures = 0
         if not self._is_open:
             return
@@ -85,7 +86,7 @@ class Breaker:
         self._stop_timer()
 
     def failed(self, why: str) -> None:
-        """Record that a call got no useful answer; `why` in a few words."""
+        """Record that the endpoint gave no useful answer; `why` in a few words."""
         now = _now()
         why = one_line(why)
         self.why = why if len(why) <= MAX_REASON else why[: MAX_REASON - 3] + "..."
@@ -104,7 +105,7 @@ class Breaker:
         )
 
     def outage(self) -> str | None:
-        """Return the outage in words, with its length and last reason; None if there is none."""
+        """Return a sentence on the outage, its length and last reason; None: the endpoint is up."""
         if not self._is_open:
             return None
         return f"{self.name} has been down for {_duration(self._down_s())} ({self.why})"
@@ -136,7 +137,7 @@ class Breaker:
 
 
 def _now() -> float:
-    """Return the running loop's time in seconds or, outside of a loop, the clock that loops use."""
+    """Return the running event loop's time in seconds, or outside of a loop the clock it uses."""
     try:
         return asyncio.get_running_loop().time()
     except RuntimeError:

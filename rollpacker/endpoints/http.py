@@ -1,4 +1,4 @@
-"""HTTP with servers that are not trusted: checked addresses, bounded answers, no redirects."""
+"""HTTP with untrusted servers: checked addresses, answers of limited size, no redirects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from rollpacker.imports import require
 
 MAX_RETRY_AFTER_S = 60.0
-"""Longest pause in seconds that an endpoint can ask for by `Retry-After`."""
+"""The most seconds of a pause for which an endpoint can ask by `Retry-After`."""
 
 
 class CompressedAnswer(Exception):
@@ -21,14 +21,14 @@ class CompressedAnswer(Exception):
 
 
 def http_library(what: str) -> Any:
-    """Return the module httpx2. Raises `MissingPackageError`, whose message begins with `what`."""
+    """Return the module httpx2. Raises `MissingPackageError`, whose text begins with `what`."""
     require("httpx2", extra="judge", what=what)
     return importlib.import_module("httpx2")
 
 
 def checked_url(url: str, *, key: str = "url", example: str = "http://localhost:8000/v1") -> str:
-    """Return the address without a slash at its end. Raises `ValueError` if it is no HTTP address,
-    or has a password, a query or a fragment. `key`: its name in the config."""
+    """Return the HTTP address without a slash at its end. Raises `ValueError` if it is no HTTP
+    address, or has a password, a query or a fragment. `key`: name of the setting in messages."""
     try:
         parts = urlsplit(url)
         sound = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -65,7 +65,7 @@ def token_from(variable: str | None) -> str | None:
 
 
 def is_private(url: str) -> bool:
-    """Whether what is sent cannot be read on the way: by TLS, or inside of this machine."""
+    """Whether nobody else can read what is sent to this address: by TLS, or within this machine."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     try:
@@ -75,7 +75,8 @@ def is_private(url: str) -> bool:
 
 
 async def read_bounded(response: Any, max_bytes: int) -> tuple[bytes, bool]:
-    """Return a streamed answer's body, and whether that is all. Raises `CompressedAnswer`."""
+    """Return an answer's body up to `max_bytes`, and whether that is all of it. Raises
+    `CompressedAnswer`."""
     encoding = response.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         raise CompressedAnswer(f"a compressed reply ({encoding[:20]}), which nobody asked for")
@@ -105,5 +106,5 @@ def retry_after_s(value: str | None, now: float) -> float | None:
 
 
 def one_line(text: str) -> str:
-    """Return a foreign text as one line of printable characters, safe for a terminal."""
+    """Return text from outside as one line of printable characters, safe for a terminal."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())

@@ -1,8 +1,7 @@
 """Keeps for the callers of a service whether it is up, busy or down, and how long they wait for it.
 
-ready -> the breaker is closed, nobody asked for a pause -> one attempt -> succeeded, or failed
-   ^                                                                            |
-   +---------------------- pause, longer each time -----------------------------+
+A caller awaits `ready`, makes one attempt, and calls `succeeded` or `failed`. After a failure it
+awaits `pause`, longer each time, and begins again.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from collections.abc import Awaitable, Callable
 from rollpacker.endpoints.breaker import Breaker
 
 Probe = Callable[[], Awaitable[bool]]
-"""Sends the simplest possible request. Returns whether it was answered."""
+"""An async function that sends a service the simplest request. Returns whether it was answered."""
 
 
 class Service:
-    """The state of one service, which all its callers share. Belongs to one event loop."""
+    """Keeps whether one service is up, busy or down, for all its callers in one event loop."""
 
     def __init__(
         self,
@@ -32,24 +31,25 @@ class Service:
         max_pause_s: float = 30.0,
     ) -> None:
         """`name`: the service in messages. `outage_s`: seconds for which callers wait for a service
-        that is down or busy. `failures`, `probe_every_s`: see `Breaker`. The pause after a failure
-        begins with `first_pause_s` and doubles up to `max_pause_s`."""
+        that is down or busy. `failures` in a row mean down; it is then tried every `probe_every_s`.
+        The pause after a failure begins with `first_pause_s` and doubles up to `max_pause_s`."""
         self.name = name
         self.outage_s = outage_s
         self.breaker = Breaker(name, failures=failures, probe_every_s=probe_every_s)
         self.waited_s = 0.0
-        """Seconds that callers have waited so far, added up."""
+        """Seconds that callers have waited for the service so far, added up."""
         self._probe_every_s = probe_every_s
         self._first_pause_s, self._max_pause_s = first_pause_s, max_pause_s
         self._not_before = 0.0
         self._random = random.Random(os.urandom(8))
 
     def outage(self) -> str | None:
-        """Return the outage in words, or None if there is none."""
+        """Return a sentence on the service's present outage, or None if there is none."""
         return self.breaker.outage()
 
     async def ready(self, started: float, probe: Probe | None = None) -> bool:
-        """Wait while the service is down or has asked for a pause. False: that takes too long.
+        """Wait while the service is down or has asked for a pause. Returns whether the caller may
+        go ahead; False: it would have to wait too long.
 
         `started` is the loop's time when the caller began. While the service is down, a single
         caller goes ahead to find out whether it is up: by `probe`, or if that is None by its own
@@ -83,7 +83,7 @@ class Service:
         return max(since + self.outage_s, newcomer)
 
     def succeeded(self) -> None:
-        """Record that an attempt was answered."""
+        """Record that the service answered."""
         self.breaker.succeeded()
 
     def failed(self, why: str, *, after_s: float | None = None) -> None:

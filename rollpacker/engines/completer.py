@@ -31,11 +31,9 @@ the rest."""
 
 
 class EngineCompleter:
-    """Greedy completions from `model`. Meets the judge's `Completer` protocol.
-
-    Messages go through the tokenizer's chat template if it has one; else their texts follow each
-    other, a blank line between them. Text in a message never becomes a special token.
-    """
+    """Greedy completions from `model`. Meets the judge's `Completer` protocol. Messages go through
+    the tokenizer's chat template if it has one; else their texts follow each other, a blank line
+    between them. Text in a message never becomes a special token."""
 
     def __init__(
         self,
@@ -66,8 +64,8 @@ class EngineCompleter:
         self._engine.start(self._listen, self._died)
 
     async def complete(self, messages: Sequence[Mapping[str, str]], *, timeout_s: float) -> str:
-        """Return the reply's text, without special tokens. `timeout_s` limits the generation,
-        without the wait for one of the engine's `concurrency` places.
+        """Return the reply's text, without special tokens. `timeout_s` limits the generation;
+        the wait before it, while `concurrency` other requests run, does not count.
 
         Raises:
             TimeoutError: the generation took longer; the request leaves the engine.
@@ -147,8 +145,6 @@ class EngineCompleter:
 
 
 def _settle(future: asyncio.Future[EngineOutput], result: EngineOutput | EngineError) -> None:
-    """Give the future its result or its error. May be called from any thread."""
-
     def settle() -> None:
         if future.done():
             return

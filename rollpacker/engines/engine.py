@@ -23,17 +23,16 @@ if TYPE_CHECKING:
     from rollpacker.weights.buffer import WeightSource
 
 Redraws = tuple[tuple[int, int], ...]
-"""Pairs (first token, redraw), by which later tokens have other noise. When an end is refused,
-tokens are drawn again with the noise of the next redraw. Tokens before the first pair have redraw
-0."""
+"""Pairs (number of a token, redraw): from that token on, tokens were drawn with the set of noise
+(random numbers) number `redraw`. A further set is used when a response must not end where it did
+(`Carried.floor`) and tokens are drawn again. Tokens before the first pair have set 0."""
 
 NOT_NUMBERS = "the model's logits are not numbers"
-"""How the reason of a `SampleFailed` begins if the sample's logits held a NaN."""
+"""Beginning of the `reason` of a `SampleFailed` event if the sample's logits held a NaN."""
 
 
 class EngineError(RuntimeError):
-    """The engine as a whole has failed, or was called in a state in which the call is not
-    allowed."""
+    """The engine as a whole has failed, or its state does not allow the call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +48,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """Strings that end a response; the response keeps the tokens up to and with the stop string."""
     seed: int = 0
-    """Seed of the noise, which depends on the seed, the request's `noise`, the turn and the token's
-    position alone."""
+    """Seed of the noise (random numbers). The noise depends on the seed, the request's `noise`, the
+    turn and the token's position alone."""
 
     def truncation(self, vocabulary_size: int) -> tuple[int, float]:
         """The top_k and the top_p to draw with. They are the vocabulary's size and 1, which
@@ -73,14 +72,14 @@ class Carried:
     the first that comes out differently: the response is then the one that generation from scratch
     gives. False: all tokens stay, with the log-probabilities that they have."""
     floor: int = 0
-    """Length up to which an end is refused: if the response stops with at most that many tokens,
-    its tokens after the first that came out differently are drawn again, with new noise, sixteen
-    times at most. Used with `verify` only. 0: no end is refused."""
+    """Length up to which the end of the response is refused: if the response stops with at most
+    that many tokens, its tokens after the first that came out differently are drawn again, with new
+    noise, sixteen times at most. Used with `verify` only. 0: no end is refused."""
     ceiling: int | None = None
     """Most tokens of a response in which a carried token came out differently. If it gets longer,
     the tokens after that one are drawn again, as with `floor`. None: any length is accepted."""
     redraws: Redraws = ()
-    """`Response.redraws` of the launch that generated these tokens."""
+    """The sets of noise that these tokens were drawn with, as `Response.redraws` reported them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,10 +92,11 @@ class GenerationRequest:
     """Exact number of response tokens, for benchmarks: the response ends with "stop" after that
     many, whatever is drawn. None: the response ends by itself."""
     noise: SampleId | None = None
-    """The sample whose noise the response is drawn with. None: the request's own sample."""
+    """The sample whose noise (random numbers) the response is drawn with. None: the request's
+    own."""
     turn: int = 1
-    """Number of the turn in the sample's dialogue, from 1. The prompt of a later turn is everything
-    that came before it."""
+    """Number of the model's turn in the sample's dialogue, from 1. The prompt of a later turn is
+    everything that came before it."""
     keep: bool = False
     """Whether the engine keeps, if there is room, the keys and values of a response that ends with
     "stop", because a later request of the sample will begin with the same tokens."""
@@ -106,7 +106,8 @@ class GenerationRequest:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
     """What an engine generated for one request: the tokens, their log-probabilities, and how the
-    response ended. It goes from the engine to the trainer and never passes through the core."""
+    response ended. It goes from the engine to the trainer; the code that schedules samples
+    (`rollpacker.core`) never sees it."""
 
     sample: SampleId
     prompt_tokens: tuple[int, ...]
@@ -116,18 +117,18 @@ class Response:
     """Log-probability (natural logarithm) of each token under the distribution that it was drawn
     from, that is after temperature, top-k and top-p. At temperature 0: under the plain softmax."""
     finish_reason: str
-    """How the response ended: "stop", "length" (a limit), or "aborted" (before its end). A
-    trajectory has the reason of its `Conclude` command."""
+    """How the response ended: "stop", "length" (a limit), or "aborted" (before its end). For a
+    trajectory of several turns: the reason that the command `Conclude` gives."""
     version: int
     redraws: Redraws = ()
-    """The sets of noise of the response's tokens, where ends were refused and later tokens drawn
-    again. Empty: all tokens have the first set, redraw 0."""
+    """The sets of random numbers that the tokens were drawn with, where the end of the response was
+    refused and tokens were drawn again. Empty: all tokens have the first set, number 0."""
     given: Spans = ()
     """Ranges of tokens that the model was given between its turns and did not draw. Empty for a
     response that comes from an engine, which is a single turn."""
     rewritten: Rewritten = ()
-    """Places in the tokens where a turn was drawn after another prompt than everything before it.
-    Only in trajectories whose chat template rewrites earlier turns."""
+    """Places in the tokens where the prompt of a turn was not simply everything before it. Only in
+    trajectories whose chat template rewrites earlier turns."""
 
     @property
     def num_drawn(self) -> int:
@@ -135,12 +136,13 @@ class Response:
 
     @property
     def num_in_rows(self) -> int:
-        """Number of tokens that training on this response puts through the model."""
+        """Number of tokens that training on this response puts through the model, over all training
+        rows that the response is split into."""
         return num_in_rows(self.prompt_tokens, len(self.tokens), self.given, self.rewritten)
 
     @property
     def last_turn(self) -> tuple[int, ...]:
-        """The tokens drawn last, without a given token or a change of prompt between them."""
+        """The tokens drawn since the model was last given tokens or a rewritten prompt."""
         given = self.given[-1][1] if self.given else 0
         anew = self.rewritten[-1][0] if self.rewritten else 0
         return self.tokens[max(given, anew) :]
@@ -153,8 +155,8 @@ class Response:
 
 @dataclass(frozen=True, slots=True)
 class EngineOutput:
-    """An event that an engine reports, with the sample's response. The event's `time_s` is 0 until
-    the driver sets it."""
+    """An event of one sample that an engine reports, with the sample's response. The event's
+    `time_s` is 0 until the driver, which receives it, sets it."""
 
     event: SampleGenerated | SampleAborted | SampleFailed
     response: Response | None = None
@@ -163,11 +165,11 @@ class EngineOutput:
 
 
 Listener = Callable[[Sequence[EngineOutput]], None]
-"""Function that an engine calls, from any thread, with the outputs of one decode step, in launch
-order. The embedded engine calls it between two decode steps and waits for its return: an abort
-given inside the call takes effect at that very step, in every run alike. An engine in a process of
-its own does not wait: it may report several steps at once, and an abort takes effect at the first
-step after it arrives."""
+"""Function that an engine calls, from any thread, with the outputs of one decode step, in the order
+of submission. The embedded engine calls it between two decode steps and waits for its return: an
+abort given inside the call takes effect at that very step, in every run alike. An engine in a
+process of its own does not wait: it may report several steps at once, and an abort takes effect at
+the first step after it arrives."""
 
 
 class Engine(Protocol):
@@ -180,10 +182,8 @@ class Engine(Protocol):
         ...
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queue requests, first come, first served. Every request gets exactly one output.
-
-        A request that can never run (prompt and response do not fit) gets `SampleFailed`.
-        """
+        """Queue requests, first come, first served. Every request gets exactly one output. A
+        request that can never run (prompt and response do not fit) gets `SampleFailed`."""
         ...
 
     def abort(self, samples: Sequence[SampleId]) -> None:
@@ -211,14 +211,12 @@ class Engine(Protocol):
 
     async def offload(self) -> None:
         """Free the device's memory; its content waits in host memory or is made again. Until
-        `reload` the engine can only be closed. On a CPU nothing happens.
-
-        Raises `EngineError` while samples run.
-        """
+        `reload` the engine can only be closed. On a CPU nothing happens. Raises `EngineError` while
+        samples run."""
         ...
 
     async def reload(self) -> None:
-        """Take the device's memory again, with the weights from before `offload`. Raises
+        """Take the device's memory again, with the same weights as before `offload`. Raises
         `EngineError` if that fails."""
         ...
 
@@ -246,7 +244,7 @@ class EngineStatus:
     """Number of tokens that were generated since the engine was made."""
     decode_steps: int
     drafted_tokens: int = 0
-    """Number of tokens that were guessed and tried ahead in decode steps
+    """Number of tokens that were guessed and tried in decode steps
     (`rollout.engine.draft_tokens`)."""
     accepted_tokens: int = 0
     """Number of tokens that steps with guessed tokens gave beyond one token a sample."""
@@ -291,8 +289,8 @@ class EngineConfig:
 
     @property
     def takes_up_carried(self) -> bool:
-        """Whether the engine can go on from tokens that an earlier launch generated, and draw them
-        again to check them."""
+        """Whether this engine can continue from tokens that the sample had when it was aborted, and
+        draw them again to check them."""
         return self.name in TAKE_UP_CARRIED
 
     @property
@@ -302,5 +300,5 @@ class EngineConfig:
 
     @property
     def takes_quantized(self) -> bool:
-        """Whether the engine can generate with a base model of 4 bits below the adapter."""
+        """Whether the engine can generate with a base model of 4 bits below an adapter."""
         return self.name not in WITHOUT_QUANTIZATION

@@ -1,12 +1,12 @@
 """The program of a process with an engine in it, which obeys the run's process over an inherited
-line.
+connection.
 
     the run -- Work, Call ------> main thread: submits, aborts
                                   calling thread: one call after the other
             <-- Report, Answer -- reporting thread: waits until there is something to report
                                   the engine's own thread, or whatever it has
 
-The process ends when its line does or its engine dies, so that no dead engine is called again.
+The process ends when the connection or its engine does, so that no dead engine is called again.
 Imports nothing heavy until it has been told which engine to make.
 """
 
@@ -40,10 +40,11 @@ from rollpacker.workers.program import Program, text_of
 
 
 class EngineHost:
-    """Holds an engine, passes on to it what messages ask for, and makes messages of its outputs."""
+    """Holds the engine of this process, hands it what messages ask for, and sends back its
+    outputs."""
 
     def __init__(self, engine: Engine, beat_s: float) -> None:
-        """Starts the engine. `beat_s`: longest time between two reports, in seconds."""
+        """Starts the engine. `beat_s`: longest time between two reports to the run, in seconds."""
         self._engine = engine
         self._beat_s = beat_s
         self._calls: queue.SimpleQueue[tuple[int, Call]] = queue.SimpleQueue()
@@ -125,7 +126,8 @@ class EngineHost:
 
 
 def serve(program: Program, engine: Engine, beat_s: float) -> NoReturn:
-    """Obey messages until the line ends or the engine is dead, then end the process."""
+    """Obey messages until the connection ends or the engine is dead, then end the process.
+    `beat_s`: longest time between two reports, in seconds."""
     host = EngineHost(engine, beat_s)
 
     def speak() -> None:

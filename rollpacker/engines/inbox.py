@@ -32,14 +32,14 @@ class Inbox:
     # -- the caller's side -----------------------------------------------------------------
 
     def check_open(self) -> None:
-        """Raises `EngineError` if the engine is closed or dead."""
+        """Raise `EngineError` if the engine is closed or dead."""
         if self._closed:
             raise EngineError("the engine is closed")
         if self._error is not None:
             raise EngineError(f"the engine died: {self._error}") from self._error
 
     def check_here(self) -> None:
-        """Raises `EngineError` if the engine is closed, dead or has freed its device's memory."""
+        """Raise `EngineError` if the engine is closed, dead or has freed its device's memory."""
         self.check_open()
         if self._is_away:
             raise EngineError("the engine has let go of its device's memory: reload it first")
@@ -139,15 +139,15 @@ class Inbox:
         return unkept
 
     def take(self) -> tuple[list[Pending], set[SampleId]]:
-        """Return the requests and the aborted samples that came since the last call."""
+        """Return the requests and the aborted samples that arrived since the last call."""
         with self._condition:
             submitted, self._submitted = self._submitted, []
             aborted, self._aborted = set(self._aborted), []
         return submitted, aborted
 
     def end(self, samples: Iterable[SampleId]) -> tuple[bool, Listener]:
-        """Remove these samples, which have ended. Returns whether no other samples are in flight,
-        and the listener."""
+        """Remove these samples, which have ended, from those in flight. Returns whether no samples
+        are in flight any more, and the engine's listener."""
         with self._condition:
             self._in_flight.difference_update(samples)
             assert self._listener is not None

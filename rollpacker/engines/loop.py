@@ -39,7 +39,7 @@ CLOSE_S = 5.0
 """Seconds that `close` waits for the current decode step to end."""
 
 Numbered = tuple[int, EngineOutput]
-"""An output and its request's launch number, by which outputs of one step are ordered."""
+"""An engine's output, and its request's number, by which the outputs of one step are ordered."""
 
 
 class LoopEngine(ABC):
@@ -61,8 +61,8 @@ class LoopEngine(ABC):
     # -- the protocol ------------------------------------------------------------------------------
 
     def start(self, listener: Listener, on_error: Callable[[BaseException], None]) -> None:
-        """Begin to work, and report to these functions. Called again while no samples run, it
-        replaces them."""
+        """Begin to work, and report outputs and errors to these functions. Called again while no
+        samples run, it replaces the functions."""
         self._inbox.tell(listener, on_error)
         if self._thread is None:
             self._thread = threading.Thread(
@@ -79,7 +79,7 @@ class LoopEngine(ABC):
         self._inbox.abort(samples)
 
     def let_go(self, samples: Sequence[SampleId]) -> None:
-        """Allow the engine to drop what it keeps of these samples; see `Engine.let_go`."""
+        """Allow the engine to drop the keys and values kept of samples; see `Engine.let_go`."""
         self._inbox.let_go(samples)
 
     async def update_weights(
@@ -121,8 +121,8 @@ class LoopEngine(ABC):
                 logger.error("the engine's worker hangs; it is left behind")
 
     def _renew(self, version: int, weights: Mapping[str, Tensor] | WeightSource | None) -> None:
-        """Copy new weights into the module, while no samples run. None: the module has them
-        already. Raises `EngineError` if they are another model's, or of another version."""
+        """Copy new weights into the module, while no samples run. `weights` None: the module has
+        them already. Raises `EngineError` if they are another model's, or of another version."""
         if isinstance(weights, WeightSource):
             if weights.version != version:
                 raise EngineError(f"weights of version {weights.version} were given for {version}")
@@ -152,7 +152,8 @@ class LoopEngine(ABC):
             own[name].copy_(value)
 
     def _forget_kept(self) -> None:
-        """Drop what was computed with the present weights. Called while no samples run."""
+        """Drop results of the present weights, such as kept keys and values, while no samples
+        run."""
         return
 
     @property
@@ -181,7 +182,8 @@ class LoopEngine(ABC):
 
     @abstractmethod
     def _rest(self) -> None:
-        """Put the engine at rest. Called when no samples run any more, and when the worker dies."""
+        """Reset what the engine needs only while samples run. Called when none runs any more, and
+        when the worker dies."""
 
     # -- the worker --------------------------------------------------------------------------------
 
@@ -213,8 +215,8 @@ def failure(entry: Pending, reason: str) -> Numbered:
 
 
 def abortion(entry: Pending, response: Response, **facts: Any) -> Numbered:
-    """The output for an aborted sample, with its response if there are any tokens. `facts`: further
-    fields of its event."""
+    """The output for an aborted sample, with its response if it has any tokens. `facts`: further
+    fields of the `SampleAborted` event."""
     event = SampleAborted(
         time_s=0.0, sample=response.sample, num_tokens=len(response.tokens), **facts
     )
@@ -222,8 +224,8 @@ def abortion(entry: Pending, response: Response, **facts: Any) -> Numbered:
 
 
 def untouched(entry: Pending, version: int) -> Response:
-    """The response of a sample for which this launch generated nothing: the tokens carried over
-    from an earlier launch, if there are any."""
+    """The response of a sample that ended before the engine generated anything for this request:
+    the tokens that it carried from an earlier request, if there are any."""
     request = entry.request
     return Response(
         sample=request.sample,
@@ -239,8 +241,8 @@ def why_impossible(
     entry: Pending, *, vocabulary_size: int, max_positions: int | None, can_read: bool
 ) -> str | None:
     """The reason why no engine of this model could ever run the request. None: an engine may run
-    it. `max_positions`: the model's context in tokens; None: unlimited. `can_read`: whether there
-    is a tokenizer."""
+    it. `max_positions`: the model's context in tokens; None: unlimited. `can_read`: whether the
+    engine has a tokenizer."""
     prompt, limit = entry.request.prompt_tokens, entry.limit
     if not prompt:
         return "the prompt has no tokens"

@@ -36,7 +36,7 @@ from rollpacker.weights.buffer import WeightSource
 
 UPDATE_WEIGHTS, WEIGHT_PROBE = "update_weights", "weight_probe"
 OFFLOAD, RELOAD = "offload", "reload"
-"""Names of the calls, for `Call.name`."""
+"""Names of the methods of an engine that a message can call, for `Call.name`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,19 +55,18 @@ class EngineSetup:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of one of those methods of the engine that take time and have one answer."""
+    """A call of a method of the engine that takes time and gives one answer, such as `offload`."""
 
     name: str
     version: int = 0
-    """The new version of the weights, for `UPDATE_WEIGHTS`; unused in other calls."""
+    """New version number of the weights, for `UPDATE_WEIGHTS`; unused in other calls."""
     source: WeightSource | None = None
     """Where the new weights are, for `UPDATE_WEIGHTS`. None: the engine has them already."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The result of a call, or the message of its error. Both are None for a call that returns
-    nothing."""
+    """The result of a call, or its error's message. Both are None if the call returns nothing."""
 
     result: str | None = None
     error: str | None = None
@@ -75,8 +74,8 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Requests, aborted samples, and samples of which nothing need be kept, since the last message
-    of this kind."""
+    """What the engine's process is to do: requests, samples to abort, and samples whose kept keys
+    and values may be dropped, all since the last message of this kind."""
 
     requests: tuple[GenerationRequest, ...] = ()
     aborts: tuple[SampleId, ...] = ()
@@ -84,12 +83,14 @@ class Work:
 
 
 PackedOutput = tuple[SampleGenerated | SampleAborted | SampleFailed, "PackedResponse | None"]
-"""An `EngineOutput` as it is sent: the event, and its response without sample and prompt."""
+"""An `EngineOutput` as it is sent: the event, and its response without sample and prompt, if
+any."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A sign of life: the outputs since the last report, and the engine's present status."""
+    """A report of an engine's process, which also shows that it lives: the outputs since the last
+    report and the engine's present status."""
 
     outputs: tuple[PackedOutput, ...]
     status: EngineStatus

@@ -3,9 +3,9 @@
     ProcessEngine --Work, Call--> engine_worker.py: EngineHost --> any engine
                   <-Report, Answer-
 
-The event loop of all lines (`workers/loop.py`) carries requests, aborts and calls to the process,
-and the process's reports to the listener. A report comes every `beat_s` seconds at the latest, so
-that silence means that the process is stopped or gone.
+One event loop for the connections to all processes (`workers/loop.py`) carries requests, aborts and
+calls to the process, and its reports to the listener. A report comes every `beat_s` seconds
+at the latest, so that silence means that the process is stopped or gone.
 """
 
 from __future__ import annotations
@@ -52,10 +52,9 @@ logger = logging.getLogger(__name__)
 
 PROGRAM = "rollpacker.engines.engine_worker"
 MAX_BEAT_S = 1.0
-"""Longest time between two reports of an engine, in seconds. Each report costs this process
-time."""
+"""Longest time between two reports of an engine, in seconds. Each costs this process time."""
 CLOSE_S = 5.0
-"""Seconds that `close` waits for the event loop of all lines, which may be busy."""
+"""Seconds that `close` waits for the event loop of all processes' connections, if it is busy."""
 HERE = ThisHost()
 
 
@@ -97,7 +96,8 @@ class ProcessEngine:
         )
         self._ready: Future[None] = Future()
         self._gone: Future[None] = Future()
-        """Done when the process has ended and everything that belongs to it here is closed."""
+        """Future that is done when the process has ended and all that belongs to it here is
+        closed."""
         self._burying: asyncio.Task[None] | None = None
         self._is_heard = self._is_over = False
         setup = replace(setup, beat_s=min(MAX_BEAT_S, heartbeat_s / 5))
@@ -138,8 +138,8 @@ class ProcessEngine:
         await asyncio.shield(asyncio.wrap_future(self._ready))
 
     def start(self, listener: Listener, on_error: Callable[[BaseException], None]) -> None:
-        """Report to these functions from now on; see `Engine.start`. Called again while no samples
-        run, it replaces them."""
+        """Report outputs and errors to these functions from now on; see `Engine.start`. Called
+        again while no samples run, it replaces the functions."""
         self._inbox.tell(listener, on_error)
         self._is_heard = True
         self._wake()
@@ -155,7 +155,7 @@ class ProcessEngine:
         self._wake()
 
     def let_go(self, samples: Sequence[SampleId]) -> None:
-        """Allow the engine to drop what it keeps of these samples; see `Engine.let_go`."""
+        """Allow the engine to drop the keys and values kept of samples; see `Engine.let_go`."""
         self._inbox.let_go(samples)
         self._wake()
 
@@ -212,7 +212,8 @@ class ProcessEngine:
         await asyncio.to_thread(self._use.end)
 
     def _ask(self, call: Call) -> Future[str | None]:
-        """Have the process make a call after those before. In any thread. Raises `EngineError`."""
+        """Have the engine's process make this call after those before it. Returns a future of the
+        answer. May be called from any thread. Raises `EngineError`."""
         self._inbox.check_open()  # a closed engine's loop may have ended
         return asyncio.run_coroutine_threadsafe(self._answer_to(call), self._use.loop)
 
@@ -257,7 +258,7 @@ class ProcessEngine:
             self._report(said)
 
     def on_hang_up(self) -> None:
-        """Do nothing; see `Owner.on_hang_up`."""
+        """Do nothing when the process closes its connection; see `Owner.on_hang_up`."""
 
     def _report(self, report: Report) -> None:
         self._status = report.status
@@ -267,8 +268,8 @@ class ProcessEngine:
             listener(outputs)
 
     def _outputs(self, report: Report) -> list[EngineOutput]:
-        """The outputs of a report as a listener gets them. Those of samples that are not in flight
-        are logged and left out."""
+        """A report's outputs as a listener gets them. Outputs of samples not in flight are only
+        logged."""
         found = []
         for event, response in report.outputs:
             prompt = self._prompts.pop(event.sample, None)

@@ -11,7 +11,7 @@ It is called with `model`, `tokenizer` and `config` (`EngineConfig`) by keyword 
 `Engine`."""
 
 TAKE_UP_CARRIED = ("torch", "vllm")
-"""Engines that can go on from tokens which an earlier launch generated
+"""Engines that can continue from tokens which a sample had when it was aborted
 (`GenerationRequest.carried`), and check whether each token would still be drawn."""
 
 TENSOR_PARALLEL = ("vllm",)
@@ -19,11 +19,11 @@ TENSOR_PARALLEL = ("vllm",)
 argument `tensor_parallel`, too."""
 
 TOLD_TO_SLEEP = ("vllm",)
-"""Engines that must know from the beginning that they will have to free their device. If so, the
-engine's function gets the keyword argument `sleeps`, too."""
+"""Engines that must be told when they are made that they will have to free their device's memory.
+If so, the engine's function gets the keyword argument `sleeps`, too."""
 
 WITHOUT_QUANTIZATION = ("vllm",)
-"""Engines that cannot generate with a base model of 4 bits (`model.quantization`)."""
+"""Engines that cannot generate with a base model quantised to 4 bits (`model.quantization`)."""
 
 BRING_THEIR_OWN_MODEL = ("vllm",)
 """Engines that generate with their own code for the model's architecture. The module that is

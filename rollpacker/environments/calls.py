@@ -33,7 +33,7 @@ class GivenUp(BaseException):
 
 
 class Calls:
-    """Calls the functions of one episode."""
+    """Calls the functions of one episode's environment or tools, one after another."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

@@ -43,7 +43,7 @@ class EnvironmentConfig:
     """The environment: a class with `reset` and `step`, or a function that makes one, as
     `module:Class` or `file.py:Class`; or `gem:NAME`, `verifiers:NAME` and so on; or
     `program:COMMAND`, a program that uses the policy through OpenAI's API. Cannot be set together
-    with `tools`."""
+    with `tools`. None: `tools` alone, if any."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments with which `function` is called for each episode."""
     rewrites: Literal["refuse", "prefixes"] = "refuse"
@@ -130,10 +130,10 @@ class Environment(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begun:
-    """An episode has begun."""
+    """The reply of an environment to the beginning of an episode."""
 
     messages: tuple[Message, ...] | None
-    """The episode's prompt. None: the row's own prompt."""
+    """The episode's prompt. None: the dataset row's own prompt."""
     tools: tuple[ToolSchema, ...] | None = None
     """Schemas of the tools that the model is shown in this episode. None: the same tools as in
     every episode."""
@@ -164,7 +164,7 @@ class Episode:
     """The whole dialogue of an episode with its rewards, for reward functions and for display."""
 
     prompt: tuple[Message, ...] | None = None
-    """The prompt that the environment gave. None: the row's own prompt was used."""
+    """The prompt that the environment gave. None: the dataset row's own prompt was used."""
     messages: tuple[Message, ...]
     """All messages after the prompt: those of the model and of the environment, by turns."""
     rewards: tuple[float | None, ...] = ()
@@ -178,12 +178,12 @@ class Episode:
     policy_s: tuple[float, ...] = ()
     """Seconds from the request for a turn to its last token, by turn."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Sums over all turns of the answers' metrics."""
+    """Sums of the metrics of the environment's answers over all turns, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """The episode cannot go on. This is never counted as a reward of zero."""
+    """The reply if the episode cannot go on. It is never counted as a reward of zero."""
 
     reason: str
     cause: str
@@ -193,7 +193,7 @@ class Lost:
     seconds: float = 0.0
     calls: tuple[ToolCall, ...] = ()
     """The tool calls of the turn, in order, if the environment was too slow; the last had not
-    ended. Empty: no tool ran, or it is not known."""
+    ended. Empty: no tool ran, or that is not known."""
 
 
 class Environments(Protocol):
@@ -202,8 +202,8 @@ class Environments(Protocol):
     tools: tuple[ToolSchema, ...]
     """Schemas of the tools that the model is shown, unless an episode has its own (`Begun`)."""
     begins: bool
-    """Whether episodes must be begun before their first turn, since environments give the prompt.
-    False: `begin` may be left out, and the row's prompt is used."""
+    """Whether each episode must be begun before its first turn, since the environment gives the
+    prompt. False: `begin` may be left out, and the dataset row's prompt is used."""
     is_deterministic: bool
     """Whether the same actions lead to the same answers, so that a lost episode can be played
     again."""
@@ -240,8 +240,8 @@ class Environments(Protocol):
     async def finish(
         self, episode: SampleId, *, timeout_s: float | None = None
     ) -> float | Lost | None:
-        """Return the reward, beyond those given before, of an episode that a limit ended. None:
-        there is none. In all else like `act`."""
+        """Return what is left of the reward of an episode that a limit ended, beyond the rewards of
+        its turns. None: nothing is left. Errors, `Lost` and cancelling are as in `act`."""
         ...
 
     def end(self, episode: SampleId) -> None:
@@ -250,5 +250,5 @@ class Environments(Protocol):
         ...
 
     async def close(self) -> None:
-        """End all processes."""
+        """End all environment processes."""
         ...

@@ -34,7 +34,7 @@ ANSWER_WITHIN_S = 2.0
 it, so it has longer than a process of a reward function."""
 MAX_HUNG = 16
 """Number of calls that must hang in a process (go on after they were given up) for it to get no
-more episodes. It ends with those that it has."""
+more episodes. The process ends once those that it has are over."""
 APART_WITHIN_S = 30.0
 """Seconds after which an episode of a suspected prompt begins among the others, if the separate
 process for such episodes has not become free."""
@@ -60,7 +60,7 @@ class EpisodePool(WorkerPool):
         their process. They wait for the separate process."""
         self._apart: PoolWorker | None = None
         self._inmate: object = None
-        """The prompt whose episodes are in the separate process now. None: it has none yet."""
+        """The prompt whose episodes are in the separate process now. None: no episode is there."""
 
     def start(self) -> None:
         """Start all processes of the pool."""
@@ -81,8 +81,8 @@ class EpisodePool(WorkerPool):
         return call
 
     def act(self, payload: bytes, limit_s: float, worker: PoolWorker, whose: Hashable) -> PoolCall:
-        """Make a call in the process `worker` of an episode. Raises `WorkerLost` if the process is
-        gone."""
+        """Make a call of an episode that lives in the process `worker`. `whose`: the episode's
+        prompt. Raises `WorkerLost` if the process is gone."""
         if worker.gone:
             raise WorkerLost(worker.gone, how="", stopped=False, left_s=limit_s)
         call = self._made(payload, limit_s)
@@ -174,7 +174,8 @@ class EpisodePool(WorkerPool):
         return [one for one in self._workers if one.ready and not one.draining]
 
     def _num_to_start(self) -> int:
-        """Number of processes to start. The separate process is one more than the run asked for."""
+        """Number of processes to start. The separate process for suspected prompts comes on top of
+        the number that the run asked for."""
         others = sum(not one.draining and one is not self._apart for one in self._workers)
         return self._max_workers - others + bool(self._suspected and self._lacks_apart())
 

@@ -27,10 +27,10 @@ from rollpacker.sandbox.sandbox import Sandbox
 @dataclass(frozen=True, slots=True)
 class Loaded:
     hello: dict[str, Any]
-    """What the controller must know: `name`, `tools`, `begins`, `is_deterministic`, `gives_rewards`
-    and `scores_at_end`, and `rows` if they were asked for."""
+    """What the controller is told of the tools or the environment: `name`, `tools`, `begins`,
+    `is_deterministic`, `gives_rewards`, `scores_at_end`, and `rows` if it asked for them."""
     make: Callable[[Calls], Played]
-    """Function that makes an episode."""
+    """Function that makes an episode whose functions are called through the given `Calls`."""
 
 
 async def load(request: Mapping[str, Any], stack: AsyncExitStack) -> Loaded:

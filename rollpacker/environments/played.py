@@ -23,7 +23,7 @@ class Played(Protocol):
     async def act(self, message: Message) -> Reply: ...
 
     async def finish(self) -> Reply:
-        """Return the `reward`, beyond those given before, of an episode that a limit ended."""
+        """Return the `reward` of an episode that a limit ended, beyond the rewards of its turns."""
         ...
 
     def under_way(self) -> tuple[ToolCall, ...]:
@@ -130,6 +130,6 @@ def _tools_of(environment: Any) -> list[Any]:
 
 
 def made_in_loop(make: Callable[[], Any]) -> bool:
-    """Whether environments are made in the event loop. So are those of a class whose methods are
-    async: making them is assumed not to block either."""
+    """Whether `make` is called in the event loop. It is for a class whose methods are async: making
+    such an environment is assumed not to block either."""
     return all(inspect.iscoroutinefunction(getattr(make, name, None)) for name in ("reset", "step"))

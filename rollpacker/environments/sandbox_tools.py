@@ -3,8 +3,8 @@ lasts as long as the episode.
 
 Each run has an empty folder of its own in the sandbox. A program of ours copies the episode's files
 into it before and out of it afterwards, and runs the model's code as a child. That code may forge
-what comes out: then it has forged its own files. They are checked like those of a stranger. Runs in
-a worker process.
+the files that come out. This harms only its own episode, and the files are checked like any
+untrusted ones. Runs in a worker process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_FOLDER_BYTES = 8 << 20
 once."""
 MAX_OUTPUT_BYTES = 1 << 20
 _OWN_S = 2.0
-"""Seconds that our own program may take beyond those of the model's."""
+"""Seconds beyond `WALL_S` for our own program, which copies the files and runs the model's."""
 _PROFILE = Profile(
     name="tools",
     folders=(("bin", "/usr/bin"),),
@@ -158,7 +158,7 @@ async def open_box(config: SandboxConfig, stack: AsyncExitStack) -> Sandbox:
 
 
 class Folder:
-    """The tools of one episode, with the files that their calls leave for later calls."""
+    """The tools `python` and `shell` of one episode, with the files that their calls leave."""
 
     def __init__(self, box: Sandbox) -> None:
         self._box = box
@@ -222,8 +222,7 @@ class Folder:
         return "\n".join(told)
 
     def _keep(self, answer: Mapping[str, Any]) -> bool:
-        """Keep the files that are in the folder after a run. Returns False if they cannot be
-        kept."""
+        """Keep the files that a run left, for later calls. Returns False if that cannot be."""
         try:
             files = {
                 n: base64.b64decode(text, validate=True)

@@ -46,7 +46,7 @@ class Stepped(NamedTuple):
 
 def checked(environment: Any, name: str) -> None:
     """Raise `EnvironmentSetupError` unless the environment has `reset`, and `step` or tools, in a
-    form that can be called. `name`: the environment's name in the message."""
+    form that can be called. `name`: the environment's name in the error message."""
     kind = type(environment).__name__
     if not callable(getattr(environment, "reset", None)):
         raise EnvironmentSetupError(f"environment {name}: a {kind} has no method reset; {_USAGE}.")
@@ -76,8 +76,8 @@ def scores_at_end(environment: Any) -> bool:
 
 
 def tools_of(environment: Any) -> list[Callable[..., Any]]:
-    """The tools of an environment without `step` (TRL's form): its public methods, except those
-    with a meaning of their own."""
+    """The tools of an environment without `step` (TRL's form): its public methods other than
+    `reset`, `close`, `get_reward` and `rows`."""
     kept = {"reset", "close", "get_reward", "rows"}
     names = [name for name in dir(type(environment)) if not name.startswith("_")]
     found = [getattr(environment, name) for name in names if name not in kept]
@@ -94,8 +94,8 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 def reset_arguments(
     reset: Callable[..., Any], row: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and the named arguments for a `reset`. Raises `WrongReturn` if the row lacks a
-    column that it needs."""
+    """Return the positional and the named arguments with which to call `reset`. Raises
+    `WrongReturn` if the dataset row lacks a column that is needed."""
     parameters = _parameters(reset)
     names = {p.name for p in parameters}
     plain = [p for p in parameters if p.kind not in _VARIADIC]

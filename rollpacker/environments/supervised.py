@@ -62,15 +62,15 @@ class _Life:
     another life."""
 
     number: int
-    """Number of this life. Each life of an episode has its own."""
+    """Number that tells this life from the episode's other lives, in messages to its process."""
     prompt: PromptId
     worker: PoolWorker | None = None
     turn: int = 0
     """Number of the last turn that was answered. 0: the episode has only begun."""
     last: Begun | Answered | None = None
-    """The answer to that turn. None: there is none yet."""
+    """The answer to the last answered turn, or to the beginning. None: there is no answer yet."""
     call: PoolCall | None = None
-    """The call that is under way. None: no call is."""
+    """The call to the episode's process that is under way. None: no call is."""
 
 
 @dataclass(slots=True)
@@ -94,8 +94,8 @@ class SupervisedEnvironments:
     ) -> None:
         """Starts a process to examine the tools or the environment; must be called outside of an
         event loop. `brings_rows`: whether the environment provides the data set's rows. `num_rows`:
-        how many, if it has none of its own. Raises `EnvironmentSetupError` if something cannot be
-        used."""
+        number of rows if the environment has none of its own. Raises `EnvironmentSetupError` if
+        something cannot be used."""
         if not config.tools and config.function is None:
             raise EnvironmentSetupError(
                 "no environment is set; set environment.tools or environment.function."
@@ -144,16 +144,15 @@ class SupervisedEnvironments:
     # -- processes --------------------------------------------------------------------------
 
     def be_on(self, places: Sequence[Host]) -> None:
-        """Have one process at each of these places, not beside this process. Call this before
-        `open`."""
+        """Have one environment process on each of these hosts. Call this before `open`."""
         assert self._pool is None, "open already"
         self._places.extend(places)
         while self._spares:
             self._spares.pop().close()
 
     def _start(self, name: str) -> WorkerProcess:
-        """Start a process at the next of the places. A new process after a loss is so started on
-        another host, which helps if the first host is lost, too."""
+        """Start a process on the next of the hosts in turn. A new process after a loss is so
+        started on another host, which helps if the first host is lost, too."""
         place = self._places[0] if self._places else None
         self._places.rotate(-1)
         host = None if isinstance(place, ThisHost) else place
@@ -342,8 +341,8 @@ class SupervisedEnvironments:
         return lost
 
     def _settled(self, known: _Episode, life: _Life, answer: Answer) -> Answer | Lost:
-        """Return the answer; a `Lost` if an earlier life of the episode had another answer at this
-        turn."""
+        """Return the answer, or a `Lost` if it should equal, but does not, the answer that
+        the episode got at this turn when it was played before."""
         life.last = answer
         if not self.is_deterministic:
             return answer
@@ -360,7 +359,8 @@ class SupervisedEnvironments:
     # -- losses -----------------------------------------------------------------------------
 
     def _failed(self, reply: Mapping[str, Any]) -> Lost | None:
-        """The loss that a reply reports from inside the environment. None: it reports none."""
+        """Return the loss if a reply reports that the environment itself failed or was too slow.
+        None: it reports no failure."""
         seconds = reply.get("seconds", 0.0)
         if "lost" in reply:
             return self._lost(shortened(reply["lost"]), seconds=seconds)
@@ -387,7 +387,7 @@ class SupervisedEnvironments:
         return Lost(reason=why, cause=cause, seconds=seconds)
 
     def _report(self, kind: str, more: str = "") -> None:
-        """Log a warning, once for each kind."""
+        """Log a warning made of `kind` and `more`, only once for each `kind`."""
         if kind not in self._told:
             self._told.add(kind)
             logger.warning("environment %s%s", kind, more)
@@ -398,7 +398,8 @@ def _calls_in(reply: Mapping[str, Any]) -> tuple[ToolCall, ...]:
 
 
 def _compared(answer: Begun | Answered) -> str:
-    """The parts of an answer that must be the same in every life, as text. Its seconds are not."""
+    """The parts of an answer that must be the same in every life, as text. The seconds are left
+    out."""
     values: list[Any] = [answer.messages]
     if isinstance(answer, Answered):
         values += [answer.reward, answer.done, answer.truncated]
@@ -415,8 +416,9 @@ def _load(
     rows: bool = False,
     num_rows: int | None = None,
 ) -> bytes:
-    """The message with which an environment process is told what to load. `describe`: it returns
-    schemas of its tools. `rows`: it returns rows, too. Raises `EnvironmentSetupError`."""
+    """The message with which an environment process is told what to load. `describe`: whether the
+    process is to return the tools' schemas. `rows`: whether to return the environment's dataset
+    rows, too. Raises `EnvironmentSetupError`."""
     if len(set(config.tools)) < len(config.tools):
         raise EnvironmentSetupError("environment.tools names a tool twice.")
     request = {

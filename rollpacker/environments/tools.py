@@ -20,11 +20,12 @@ from rollpacker.rewards.functions.returned import shortened
 
 Function = Callable[..., Any]
 Call = Callable[..., Awaitable[Any]]
-"""Calls a user's function, blocking or async, with these arguments and returns its result."""
+"""Function that calls a user's function (its first argument), blocking or async, with the arguments
+that follow and returns the result."""
 
 
 class ToolFailed(Exception):
-    """A call of one of our own tools failed. The message is shown to the model."""
+    """A call of the tool `python` or `shell` failed. The message is shown to the model."""
 
 
 class ToolUnavailable(Exception):
@@ -138,12 +139,12 @@ class ToolBox:
         self._call = call
         self._max_chars = max_chars
         self._made: list[ToolCall] = []
-        """The calls of the latest message that have ended."""
+        """The tool calls of the model's latest message that have ended."""
         self._runs: tuple[str, float] | None = None
-        """The tool that runs now, and when it began. None: no tool runs."""
+        """Name of the tool that runs now, and the time at which it began. None: no tool runs."""
 
     def under_way(self) -> tuple[ToolCall, ...]:
-        """The calls so far of the message being answered, the last of which runs. Empty: no tool
+        """The tool calls so far of the message being answered; the last one runs. Empty: no tool
         runs."""
         if self._runs is None:
             return ()
@@ -153,11 +154,9 @@ class ToolBox:
 
     async def answer(self, message: Message) -> dict[str, Any]:
         """Execute the calls of a message, one after another. Returns `messages` for the model (one
-        per call), `done` (whether there were no calls), `metrics` and `calls`.
-
-        Calls that could not be read are reported in a user's message, or at the end of the last
-        answer: a tool's message must belong to a call, and templates refuse others.
-        """
+        per call), `done` (whether there were no calls), `metrics` and `calls`. Calls that could not
+        be read are reported in a user's message, or at the end of the last answer: a tool's message
+        must belong to a call, and templates refuse others."""
         calls = message.get("tool_calls") or ()
         malformed = message.get("malformed_tool_calls") or ()
         answers: list[dict[str, Any]] = []

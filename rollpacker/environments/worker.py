@@ -40,11 +40,11 @@ _SAID_IN_FULL = (
     *("ImportSpecError", "MissingPackageError", "EnvironmentSetupError", "SandboxUnavailable"),
     *("AdapterError", "DataError"),
 )
-"""Names of errors whose message alone is shown to the user."""
+"""Names of error classes of which the user is shown the message alone, without a traceback."""
 
 
 def main(line: int | Line) -> None:
-    """Answer requests until the controller hangs up. `line`: the line to it, or its descriptor."""
+    """Answer requests until the controller hangs up. `line`: its connection, or the descriptor."""
     asyncio.run(_serve(connected(line)))
 
 
@@ -75,13 +75,13 @@ class _Episode:
     played: Played
     calls: Calls
     running: set[int] = field(default_factory=set)
-    """Numbers of the episode's calls that have not ended."""
+    """Numbers of the requests about the episode that are not answered yet."""
     is_over: bool = False
     """Whether the episode was ended, so that it is closed after its last call."""
 
 
 class _Server:
-    """Plays the episodes of this process."""
+    """Plays the episodes of this process, as the controller's requests say."""
 
     def __init__(self, controller: Controller, loaded: Loaded) -> None:
         self._controller = controller
@@ -105,7 +105,7 @@ class _Server:
                 self._end(request.number)
 
     def _under_way(self, call: int) -> tuple[ToolCall, ...]:
-        """The tool calls so far in that call of an episode. Empty: no tool runs."""
+        """The tool calls so far in request number `call` of an episode. Empty: no tool runs."""
         episodes = self._episodes.values()
         episode = next((one for one in episodes if call in one.running), None)
         return () if episode is None else episode.played.under_way()

@@ -1,1 +1,1 @@
-"""Pipeline stages that withstand slow stages and links: plans, stages, links and simulation."""
+"""A trainer's pipeline stages, which stay busy if a stage or a link between two is slow."""

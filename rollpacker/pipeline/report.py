@@ -13,12 +13,12 @@ from rollpacker.report.step_summary import StepSummary
 
 PREFIX = "perf/pipeline/"
 _USUAL_STEPS = 8
-"""Number of steps before a link turned slow whose median counts as usual."""
+"""Number of steps before a link turned slow whose median message time counts as usual."""
 
 
 def summarize_pipeline(steps: Sequence[StepSummary]) -> dict[str, Any] | None:
-    """Return the summary. Means are over the last steps without a change of the layers' split.
-    None: the trainer is not in stages."""
+    """Return the summary of a run's pipeline stages. Means are over the steps since the layers were
+    last split anew. None: the trainer has no stages."""
     rows = [(one.step, _of_pipeline(one.trainer)) for one in steps]
     rows = [(step, row) for step, row in rows if row]
     if not rows:
@@ -72,7 +72,8 @@ def _of_pipeline(metrics: Row) -> dict[str, float]:
 
 
 def _events(before: Sequence[tuple[int, Row]], now: tuple[int, Row]) -> Iterator[dict[str, Any]]:
-    """Yield a step's events: links or stages turned slow or well, other links, another layout."""
+    """Yield a step's events: a link or stage turned slow or well, or links or layers were
+    changed."""
     (step, row), (_, last) = now, before[-1]
     if _kind(row) != _kind(last):
         slow = [number for number, name in _places(last, "link") if last.get(f"{name}/slow")]
@@ -99,14 +100,13 @@ def _kind(row: Row) -> str:
 
 
 def _places(row: Row, what: str) -> list[tuple[int, str]]:
-    """Return numbers and names of the stages, or links, of a step."""
     found = {match[1] for name in row if (match := re.match(rf"{what}_(\d+)/", name))}
     return [(number, f"{what}_{number}") for number in sorted(map(int, found))]
 
 
 def _slow_since(rows: Sequence[tuple[int, Row]], name: str) -> int | None:
-    """Return the first of the last steps in which this stage or link was slow without a gap. None:
-    it was not slow in the last step."""
+    """Return the step since when this stage or link has been slow without a gap. None: it was not
+    slow in the last step."""
     since = None
     for step, row in reversed(rows):
         if not row.get(f"{name}/slow"):

@@ -1,5 +1,5 @@
-"""The accounting of a run: a summary of each step, and its seconds by cause. The entries come live
-from the controller, one by one, or from a finished log."""
+"""The accounting of a run: a summary of each step, and the run's seconds by cause. Log entries come
+live from the controller, one by one, or from a finished log."""
 
 from __future__ import annotations
 
@@ -11,36 +11,37 @@ from rollpacker.report.time_book import TimeBook
 
 
 class Accounting:
-    """Reads a log's entries: `feed` returns a `StepSummary` whenever a step is committed.
+    """Makes summaries and seconds by cause from the entries of an event log. `feed` takes one entry
+    and returns a `StepSummary` if the entry commits a step, else None.
 
-    `history` has what is known of the step under way, `time` the seconds by cause. `feed` is O(1)
-    but at a step's end, where it is linear in the step's samples. Now and then a step's end also
-    fits the model of response lengths anew; see `Debias` for how often."""
+    `history` has what is known of the step under way, `time` the seconds by cause. `feed` takes
+    constant time, but at a step's end a time linear in the step's samples. Now and then a step's
+    end also fits the model of response lengths anew; see `Debias` for how often."""
 
     def __init__(self, *, slots: int | None = None, max_response_tokens: int | None = None) -> None:
-        """`slots` and `max_response_tokens`: the config's, for a log without them; None:
-        unknown."""
+        """`slots` (maximum number of samples in engines at once) and `max_response_tokens` are the
+        config's, for a log without them. None: not known."""
         self.history = History()
         self.time = TimeBook(slots)
         self._max_response_tokens = max_response_tokens
         self._length_bias = LengthBias(max_response_tokens)
         self._bias_so_far: dict[str, float] | None = None
-        """Length metrics that `so_far` has computed of the step under way. They are computed only
-        once, since that counts the step. None: not computed yet."""
+        """Metrics of response lengths, as `so_far` computed them for the step under way: only once,
+        since computing them counts the step. None: not computed yet."""
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by cause up to the last entry; they add up to the wall time."""
+        """Seconds of the run by cause up to the last log entry, which add up to the wall time."""
         return self.time.seconds(self.history.step.peak_live)
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Warnings on how to read all metrics of the current session, such as "unsandboxed"."""
+        """Warnings on how to read metrics of the run's current session, such as "unsandboxed"."""
         session = self.history.session
         return () if session is None else session.marks
 
     def so_far(self, step: int) -> StepSummary:
-        """The summary of the step that is being committed, as far as the entries go. Only its
-        seconds can still grow."""
+        """The summary of the step that is being committed, from the log entries so far. Only the
+        step's seconds can still grow."""
         done = self.history.so_far(step, self.time.now_s)
         if self._bias_so_far is None:
             self._bias_so_far = self._length_bias.add(done)

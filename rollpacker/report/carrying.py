@@ -1,10 +1,10 @@
-"""Counts of carried tokens (tokens that an earlier launch of a sample generated and a later launch
-keeps), and of how many the current weights generate again.
+"""Counts carried tokens (tokens that an earlier launch of a sample generated and a later launch
+keeps), and how many of them the current weights generate again. A launch is one submission of a
+sample to an engine.
 
 A carried token *agrees* if the current weights generate it again with the same random numbers. A
 sample's tokens are verified up to the first that does not agree, so the mismatch per token is the
-number of samples with such a token over the number of verified tokens, that token included.
-"""
+number of samples with such a token over the number of verified tokens, that token included."""
 
 from __future__ import annotations
 
@@ -21,38 +21,41 @@ from rollpacker.report.step_history import CarriedInto, SampleHistory, StepHisto
 
 
 def carrying(job: Mapping[str, Any]) -> str:
-    """How a session's job keeps the tokens of prompts put off to a later round: none, exact or
-    weighted."""
+    """How the job of a session (one process of the run) keeps the tokens of prompts that are put
+    off to a later round: "none", "exact" or "weighted"."""
     tail = job.get("tail_batching") or {}
     return str(tail.get("carry", "none")) if tail.get("enabled", True) else "none"
 
 
 def keeps_noise(job: Mapping[str, Any]) -> bool:
-    """Whether a prompt that is launched again goes on with the same responses in this job."""
+    """Whether in this job a prompt that is launched again continues the responses that it had,
+    since its launch uses the same random numbers as before."""
     tail = job.get("tail_batching") or {}
     return bool(tail.get("selection", "published") == "none")
 
 
 def complements(job: Mapping[str, Any]) -> bool:
-    """Whether this job lets no response end before the place where it had been cut off."""
+    """Whether this job (`tail_batching.complement`) draws the end of a response again if it comes
+    before the place where an earlier launch of the response was cut off."""
     tail = job.get("tail_batching") or {}
     return carrying(job) == "exact" and bool(tail.get("complement", True))
 
 
 class CarryBook:
-    """Follows the tokens that prompts put off to a later round keep, while a log is read."""
+    """Follows which tokens are kept for prompts put off to a later round, while a log is read."""
 
     def __init__(self) -> None:
         self._carries = False
         self._had: dict[SampleId, CarriedInto] = {}
-        """Tokens that the last launch of a sample generated, by the sample's id with attempt 0."""
+        """Tokens that the last launch of each sample generated. The key has attempt 0: a failed
+        sample and those that replace it share one entry."""
         self._replaced: dict[SampleId, SampleId] = {}
-        """Mapping, in the current step, from a sample that replaces a failed sample to the first
-        sample that failed."""
+        """For each sample of the current step that replaces a failed one, the sample that failed
+        first (replacements may fail, too)."""
         self._takes_turns = False
         self._retracing: dict[SampleId, Retracing] = {}
-        """Trajectories of the current step that begin with tokens of an earlier launch, and how far
-        they have come in these tokens."""
+        """For each multi-turn trajectory of the current step that begins with carried tokens, how
+        many of these its new launch has compared, and how many came out the same."""
 
     def begin_session(self, job: Mapping[str, Any]) -> None:
         self._carries = carrying(job) != "none"
@@ -60,8 +63,8 @@ class CarryBook:
         self._retracing.clear()
 
     def launch(self, command: Launch, known: Mapping[SampleId, SampleHistory]) -> None:
-        """Note a launch, and the tokens of earlier launches that its samples begin with. `known`
-        has the samples' records."""
+        """Note a launch, and the carried tokens that its samples begin with. `known` has the record
+        of every launched sample by the sample's id."""
         samples = command.samples
         for sample, failed in zip(samples, command.replaces, strict=False):
             self._replaced[sample] = self._replaced.get(failed, failed)
@@ -73,8 +76,8 @@ class CarryBook:
                     self._retracing[sample] = Retracing(had.num_tokens)
 
     def drawn(self, sample: SampleHistory, event: SampleGenerated | SampleAborted) -> None:
-        """Add to the sample the tokens that an engine has generated (of a trajectory in one turn),
-        and how many tokens of its earlier launch came out the same."""
+        """Add to a sample's record the tokens (in a multi-turn trajectory those of one turn) that
+        an engine has generated, and how many carried tokens came out the same."""
         retracing = self._retracing.get(sample.sample)
         if retracing is None:
             sample.num_tokens += event.num_tokens
@@ -90,8 +93,8 @@ class CarryBook:
         sample.num_kept = retracing.kept
 
     def end(self, sample: SampleHistory, version: int) -> None:
-        """Keep the tokens of a sample that an engine finished or stopped under this version of the
-        weights, for the sample's next launch."""
+        """Keep the tokens of a sample that an engine finished or stopped, for the sample's next
+        launch. `version`: the version of the weights in use."""
         if not self._carries:
             return
         before, retracing = sample.carried, self._retracing.get(sample.sample)
@@ -105,7 +108,7 @@ class CarryBook:
         self._had[place] = CarriedInto(sample.num_tokens, sample.is_finished, version)
 
     def commit(self, waiting: Container[PromptId]) -> None:
-        """End the step: forget the tokens of all prompts that are not in `waiting`."""
+        """End the step: forget the tokens of prompts that do not wait for a later round."""
         self._had = {place: had for place, had in self._had.items() if place.prompt in waiting}
         self._replaced.clear()
         self._retracing.clear()
@@ -121,23 +124,25 @@ class CarryCounts:
     step, or of many steps."""
 
     prompts: int = 0
-    """Number of prompts that were launched with tokens of an earlier launch."""
+    """Number of prompts that were launched with carried tokens."""
     tokens: int = 0
-    """Number of tokens of earlier launches that launches began with."""
+    """Number of carried tokens that launches began with."""
     looked_at: int = 0
-    """Number of tokens of earlier launches, of samples of which such tokens were verified."""
+    """Number of carried tokens of the samples whose carried tokens were verified, those after the
+    first that came out differently included."""
     kept: int = 0
-    """Number of verified tokens that came out the same."""
+    """Number of carried tokens that came out the same when they were verified."""
     redraws: int = 0
-    """Number of responses' ends that were refused and drawn again, since they came before the place
-    where the response had been cut off."""
+    """Number of times that a response's end was drawn again, since it lay on the wrong side of the
+    place where an earlier launch was cut off (`tail_batching.complement`)."""
     largest_age: int = 0
-    """Largest age of a kept token: number of updates since the weights that generated it."""
+    """Largest age of a carried token: the number of weight updates since it was generated."""
     verified: Counter[int] = field(default_factory=Counter)
     """Number of carried tokens that newer weights drew again to see whether they come out the same,
     by the number of weight updates since they were first drawn."""
     mismatches: Counter[int] = field(default_factory=Counter)
-    """Number of samples with a token that came out differently, by the token's age in updates."""
+    """Number of samples of which a carried token came out differently, by the token's age (number
+    of weight updates since it was first drawn)."""
 
     @property
     def kept_ratio(self) -> float | None:
@@ -150,15 +155,15 @@ class CarryCounts:
 
     @property
     def mismatch_per_update(self) -> float:
-        """Chance per token and update that a token comes out differently; 0 if no token of older
-        weights was verified."""
+        """Chance, per carried token and weight update, that the token comes out differently. 0 if
+        no token of older weights was verified."""
         looked_at = sum(age * num for age, num in self.verified.items())
         num = sum(num for age, num in self.mismatches.items() if age)
         return num / looked_at if looked_at else 0.0
 
     def by_age(self) -> dict[int, float]:
-        """Mapping from age in weight updates to the share of verified tokens that came out
-        differently."""
+        """Mapping from a token's age in weight updates to the share of verified tokens of this age
+        that came out differently."""
         return {age: self.mismatches[age] / self.verified[age] for age in sorted(self.verified)}
 
     def plain(self) -> dict[str, Any]:
@@ -177,7 +182,7 @@ class CarryCounts:
 
 
 def step_carrying(step: StepHistory) -> CarryCounts:
-    """Counts of the tokens of earlier launches that the step's launches began with."""
+    """Counts of the carried tokens that the launches of this step began with."""
     counts = CarryCounts()
     prompts = set()
     for round_ in step.rounds:
@@ -204,7 +209,7 @@ def step_carrying(step: StepHistory) -> CarryCounts:
 
 
 def add_up(steps: Iterable[CarryCounts]) -> CarryCounts:
-    """The counts of all these steps together."""
+    """The sum of the counts of several steps."""
     total = CarryCounts()
     for step in steps:
         for name in ("prompts", "tokens", "looked_at", "kept", "redraws"):
@@ -216,7 +221,8 @@ def add_up(steps: Iterable[CarryCounts]) -> CarryCounts:
 
 
 def carry_metrics(counts: CarryCounts) -> dict[str, float | None]:
-    """Metrics of one step by name. Empty if no launch of it began with tokens of an earlier one."""
+    """Metrics of a step's carried tokens, by name (`carry/...`). Empty if no launch of the step
+    began with carried tokens."""
     if not counts.tokens:
         return {}
     return {

@@ -1,5 +1,6 @@
-"""How the checks of a step went, by kind: seconds, waits, deadline, timeouts, failures, and the ten
-slowest with their samples. The kind of a check is the source of its prompt."""
+"""How the checks of a step went (a check is the execution of a reward on one response), by kind:
+seconds, waits, deadline, timeouts, failures, and the ten slowest with their samples. The kind of a
+check is the data source of its prompt."""
 
 from __future__ import annotations
 
@@ -19,19 +20,19 @@ Value = float | int | str
 
 
 class CheckBook:
-    """The checks that are under way, while `History` reads a log."""
+    """Follows the checks of responses that are under way, while `History` reads a log."""
 
     def __init__(self) -> None:
         self._asked: dict[SampleId, tuple[float, float]] = {}
-        """Time at which the check of each sample began, and seconds from the end of the response to
-        that time."""
+        """Start time of each sample's check, and the seconds from the end of the response to that
+        time."""
 
     def begin_session(self) -> None:
-        """Forget all checks: the process that asked for them is gone."""
+        """Forget all checks that are under way: the process that asked for them is gone."""
         self._asked.clear()
 
     def ask(self, command: Score, step: StepHistory, now: float) -> None:
-        """Note that a check begins."""
+        """Note that the check of a sample begins."""
         step.checks.asked.append(command)
         queue_s = 0.0
         if not command.retry:
@@ -41,7 +42,7 @@ class CheckBook:
         self._asked[command.sample] = (now, queue_s)
 
     def scored(self, event: SampleScored, step: StepHistory, now: float) -> None:
-        """Note that a check has ended, in its step and with its sample."""
+        """Note that a check has ended, in the record of the step and in that of the sample."""
         asked_s, queue_s = self._asked.pop(event.sample, (None, 0.0))
         verdict = Verdict(event, now, asked_s, queue_s)
         step.checks.verdicts.append(verdict)
@@ -54,30 +55,30 @@ class CheckBook:
 
 @dataclass(slots=True)
 class KindChecks:
-    """Counts and seconds of the checks of one kind that ended in a step, or in several steps."""
+    """Counts and seconds of the checks of one kind (data source) in one step, or in several."""
 
     num_checks: int = 0
-    """Number of checks that ended with a verdict or failed; cancelled checks do not count."""
+    """Number of checks that ended with a verdict or failed. Cancelled checks do not count."""
     total_s: float = 0.0
-    """Sum of the checks' seconds of execution."""
+    """Sum of the seconds that the checks took to execute."""
     longest_s: float = 0.0
     queue_s: float = 0.0
     """Sum of the seconds from the end of each response to the start of its check."""
     longest_queue_s: float = 0.0
     deadline_s: float | None = None
-    """Deadline in seconds of the last check that began. None: the reward's own limit."""
+    """Deadline in seconds of the last check that began. None: only the reward's own limit holds."""
     num_timed_out: int = 0
-    """Number of checks that reached the deadline; their answers count as wrong."""
+    """Number of checks that reached the deadline; their responses count as wrong."""
     num_retries: int = 0
-    """Number of checks that were tried again because the reward's machinery had failed."""
+    """Number of checks that were tried again, since the machinery of the reward had failed."""
     num_cancelled: int = 0
     failed: Counter[str] = field(default_factory=Counter)
-    """Number of checks without a verdict, by cause; checks that were tried again included."""
+    """Number of checks that gave no verdict, by cause, including checks that were tried again."""
     slowest: list[tuple[float, str]] = field(default_factory=list)
-    """The slowest checks as (seconds, sample), slowest first."""
+    """The slowest checks as pairs (seconds, sample id), slowest first."""
 
     def add(self, other: KindChecks) -> None:
-        """Add the checks of another step."""
+        """Add the checks of another step to these counts."""
         self.num_checks += other.num_checks
         self.total_s += other.total_s
         self.longest_s = max(self.longest_s, other.longest_s)
@@ -99,7 +100,7 @@ class KindChecks:
         return self.queue_s / self.num_checks if self.num_checks else None
 
     def plain(self) -> dict[str, object]:
-        """The counts and means as `summary.json` has them."""
+        """The counts and mean seconds, as a mapping that `summary.json` can hold."""
         return {
             "checks": self.num_checks,
             "mean_s": self.mean_s,
@@ -120,7 +121,7 @@ def _slowest_first(entry: tuple[float, str]) -> tuple[float, str]:
 
 
 def step_checks(checks: StepChecks) -> dict[str, KindChecks]:
-    """Counts and seconds of a step's checks, by kind."""
+    """Counts and seconds of the checks of one step, by kind (data source)."""
     kinds: defaultdict[str, KindChecks] = defaultdict(KindChecks)
     seconds: defaultdict[str, list[tuple[float, SampleId]]] = defaultdict(list)
     for command in checks.asked:
@@ -161,7 +162,8 @@ def _slowest_of(checks: Sequence[tuple[float, SampleId]]) -> list[tuple[float, s
 
 
 def check_metrics(kinds: Mapping[str, KindChecks]) -> dict[str, Value | None]:
-    """Metrics of a step by name, `perf/checks/KIND/...`, and a text of the slowest checks."""
+    """Metrics of a step by name (`perf/checks/KIND/...`), and a text that names the slowest checks.
+    `kinds` has the step's checks by kind (data source)."""
     metrics: dict[str, Value | None] = {}
     for name, kind in kinds.items():
         prefix = f"perf/checks/{name}"
@@ -184,7 +186,7 @@ def check_metrics(kinds: Mapping[str, KindChecks]) -> dict[str, Value | None]:
 
 
 def add_up(steps: Iterable[Mapping[str, KindChecks]]) -> dict[str, KindChecks]:
-    """The checks of several steps together, by kind."""
+    """The sums of the checks of several steps, by kind (data source)."""
     total: dict[str, KindChecks] = {}
     for step in steps:
         for name, kind in step.items():

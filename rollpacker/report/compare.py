@@ -26,38 +26,39 @@ logger = logging.getLogger(__name__)
 IDENTITY_FILE = "identity.json"
 MAX_RUNS = 8
 _MAX_CHARS = 200
-"""Most characters of a setting's value that are shown, followed by the number of all characters."""
+"""Maximum number of characters that are shown of a setting's value. A longer value is cut off,
+followed by the number of all its characters."""
 _MAX_COLUMN = 30
-"""Most characters of a run's column; longer values go on in the next line."""
+"""Maximum width in characters of a run's column in a table. Longer values are folded."""
 _LEAST_COLUMN = 12
-"""Fewest characters that a run's column has beside the names of rows."""
+"""Fewest characters that a run's column keeps when the names of rows are long."""
 _MAX_NAME = 28
-"""Most characters of a line for the names of rows where the console is narrow."""
+"""Maximum width in characters of the column of rows' names, where the console is narrow."""
 _MAX_KEY = 48
-"""Most characters of a line for keys of settings where the console is narrow: more than for other
-names, since users search for whole keys."""
+"""Maximum width in characters of the column of settings' keys, where the console is narrow. It is
+wider than that of other names of rows, since users search for whole keys."""
 _GAP = 3
-"""Characters between two columns of a table."""
+"""Number of characters between two columns of a table."""
 _SHOWN_DIGITS = 8
 """Number of first digits of a SHA-256 that are shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One of the runs that are compared."""
+    """One of the runs that are compared, with what its folder tells."""
 
     folder: Path
     summary: Mapping[str, Any]
-    """The summary of the run, as `summary.json` has it."""
+    """The run's summary, as `summary.json` has it."""
     settings: Mapping[str, Setting]
-    """Settings that are not at their defaults, by key. Empty if they are not known."""
+    """The run's settings that differ from their defaults, by key. Empty if they are not known."""
     passed: Mapping[tuple[str, str], float]
-    """Share of passed responses to each prompt, a pair (id, text), in the last evaluation with
-    saved answers. Prompts without verdicts are missing; empty if no answers were saved. Ids alone
-    do not do, since another data set may have the same ids."""
+    """Share of passed responses for each prompt, by the prompt's id and text, in the last
+    evaluation with saved answers. Prompts without verdicts are missing; empty if no answers were
+    saved. An id alone is not enough, since another data set may have the same ids."""
     digests: Mapping[str, str | None] = field(default_factory=dict)
-    """SHA-256 of the file of each of the user's functions, by what the function is for; None: not
-    known. Empty if the run did not record them."""
+    """SHA-256 of the source file of each function of the user's. A key is the setting that names
+    the function, or "the reward NAME". None: not known. Empty if the run did not record them."""
 
     @property
     def name(self) -> str:
@@ -65,8 +66,8 @@ class Compared:
 
 
 def read_compared(folder: Path, summary: Mapping[str, Any]) -> Compared:
-    """The run of this folder, with `summary` as its summary, and what the comparison needs of the
-    folder's other files."""
+    """Reads a run for the comparison: `summary` is the run's summary, and the rest comes from other
+    files in the run's folder."""
     return Compared(
         folder,
         with_paths(summary, folder),
@@ -77,8 +78,8 @@ def read_compared(folder: Path, summary: Mapping[str, Any]) -> Compared:
 
 
 def render_comparison(runs: Sequence[Compared], *, width: int | None = None) -> RenderableType:
-    """The tables of the comparison in lines of `width` characters (None: as many as needed). Text
-    that does not fit goes on in the next line, and runs that do not fit beside each other stand
+    """The tables of the comparison in lines of `width` characters (None: as many as needed). A text
+    that does not fit goes on in the next line, and runs that do not fit side by side are shown
     below each other."""
     from rich.console import Group
 
@@ -91,7 +92,7 @@ def render_comparison(runs: Sequence[Compared], *, width: int | None = None) -> 
 
 
 Rows = Sequence[tuple[str, Sequence[str]]]
-"""Rows of a table: the name of each row, and a cell for each run."""
+"""Rows of a table: pairs of the row's name and a cell for each run."""
 
 
 def settings_that_differ(runs: Sequence[Compared]) -> Rows:
@@ -108,8 +109,8 @@ def settings_that_differ(runs: Sequence[Compared]) -> Rows:
 
 
 def code_that_differs(runs: Sequence[Compared]) -> Rows:
-    """A row for each of the user's functions whose file differs between runs that recorded it, with
-    the file and the beginning of its SHA-256 in each run. The settings may still be the same."""
+    """A row for each function of the user's whose source file differs between runs (settings may be
+    the same). A cell has the file and the first digits of its SHA-256, or "not known"."""
     found = []
     for name in dict.fromkeys(name for run in runs for name in run.digests):
         digests = [run.digests.get(name) for run in runs]
@@ -136,8 +137,8 @@ def _file(name: str, digest: str | None, run: Compared) -> str:
 
 
 def _place_of_reward(name: str, settings: Mapping[str, str]) -> str:
-    """Where the function of the reward with this name is defined, from the settings. Empty if no
-    reward has this name."""
+    """The place ("file:function") of the reward function with this name, from the settings. Empty
+    if no reward has this name."""
     for key, place in settings.items():
         if key.startswith("rewards.") and key.endswith(".function"):
             given = settings.get(f"{key.removesuffix('function')}name")
@@ -209,7 +210,7 @@ class PairedDifference:
 
     mean: float
     error: float | None
-    """Standard error of the mean over prompts. None for a single prompt."""
+    """Standard error of `mean` over the prompts. None for a single prompt."""
     prompts: int
 
     def __str__(self) -> str:
@@ -218,8 +219,8 @@ class PairedDifference:
 
 
 def paired_difference(first: Compared, other: Compared) -> PairedDifference | None:
-    """The difference of pass@1 between `other` and `first` in their last evaluations, over prompts
-    that both answered. None if there are no such prompts."""
+    """The pass@1 of `other` minus that of `first` in their last evaluations, over the prompts that
+    both runs answered. None if there are no such prompts."""
     base = first.passed
     differences = [share - base[prompt] for prompt, share in other.passed.items() if prompt in base]
     if not differences:
@@ -230,8 +231,8 @@ def paired_difference(first: Compared, other: Compared) -> PairedDifference | No
 
 
 def _last_passed(folder: Path) -> dict[tuple[str, str], float]:
-    """The value of `Compared.passed`, read from the folder of a run. A file that cannot be read
-    counts as missing, with a warning."""
+    """Reads the value of `Compared.passed` from a run's folder. A file that cannot be read counts
+    as missing, with a warning."""
     import pyarrow.parquet
 
     paths = sorted((folder / "evaluations").glob("step_*.parquet"))
@@ -258,8 +259,8 @@ def _tables(
     *,
     max_name: int = _MAX_NAME,
 ) -> Iterator[RenderableType]:
-    """Yields tables with these rows, and as many runs in each table as fit beside each other.
-    Yields nothing without rows."""
+    """Yields tables with these rows, each with as many runs as fit side by side. Yields nothing if
+    there are no rows."""
     if not rows:
         return
     heads = [printable(run.name) for run in runs]

@@ -1,5 +1,5 @@
-"""Fits the seconds of a decode step to stretches of decode steps of known number. The fit is robust
-against outliers, and no constant is negative."""
+"""Fits constants for the seconds of a decode step (one forward pass for all running samples) to
+measured stretches of decode steps. Outliers hardly count, and no constant is negative."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from rollpacker.report.least_squares import (
 from rollpacker.report.token_clock import Stretch
 
 NUM_BENDS = 16
-"""Number of cache sizes that are tried as the bend: the size above which reading the cache takes
-longer than launching the kernels."""
+"""Number of sizes of the key-value cache that are tried as the bend: the size above which reading
+the cache takes longer than launching the kernels."""
 BEND_ROUNDS = 2
-"""Number of searches for the bend: once it is known, other rows are outliers."""
+"""Number of searches for the bend: with a better bend other stretches count as outliers."""
 CLOSER_LOOKS = 4
-"""Number of searches for the best bend, each in the interval around the best bend so far."""
+"""Number of refinements of a search for the bend, each in the interval around the best so far."""
 BEND_GAIN = 0.02
-"""Share by which a bend must lower the loss to be preferred to a straight line."""
+"""Share by which the fit with a bend must lower the loss to be preferred to a straight line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,26 +43,28 @@ class DecodeFit:
     per_cached_token_s: float
     per_sequence_s: float = 0.0
     knots: tuple[tuple[float, float], ...] = ()
-    """Points (n, seconds of a step of n samples with nothing cached), with straight lines between
-    and beyond, for an engine that gives several tokens in a step. They replace all constants above
-    but `per_cached_token_s`. Empty for other engines."""
+    """Points (n, seconds of a decode step of n samples with an empty cache), with straight lines
+    between and beyond, for an engine that gives several tokens in a step. They replace all
+    constants above but `per_cached_token_s`. Empty for other engines."""
     per_admitted_s: float
     """Seconds to prefill a sample that is admitted to the engine."""
     stalls: float
-    """Measured seconds over those of a machine without disturbances. The constants already contain
-    this factor."""
+    """Ratio of the measured seconds to those of a machine without disturbances. The constants
+    already contain this factor."""
     num_left_out: int
-    """Number of stretches left out, since they took too long by more than half a typical round."""
+    """Number of stretches left out of the fit, since each took longer than predicted by more than
+    half the seconds of a typical round."""
 
     def step_s(self, running: Vector, cached: Vector) -> Vector:
-        """Seconds of a step for each pair of running samples and cached tokens."""
+        """Predicted seconds of a decode step for each pair of `running` (number of samples) and
+        `cached` (response tokens in the cache)."""
         if self.knots:
             return _table(self.knots, running) + self.per_cached_token_s * cached
         read = np.maximum(self.launch_s, self.bytes_s + self.per_cached_token_s * cached)
         return np.asarray(read + self.per_sequence_s * running)
 
     def seconds(self, stretches: Sequence[Stretch]) -> Vector:
-        """Predicted seconds of each stretch."""
+        """Predicted seconds of each stretch of decode steps."""
         table = _Stretches(stretches)
         admitted = self.per_admitted_s * table.admitted
         if self.knots:
@@ -78,8 +80,7 @@ class DecodeFit:
 
 def fit_line(rounds: Sequence[Sequence[Stretch]]) -> DecodeFit:
     """Fit the formula of `DecodeFit` with its `max`, or a straight line without `max` if that is
-    nearly as good. `rounds` has the stretches of each round.
-    """
+    nearly as good. `rounds` has, for each round of generation, its stretches of decode steps."""
     table = _Stretches([s for of_round in rounds for s in of_round])
     round_s = [sum(s.seconds for s in of_round) for of_round in rounds]
     limit = 0.5 * float(np.median(round_s))
@@ -116,8 +117,8 @@ def fit_line(rounds: Sequence[Sequence[Stretch]]) -> DecodeFit:
 
 
 def fit_rounds(rounds: Sequence[Sequence[Stretch]]) -> DecodeFit:
-    """Fit the points of `DecodeFit.knots` to whole rounds, for an engine that gives several tokens
-    in a step. Single stretches are too noisy there, since it is chance which sample is ahead."""
+    """Fit the points of `DecodeFit.knots` to the seconds of whole rounds, for an engine that gives
+    several tokens in a step. Single stretches are too noisy: it is chance which sample leads."""
     tables = [_Stretches(of_round) for of_round in rounds]
     counts = _knots(max(int(table.running.max()) for table in tables))
     columns = np.array([_table_columns(table, counts).sum(axis=0) for table in tables])
@@ -133,9 +134,9 @@ def fit_rounds(rounds: Sequence[Sequence[Stretch]]) -> DecodeFit:
 
 
 def _table_columns(table: _Stretches, counts: Sequence[int]) -> Matrix:
-    """Columns of the fit of `fit_rounds`: a column for the first of `counts`, a column for each gap
-    between two counts, cached tokens and admitted samples. No constant is negative, so a step never
-    gets shorter with more samples."""
+    """The matrix that `fit_rounds` fits, with a row for each stretch. The columns stand for the
+    first of `counts` (numbers of running samples), each gap up to the next count, cached tokens and
+    admitted samples. As no constant is negative, a step never gets shorter with more samples."""
     ramps = [
         table.steps * np.clip((table.running - low) / (high - low), 0, 1)
         for low, high in pairwise(counts)
@@ -144,8 +145,8 @@ def _table_columns(table: _Stretches, counts: Sequence[int]) -> Matrix:
 
 
 class _Stretches:
-    """All stretches of a run's decoding in which the same sequences ran, as one array for each
-    field of a stretch, with an element for each stretch."""
+    """Stretches of decode steps as arrays: each array holds one field, with an element for each
+    stretch."""
 
     def __init__(self, stretches: Sequence[Stretch]) -> None:
         columns = np.array(stretches, dtype=np.float64).reshape(-1, len(Stretch._fields)).T
@@ -153,7 +154,7 @@ class _Stretches:
         self.sample_steps = self.steps * self.running
 
     def beyond(self, bend: float) -> Vector:
-        """For each stretch the sum over its steps of the cached tokens beyond `bend`."""
+        """For each stretch, the sum over its decode steps of the cached tokens beyond `bend`."""
         first = np.clip(np.ceil((bend - self.cached) / np.maximum(self.running, 1)), 0, self.steps)
         num = self.steps - first
         growth = self.steps * (self.steps - 1) - first * (first - 1)
@@ -161,7 +162,8 @@ class _Stretches:
 
 
 def _best_bend(columns: Callable[[float], Matrix], table: _Stretches, weights: Vector) -> float:
-    """The bend with the smallest squared error under fixed weights, by ever closer searches."""
+    """The bend (a number of cached tokens) with the smallest squared error under fixed weights of
+    the stretches, found by ever closer searches."""
     seconds = table.seconds * weights
 
     def loss(bend: float) -> float:
@@ -178,7 +180,7 @@ def _best_bend(columns: Callable[[float], Matrix], table: _Stretches, weights: V
 
 def _knots(most: int) -> list[int]:
     """Numbers of running samples at which `DecodeFit.knots` has points: powers of two up to `most`,
-    the most samples at once, and `most` itself, without a narrow last gap."""
+    and `most` itself (the most samples at once), without a narrow last gap."""
     counts = [1]
     while counts[-1] * 2 <= most:
         counts.append(counts[-1] * 2)

@@ -1,7 +1,8 @@
-"""The display of a run that goes on: a small live panel, or without a terminal one line per step.
+"""The display of a run that goes on: a small live panel on a terminal, or elsewhere one line per
+step.
 
-The panel reads the accounting that `LiveReport` keeps. A thread of its own draws it twice a second,
-so that it costs the controller no time but at a step's end."""
+The panel shows the `Accounting` of the run's `LiveReport`. A thread of its own draws the panel
+twice a second, so that the controller loses no time but at a step's end."""
 
 from __future__ import annotations
 
@@ -26,12 +27,12 @@ if TYPE_CHECKING:
 _REFRESH_PER_S = 2
 _FEW_STEPS = 3
 _ECHO = 4
-"""Cells kept free on the right for the terminal's echo of Ctrl-C, "^C", twice. In a full line the
-echo would begin another line, which the panel would not erase."""
+"""Number of cells kept free on the right for the terminal's echo of Ctrl-C, "^C", twice. In a full
+line the echo would begin another line, which the panel would not erase."""
 _RECENT_STEPS = 10
-"""Most steps that the time left is estimated from, the last ones: early steps are often slower."""
+"""Number of last steps from which the time left is estimated. Early steps are often slower."""
 _MIN_BAR = 16
-"""Fewest cells of the bar of a step's seconds; parts of its legend are left out to keep them."""
+"""Fewest cells of the bar that shows a step's seconds. Parts of the legend give way to it."""
 _COLOURS = {
     "decode": "green",
     "tail_idle": "red",
@@ -60,9 +61,9 @@ _PHASE_WORDS = {
 
 
 class Display(Protocol):
-    """Shows a run. `on_step` is called at each step's end, `on_evaluation` at each evaluation's.
-    `is_new` False: an earlier session has shown this step or evaluation, so that no line is printed
-    for it."""
+    """Shows a run to its user. `on_step` is called at each step's end, `on_evaluation` at each
+    evaluation's. If `is_new` is False, an earlier process of the run has shown the step or
+    evaluation, so no line is printed for it."""
 
     def on_step(self, step: StepSummary, *, is_new: bool = True) -> None: ...
 
@@ -74,7 +75,8 @@ class Display(Protocol):
 
 
 def make_display(accounting: Accounting, *, total_steps: int | None, console: Console) -> Display:
-    """The live panel on a terminal, or plain lines elsewhere (a pipe, a log file, `TERM=dumb`)."""
+    """Returns the live panel on a terminal, or plain lines elsewhere (a pipe, a log file,
+    `TERM=dumb`). `total_steps`: planned number of steps; None: not known."""
     state = State(accounting, total_steps)
     if console.is_terminal and not console.is_dumb_terminal:
         return LiveDisplay(state, console)
@@ -83,20 +85,20 @@ def make_display(accounting: Accounting, *, total_steps: int | None, console: Co
 
 @dataclass(slots=True)
 class State:
-    """The state of a run that the displays show."""
+    """The state of a run, as its displays show it."""
 
     accounting: Accounting
     total_steps: int | None
     last: StepSummary | None = None
     evaluation: tuple[int, Mapping[str, float]] | None = None
-    """The step of the last evaluation, and its metrics."""
+    """The number of the step before the last evaluation, and its metrics. None: there was none."""
     is_over: bool = False
     began_s: float = field(default_factory=time.monotonic)
     last_step_s: float = field(default_factory=time.monotonic)
-    """Time of the monotonic clock at which this session's last step ended, or the session began."""
+    """Time of the monotonic clock at which this process's last step ended, or the process began."""
     steps_s: list[float] = field(default_factory=list)
     evaluations_s: list[float] = field(default_factory=list)
-    """Seconds of the evaluations of this session."""
+    """Seconds of each evaluation since this process began."""
 
     def on_step(self, step: StepSummary, *, is_new: bool = True) -> None:
         self.last = step
@@ -108,9 +110,9 @@ class State:
         self.last_step_s = time.monotonic()
 
     def left_s(self) -> float | None:
-        """Estimated seconds until the end of the run: the steps and evaluations still to come, by
-        the mean seconds of this session's last ones. None before the session's first step, or if
-        the number of steps is not known. The first step, which is often slow, counts only while
+        """Estimated seconds until the end of the run: those of the steps and evaluations still to
+        come, at the mean seconds of the last ones. None before the first step of this process, or
+        if the number of steps is not known. The first step, which is often slow, counts only while
         there are few others."""
         if self.total_steps is None or not self.steps_s:
             return None
@@ -131,13 +133,13 @@ class State:
 
 
 def elapsed(state: State) -> str:
-    """The time since this session began, as a text such as "4:05"."""
+    """The time since this process of the run began, as a text such as "4:05"."""
     return clock(time.monotonic() - state.began_s)
 
 
 def learned(state: State) -> dict[str, str]:
-    """Results of the last step and of the last evaluation, by name. Names that have no value yet
-    are left out."""
+    """Results of the last step and of the last evaluation as texts, by name (reward, pass@1,
+    tokens). Names without a value yet are left out."""
     found = {}
     step = state.last
     if step is not None and step.rewards.mean is not None:
@@ -152,7 +154,8 @@ def learned(state: State) -> dict[str, str]:
 
 
 def doing(history: History) -> str:
-    """The current phase in words, with the round's kind and the number of samples in engines."""
+    """What the run is doing now, in words: the kind of the round, the phase, and during generation
+    the number of samples in engines."""
     kind, words = history.step.kind, phase_words(history)
     text = words if kind is None else f"{kind} round, {words}"
     if history.phase == "rollout":
@@ -161,22 +164,22 @@ def doing(history: History) -> str:
 
 
 def left_out(metrics: Mapping[str, float]) -> str:
-    """A text such as " (28 without a verdict)" for an evaluation in which some samples have no
-    verdict and do not count in pass@1; empty if all have one."""
+    """A text such as " (28 without a verdict)" if some samples of the evaluation got no verdict and
+    do not count in pass@1. Empty if all samples have a verdict."""
     num = metrics.get("eval/no_verdict", 0)
     return f" ({num:.0f} without a verdict)" if num else ""
 
 
 def phase_words(history: History) -> str:
-    """The current phase in words."""
+    """What the run is doing now, in a few words, such as "waiting for rewards"."""
     if history.last_step == 0 and history.phase == "controller" and history.session is None:
         return "loading"
     return _PHASE_WORDS[history.phase]
 
 
 def numbered(step: int, total: int | None) -> str:
-    """A text with a step's number and the planned number of steps, such as "3/40", or "40/40 + 1"
-    for a further step at the end with prompts put off before."""
+    """A text such as "3/40" for step 3 of `total` planned steps, or "40/40 + 1" for a further step
+    at the end, which trains prompts that were put off before. `total` None: not known."""
     if total is None:
         return f"{step}"
     return f"{step}/{total}" if step <= total else f"{total}/{total} + {step - total}"
@@ -231,7 +234,7 @@ class LineDisplay:
 
 
 class LiveDisplay:
-    """A display of a few lines that change in place, and stay on the terminal when the run ends."""
+    """A display of a few lines that change in place, and stay on the terminal after the run."""
 
     def __init__(self, state: State, console: Console) -> None:
         from rich.live import Live
@@ -313,7 +316,6 @@ class LiveDisplay:
 
 
 def _seconds_line(step: StepSummary, width: int) -> Text:
-    """The last step's seconds by cause, as one bar with a legend."""
     from rich.text import Text
 
     shares = _shares(step)
@@ -332,7 +334,7 @@ def _seconds_line(step: StepSummary, width: int) -> Text:
 
 
 def _cells(shares: Mapping[str, float], room: int) -> dict[str, int]:
-    """Number of a bar's cells for each cause, rounded so that they add up to `room`."""
+    """Number of cells of the bar for each cause, rounded so that the numbers add up to `room`."""
     cells = {cause: math.floor(share * room) for cause, share in shares.items()}
     by_remainder = sorted(shares, key=lambda cause: cells[cause] - shares[cause] * room)
     for cause in by_remainder[: room - sum(cells.values())]:

@@ -1,5 +1,5 @@
-"""Counts of a step's episodes (trajectories of samples with environments): turns, seconds of policy
-and environments, why trajectories ended, the slowest answers, calls of tools, and lost answers."""
+"""Counts of a step's episodes (conversations of samples with environments): turns, seconds of the
+policy and of environments, why episodes ended, the slowest answers, tool calls, lost answers."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from rollpacker.report.tool_seconds import ToolSeconds
 
 NUM_SLOWEST = 10
 MAX_REASON = 300
-"""Most characters that are kept of the reason of a lost answer, which environments write."""
+"""Maximum number of characters that are kept of an environment's text on why an answer was lost."""
 
 
 @dataclass(slots=True)
 class Answers:
-    """Counts of the answers of environments, for prompts of one source."""
+    """Counts of the answers that environments gave to prompts of one data source."""
 
     num: int = 0
     total_s: float = 0.0
-    """Sum of the seconds that environments worked on answers."""
+    """Sum of the seconds that environments report for their answers."""
     longest_s: float = 0.0
     waited_s: float = 0.0
-    """Sum of the seconds that answers took beyond the environment's own seconds."""
+    """Sum of the seconds that answers took beyond those that the environments report."""
     lost: Counter[str] = field(default_factory=Counter)
-    """Number of answers that were lost, by cause, also of those that were tried again."""
+    """Number of lost answers by cause, also of episodes that were then tried again."""
 
     def add(self, other: Answers) -> None:
         self.num += other.num
@@ -48,16 +48,16 @@ class Answers:
 
 
 class Slow(NamedTuple):
-    """One of the slowest answers of environments."""
+    """One of the slowest answers of environments in a step, or in several steps."""
 
     seconds: float
     sample: str
     turn: int
-    """Number of the turn that was answered; 0: the beginning of the episode."""
+    """Number of the model's turn that was answered. 0: the answer began the episode."""
     tool: str
     """Name of the tool whose call took longest. Empty if no tool was called, or it is not known."""
     came: bool = True
-    """Whether the answer came. False if it was too slow, and its episode was lost."""
+    """Whether the answer came. False if it came too late, so that the episode was lost."""
 
     def plain(self) -> dict[str, Any]:
         slow = {"sample": self.sample, "turn": self.turn, "seconds": self.seconds}
@@ -69,22 +69,21 @@ class StepEpisodes:
     """Counts of the episodes of one step, or of several steps together."""
 
     ended: Counter[str] = field(default_factory=Counter)
-    """Number of whole trajectories, by why they ended."""
+    """Number of complete episodes, by the reason why they ended."""
     num_turns: int = 0
-    """Number of the model's turns in whole trajectories."""
+    """Number of the model's turns in complete episodes."""
     most_turns: int = 0
     policy_s: float = 0.0
-    """Sum of the seconds in which engines generated turns, waits included, in whole
-    trajectories."""
+    """Sum of the seconds in which engines generated turns of complete episodes, waits included."""
     environment_s: float = 0.0
     answers: dict[str, Answers] = field(default_factory=dict)
-    """Counts of answers by source of the prompts, including those of lost episodes."""
+    """Counts of answers by the prompts' data source, those in lost episodes included."""
     first_reason: dict[str, str] = field(default_factory=dict)
-    """Reason of the first lost answer, by cause."""
+    """Why the first answer was lost, in the environment's words, by cause."""
     slowest: list[Slow] = field(default_factory=list)
-    """The slowest answers, slowest first."""
+    """The slowest answers of environments, slowest first."""
     tools: dict[str, ToolSeconds] = field(default_factory=dict)
-    """Counts and seconds of calls by the tool's name, including those of lost episodes."""
+    """Counts and seconds of tool calls by the tool's name, those in lost episodes included."""
 
     def __bool__(self) -> bool:
         return bool(self.ended or self.answers)
@@ -97,7 +96,8 @@ class StepEpisodes:
         waited_s: float,
         calls: Sequence[ToolCall] = (),
     ) -> None:
-        """Note that the environment answered a turn."""
+        """Note that the environment answered a turn of the model. `seconds` are those that the
+        environment reports, `waited_s` those that the answer took beyond these."""
         of_source = self.answers.setdefault(sample.prompt.source, Answers())
         of_source.num += 1
         of_source.total_s += seconds
@@ -111,7 +111,7 @@ class StepEpisodes:
             self._keep_slowest([*self.slowest, Slow(seconds, str(sample), turn, tool)])
 
     def lose(self, event: Acted) -> None:
-        """Note that an answer is lost."""
+        """Note that an answer of an environment was lost."""
         sample, calls, seconds = event.sample, event.calls, event.seconds or 0.0
         self.answers.setdefault(sample.prompt.source, Answers()).lost[event.cause] += 1
         self.first_reason.setdefault(event.cause, event.reason[:MAX_REASON])
@@ -125,7 +125,8 @@ class StepEpisodes:
         self._keep_slowest([*self.slowest, slow])
 
     def conclude(self, reason: str, turns: int, policy_s: float, environment_s: float) -> None:
-        """Count a whole trajectory, with its number of turns and its seconds."""
+        """Count a complete episode: why it ended, its number of turns, and the seconds of the
+        policy and of the environment."""
         self.ended[reason] += 1
         self.num_turns += turns
         self.most_turns = max(self.most_turns, turns)
@@ -133,7 +134,7 @@ class StepEpisodes:
         self.environment_s += environment_s
 
     def add(self, other: StepEpisodes) -> None:
-        """Add the episodes of another step."""
+        """Add the episodes of another step to these counts."""
         self.ended.update(other.ended)
         self.num_turns += other.num_turns
         self.most_turns = max(self.most_turns, other.most_turns)
@@ -147,7 +148,7 @@ class StepEpisodes:
         self._keep_slowest([*self.slowest, *other.slowest])
 
     def plain(self) -> dict[str, Any]:
-        """The counts and means as `summary.json` has them."""
+        """The counts and means, as a mapping that `summary.json` can hold."""
         count = self.ended.total()
         lost = Counter[str]()
         for answers in self.answers.values():

@@ -78,7 +78,7 @@ def write_reports(
 
 
 class _Keep:
-    """Keeps the steps that the trace (`last`) and the picture (`excerpt`) show."""
+    """Keeps the steps that the trace shows (`last`) and that the picture shows (`excerpt`)."""
 
     def __init__(self, num_last: int) -> None:
         self.last: deque[StepHistory] = deque(maxlen=num_last)

@@ -1,8 +1,8 @@
-"""Fits the times of a machine to the log of a run on it, and reads the run's workload.
+"""Fits constants for the seconds that a machine takes to the log of a run on it, and reads the
+run's workload.
 
 The constants are those of *that* machine, model and software, in seconds; none comes from a
-datasheet. Prompt lengths are not in a log: what they cost is inside the constants per sample.
-"""
+datasheet. Prompt lengths are not in a log: what they cost is inside the constants per sample."""
 
 from __future__ import annotations
 
@@ -34,23 +34,22 @@ from rollpacker.report.token_clock import (
 
 MIN_ROUNDS = 3
 DRAFTED_SHARE = 0.02
-"""Share of rounds that contradict one token per step, above which the engine is taken to draft,
-that is to give several tokens of a sample in a step."""
+"""If in more than this share of rounds samples end in an order that one token per decode step
+cannot explain, the engine is taken to draft: to give several tokens of a sample in a step."""
 
 
 def fit_run(
     entries: Iterable[Entry], *, slots: int | None = None, may_draft: bool = False
 ) -> FittedRun:
-    """Fit the constants of a run's machine to its log. `slots`: most samples that an engine
-    generates at once; None: as the log has it, or else unlimited. The constants are those of one
-    engine, beside the run's other engines.
+    """Fit the constants of a run's machine to its log. `slots`: maximum number of samples that an
+    engine generates at once; None: as the log has it, or else unlimited. With several engines the
+    constants are those of one engine while the others run beside it.
 
     `may_draft`: whether the engine may have given several tokens of a sample in a step. Whether it
     did is decided from the order in which samples ended.
 
     Raises `ValueError` if the log holds too little, and says what it does hold. A last line that
-    was cut off does no harm (see `EventLog`).
-    """
+    was cut off does no harm (see `EventLog`)."""
     measured = _Measured(_Clocked(slots, may_draft))
     for step in iterate_steps(entries, unfinished=True):
         measured.add(step)
@@ -62,9 +61,9 @@ def fit_run(
 def predict_rounds(
     fit: DecodeFit, entries: Iterable[Entry], *, slots: int | None = None, may_draft: bool = False
 ) -> dict[str, RoundErrors]:
-    """Predict the seconds of another log's rounds from their lengths with these constants. Returns
-    the errors by kind of round, and for "all" rounds. Raises `ValueError` if the decode steps of no
-    round can be counted."""
+    """Predict the seconds of another log's rounds from the lengths of their responses. Returns the
+    errors by kind of round, and for "all" rounds. `slots` and `may_draft` are as for `fit_run`.
+    Raises `ValueError` if the decode steps of no round can be counted."""
     clocked = _Clocked(slots, may_draft)
     for round_ in iterate_rounds(entries):
         clocked.add(round_)
@@ -75,26 +74,26 @@ def predict_rounds(
 
 
 ClockedRounds = list[tuple[RoundKind, list[list[Stretch]]]]
-"""A list of rounds: the kind of each round, and the stretches of decode steps of each engine."""
+"""A list of rounds: the round's kind, and for each engine its stretches of decode steps."""
 
 
 @dataclass(slots=True)
 class _Clocked:
-    """Gathers a log's rounds and counts the decode steps between their samples' ends."""
+    """Gathers the rounds of a log, and counts the decode steps between their samples' ends."""
 
     slots: int | None
-    """Most samples that each engine generates at once. None: as the log has it."""
+    """Maximum number of samples that each engine generates at once. None: as the log has it."""
     may_draft: bool = False
     rounds: ClockedRounds = field(default_factory=list)
     num_skipped: int = 0
     """Number of rounds whose decode steps cannot be counted."""
     reason: str = ""
-    """Why the last such round was skipped. Empty: no round was."""
+    """Why the last such round was skipped. Empty: no round was skipped."""
     drafted: bool = False
-    """Whether rounds contradict an engine that gives one token per step, so that `rounds` are
-    counted for samples that grow at different speeds."""
+    """Whether the order in which samples ended contradicts an engine with one token per step.
+    `rounds` are then counted for samples that grow at different speeds."""
     _as_drafted: ClockedRounds = field(default_factory=list)
-    """All rounds counted for samples that grow at different speeds, if the engine may draft."""
+    """All rounds counted for samples that grow at different speeds. Empty unless `may_draft`."""
 
     def add(self, round_: RoundHistory) -> None:
         if self.may_draft:
@@ -122,11 +121,11 @@ class _Clocked:
 
 @dataclass(slots=True)
 class _Asked:
-    """Gathers a log's prompts and the lengths of their responses, in order of appearance."""
+    """Gathers the prompts of a log and the lengths of their responses, in order of appearance."""
 
     sources: set[str] = field(default_factory=set)
     fetched: dict[PromptId, None] = field(default_factory=dict)
-    """Fetched prompts, every prompt once, though a resumed run fetches some again."""
+    """Prompts that were fetched, each of them once, though a resumed run fetches some again."""
     pools: dict[int, list[int]] = field(default_factory=dict)
     stopped: dict[int, list[int]] = field(default_factory=dict)
     capped: set[int] = field(default_factory=set)
@@ -143,7 +142,8 @@ class _Asked:
                 self.capped.add(end.num_tokens)
 
     def _forget(self, row: int, before: CarriedInto) -> None:
-        """Remove the length that an earlier launch of the same response had added."""
+        """Remove the length that an earlier launch of the same response had added. `row` is the
+        prompt's row in the dataset, `before` the tokens of that launch."""
         told = (self.pools if before.whole else self.stopped).get(row, [])
         if before.num_tokens in told:
             told.remove(before.num_tokens)
@@ -164,28 +164,28 @@ class _Asked:
 
 @dataclass(slots=True)
 class _Measured:
-    """Gathers the seconds that the parts of a run's steps took, and the run's workload."""
+    """Gathers the seconds that each part of a run's steps took, and the run's workload."""
 
     clocked: _Clocked
     asked: _Asked = field(default_factory=_Asked)
     session: Session | None = None
-    """The last session. None: there was none."""
+    """The last session (process of the run) in the log. None: there was none."""
     num_steps: int = 0
     checks: Checks = field(default_factory=Checks)
     exposed: list[float] = field(default_factory=list)
-    """Seconds of each wait for verdicts after a rollout."""
+    """Seconds that each training step waited for verdicts after the end of generation."""
     trained: list[tuple[int, float]] = field(default_factory=list)
-    """(trained tokens, seconds) of each training step."""
+    """A pair (trained tokens, seconds) for each training step."""
     stopped: list[float] = field(default_factory=list)
-    """Seconds from the order to stop samples until they have stopped."""
+    """For each order to stop samples, the seconds until the last sample had stopped."""
     synced: list[float] = field(default_factory=list)
     committed: list[float] = field(default_factory=list)
     between: list[float] = field(default_factory=list)
-    """Seconds from a commit to the next launch."""
+    """Seconds from each commit of a step to the next launch of samples."""
 
     @property
     def slots(self) -> int | None:
-        """Most samples that each engine generates at once. None: no limit."""
+        """Maximum number of samples that each engine generates at once. None: no limit."""
         session, given = self.session, self.clocked.slots
         if given is not None or session is None or session.slots is None:
             return given
@@ -223,12 +223,12 @@ class _Measured:
 
 
 def _own_s(step: StepHistory, start_s: float, end_s: float) -> float:
-    """Seconds between two times, without waits for pools that other jobs used."""
+    """Seconds between two times, without waits for device pools that other jobs used."""
     return end_s - start_s - step.waited_s(start_s, end_s)
 
 
 def _training_s(step: StepHistory, train_on_s: float, trained_s: float) -> float:
-    """Seconds from `TrainOn` to its answer, plus those of gradients that were begun before."""
+    """Seconds from `TrainOn` to its answer, plus those of gradients that were computed before."""
     begun_s = sum(
         max(0.0, min(note.time_s, train_on_s) - (note.time_s - note.seconds))
         for note in step.notes
@@ -263,7 +263,7 @@ def _fit(measured: _Measured) -> FittedRun:
 
 
 def _check(measured: _Measured) -> None:
-    """Raises `ValueError` if there is too little to fit."""
+    """Raises `ValueError` if the log holds too little to fit, or what cannot be fitted."""
     clocked, num = measured.clocked, measured.asked.num_lengths
     num_rounds = len(clocked.rounds) + clocked.num_skipped
     usable = (

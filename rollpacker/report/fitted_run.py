@@ -16,13 +16,13 @@ class RoundErrors:
     """Errors of the fitted constants: seconds of rounds predicted with them, against the log's."""
 
     num: int
-    """Number of rounds."""
+    """Number of rounds of generation that were predicted."""
     mean_s: float
-    """Mean of the measured seconds from the launch of a round to its last end."""
+    """Mean of the measured seconds from the launch of a round to the end of its last sample."""
     ratio: float
     """Sum of the predicted seconds over the sum of the measured seconds."""
     mean_error: float
-    """Mean of |predicted - measured| / measured over the rounds."""
+    """Mean over the rounds of |predicted - measured| / measured, where both are seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class TrainFit:
     fixed_s: float
     per_token_s: float
     mean_error: float
-    """Mean of |predicted - measured| / measured over the training steps."""
+    """Mean over the training steps of |predicted - measured| / measured, where both are seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,13 +42,15 @@ class Workload:
 
     source: str
     rows: tuple[int, ...]
-    """Rows of the dataset in the order in which they were fetched, once per epoch."""
+    """Dataset rows (by number) in the order in which their prompts were fetched. A row that was
+    fetched in several epochs is listed once for each."""
     pools: Mapping[int, tuple[int, ...]]
-    """Mapping from a row to the tokens of its finished responses, in order of appearance."""
+    """Mapping from a dataset row to the token counts of its finished responses, in the order in
+    which they finished."""
     stopped: Mapping[int, tuple[int, ...]]
-    """Mapping from a row to the tokens that its stopped responses had when they were stopped."""
+    """Mapping from a dataset row to the token counts that its stopped responses had reached."""
     max_response_tokens: int | None
-    """Tokens of the responses that ran into the length limit; None: no response did."""
+    """Length in tokens of responses that ran into the length limit. None: no response did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,25 +59,25 @@ class FittedRun:
     field whose name ends in `_s` is a mean over the run, in seconds."""
 
     job: Mapping[str, Any]
-    """`JobConfig` of the last session, as a plain mapping."""
+    """`JobConfig`, the core's settings, of the last session (process of the run), as a mapping."""
     slots: int | None
-    """Most samples that an engine generates at once; None: no limit."""
+    """Maximum number of samples that an engine generates at once. None: no limit."""
     num_steps: int
     num_rounds: int
-    """Number of rounds that the constants were fitted to."""
+    """Number of rounds of generation that the constants were fitted to."""
     num_skipped: int
     """Number of rounds left out of the fit, since samples failed or ended out of order."""
     step: DecodeFit
     """Constants of decode steps. If the engine gave several tokens in a step, they are fitted to
-    whole rounds, and a step stands for a token."""
+    the seconds of whole rounds, and a decode step stands for a token."""
     errors: Mapping[str, RoundErrors]
     """Errors of the fit for each kind of round, and for "all" rounds."""
     checks: Mapping[int, tuple[Check, ...]]
-    """Mapping from a row of the dataset to the verdicts on its responses, with their seconds."""
+    """Mapping from a dataset row to the checks of its responses: verdicts and their seconds."""
     calls: Calls | None
-    """Calls of rewards that check several responses together; None: there were no such calls."""
+    """Calls of rewards that check several responses at a time, if there were any, else None."""
     exposed_s: float
-    """Seconds from the last end of a round to the start of training."""
+    """Seconds from the end of a round's last sample to the start of training, spent on verdicts."""
     stop_s: float
     """Seconds from the order to stop samples until the engine has released them."""
     train: TrainFit
@@ -94,14 +96,14 @@ class FittedRun:
         return bool(self.step.knots)
 
     def describe(self) -> str:
-        """The fitted constants as a table for people."""
+        """The fitted constants as a text for people: a table with a line for each constant."""
         return "\n".join(
             f"{name:<31}{value:>13}  {what}".rstrip() for name, value, what in _rows(self)
         )
 
 
 def _rows(run: FittedRun) -> list[tuple[str, str, str]]:
-    """Rows of the table of `describe`: (constant, value, remark)."""
+    """Rows of the table that `describe` prints: (constant, value, remark), all as texts."""
     step, train = run.step, run.train
     rows = [("fitted to", f"{run.num_rounds} rounds", f"{run.num_skipped} left out")]
     if run.drafted:

@@ -73,19 +73,19 @@ from rollpacker.report.turn_book import ENVIRONMENT, TurnBook
 
 @dataclass(slots=True)
 class TrainerBook:
-    """State and losses of the trainer, up to the last entry that `History` has read."""
+    """State and losses of the trainer, up to the last log entry that `History` has read."""
 
     num_streaming: int = 0
-    """Number of groups whose gradients are being accumulated while the round goes on."""
+    """Number of groups whose gradients are being computed while the round goes on."""
     losses: int = 0
     away_s: float = 0.0
     """Sum of the seconds from each loss of the trainer until it was back."""
     interrupted: str = ""
-    """The phase that goes on when the trainer is back. Empty if no phase was interrupted."""
+    """The phase that goes on when a lost trainer is back. Empty if no phase was interrupted."""
     _lost_since: float | None = None
 
     def begin_session(self) -> None:
-        """Forget what was under way: the process of a new session has a trainer of its own."""
+        """Forget what was under way: a new process of the run has a trainer of its own."""
         self.num_streaming, self.interrupted, self._lost_since = 0, "", None
 
     def lose(self, now: float) -> None:
@@ -103,15 +103,15 @@ class TrainerBook:
 
 
 class History:
-    """Reads a log's entries one by one, live or from a file: `feed` returns a `StepHistory`
-    whenever a step is committed. `feed` is O(1) but at a launch and at a step's end, where it is
-    linear in the step's samples.
+    """Builds the records of a run from its log entries, live or from a file: `feed` returns a
+    `StepHistory` whenever a step is committed. `feed` takes constant time, but at a launch and at a
+    step's end a time linear in the step's samples.
 
     Attributes can be read at any time: `step` is the step under way, `phase` what the run is doing
     (rollout, environment, reward_wait, training, sync, checkpoint, recovery, on shared pools
     pool_wait and evaluation, or else controller), `live` the samples that engines generate, and
-    `queue` the prompts that were put off to a later round. If a session starts the step anew,
-    `step` is replaced and its contents are gone, as they are for the run."""
+    `queue` the prompts that were put off to a later round. If a session (process of the run) starts
+    the step anew, `step` is replaced and its contents are gone, as they are for the run."""
 
     def __init__(self) -> None:
         self.step = StepHistory()
@@ -121,17 +121,17 @@ class History:
         self.queue: set[PromptId] = set()
         self.num_sessions = 0
         self.marks: set[str] = set()
-        """Marks of all sessions so far: warnings for their metrics, such as "unsandboxed"."""
+        """Warnings on the metrics of all processes of the run so far, such as "unsandboxed"."""
         self.engines = EngineBook()
         self.evaluations: dict[int, Mapping[str, float]] = {}
-        """Metrics of evaluations, by the number of the step before the evaluation."""
+        """Metrics of each evaluation, by the number of the step before the evaluation."""
         self.finish: Finish | None = None
         """The command that ended the run. None if the run goes on, or was killed."""
         self._phases = PhaseBook()
         self._turns = TurnBook()
         self._emptied_s: float | None = None
-        """Time at which the current event left the engines without any sample of the round. None if
-        the event did not."""
+        """Time at which the event that is being read took the last sample of the round out of the
+        engines. None if it did not."""
         self.trainer = TrainerBook()
         self._is_committing = False
         self._carrying = CarryBook()
@@ -143,7 +143,7 @@ class History:
 
     @property
     def session(self) -> Session | None:
-        """The current session. None before the first."""
+        """The current session (process of the run). None before the first."""
         return self.step.session
 
     def feed(self, entry: Entry) -> StepHistory | None:
@@ -156,14 +156,15 @@ class History:
         return None
 
     def so_far(self, step: int, now: float) -> StepHistory:
-        """The record of a step that is not committed yet, with its number `step`, as of time
+        """The record of the step under way before its commit, under the number `step`, as of time
         `now`."""
         self.step.prompts.long_queue = len(self.queue)
         self.step.settle()
         return dataclasses.replace(self.step, step=step, end_s=now)
 
     def take(self, now: float, event: Event, commands: Sequence[Command]) -> StepHistory | None:
-        """Read an event and the commands that the core answered with, as `feed` does a `Record`."""
+        """Read an event and the commands with which the core answered it, as `feed` does for a
+        `Record`. Returns the step that this commits, or None."""
         done = self._event(event, now)
         for command in commands:
             self._command(command, now)
@@ -265,7 +266,7 @@ class History:
         return None
 
     def _let_go(self, sample: SampleHistory, event: SampleGenerated | SampleAborted) -> None:
-        """Note how many tokens a sample had when the engine finished or stopped the sample."""
+        """Note how many tokens a sample had when an engine finished or stopped it."""
         self._carrying.drawn(sample, event)
         sample.preemptions += event.preemptions
         sample.num_redraws = event.num_redraws
@@ -297,12 +298,12 @@ class History:
         return found
 
     def _end_round(self) -> None:
-        """End the round if its engines are empty after the event and the commands that followed."""
+        """End the round if engines are empty after the event and the commands that followed."""
         if self._emptied_s is not None:
             self.step.rounds[-1].end_s, self._emptied_s = self._emptied_s, None
 
     def _lose(self, event: EngineLost, now: float) -> None:
-        """Note that an engine was lost. Its samples are in no engine until they are placed
+        """Note that an engine was lost. Its samples are in no engine until a `Place` starts them
         again."""
         gone = self.engines.lose(event, now)
         self.live.difference_update(gone)
@@ -312,8 +313,8 @@ class History:
                 self._emptied_s = now
 
     def _lose_trainer(self, now: float) -> None:
-        """Note that the trainer was lost. A phase that needs the trainer becomes recovery; a round
-        that is under way goes on."""
+        """Note that the trainer was lost. A phase that needs the trainer gives way to the phase
+        recovery; a round of generation goes on."""
         self.trainer.lose(now)
         if self.phase == "training" and self.step.train_on is None:
             self._turn("reward_wait", now)
@@ -458,13 +459,12 @@ class History:
         self._turn("rollout", now)
 
     def _turn(self, phase: str, now: float) -> None:
-        """End the current phase and begin `phase`."""
         self._phases.turn(self.step, phase, now)
 
 
 def iterate_steps(entries: Iterable[Entry], *, unfinished: bool = False) -> Iterator[StepHistory]:
-    """Yields the committed steps of a log, one at a time. `unfinished`: also the steps that a
-    session left without a commit, with step number 0, and at last the step that the log ends in."""
+    """Yields the committed steps of a log, one at a time. With `unfinished` also those that a
+    process of the run left without a commit, with step number 0, and at last the one under way."""
     history = History()
     for entry in entries:
         step = history.step

@@ -1,4 +1,4 @@
-"""Robust least squares with constants that are never negative, for every fit to a run's seconds."""
+"""Robust least squares with constants that are never negative, for all fits to a run's seconds."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ Vector = np.ndarray[tuple[int], np.dtype[np.float64]]
 Matrix = np.ndarray[tuple[int, int], np.dtype[np.float64]]
 
 HUBER_SCALES = 2.0
-"""Multiple of the residuals' scale (1.48 times their median) beyond which a residual counts
-less."""
+"""A residual counts less in the fit if it exceeds this multiple of the residuals' scale (1.48 times
+their median)."""
 ITERATIONS = 25
 
 
 @dataclass(frozen=True, slots=True)
 class RobustFit:
-    """Fitted constants, one for each column, and how well they predict the measured seconds."""
+    """Constants fitted to measured seconds, one for each column, and how well they predict them."""
 
     x: Vector
-    """The constants of a machine without disturbances."""
+    """The constants, one for each column, without the time lost to disturbances."""
     weights: Vector
-    """Weight that the last iteration gave to each row."""
+    """Weight of each row (measurement) in the last iteration of the fit."""
     loss: float
-    """Mean relative error over the rows that were not left out."""
+    """Mean relative error over the rows (measurements) that were not left out."""
     factor: float
     """Sum of the measured seconds over that of the predicted seconds: what disturbances added."""
     num_left_out: int
-    """Number of rows that took longer than predicted by more than the limit."""
+    """Number of rows (measurements) that took longer than predicted by more than the `limit`."""
 
     @property
     def constants(self) -> list[float]:
@@ -38,12 +38,12 @@ class RobustFit:
 
 
 def robust_fit(columns: Matrix, seconds: Vector, limit: float = math.inf) -> RobustFit:
-    """Fits non-negative constants x with columns @ x near `seconds`, by iterated re-weighting in
-    which relative errors count and outliers count less.
+    """Fits constants x >= 0 with columns @ x near `seconds`, by iterated re-weighting in which
+    relative errors count and outliers count less.
 
     Disturbances only make a machine slower, so constants that neglect them fall short of the mean.
-    `factor` makes up for that, except for rows that are slower by more than `limit` seconds.
-    """
+    `factor` of the result makes up for that, except for rows that are slower than predicted by more
+    than `limit` seconds."""
     floor = float(np.median(seconds)) + 1e-12
     weights = np.ones_like(seconds)
     x = np.zeros(columns.shape[1])
@@ -63,7 +63,7 @@ def robust_fit(columns: Matrix, seconds: Vector, limit: float = math.inf) -> Rob
 
 
 def nonnegative_least_squares(a: Matrix, b: Vector) -> Vector:
-    """The x >= 0 that minimises |a x - b|: the active-set method of Lawson and Hanson (1974)."""
+    """Returns the x >= 0 that minimises |a x - b|, by the method of Lawson and Hanson (1974)."""
     scale = np.linalg.norm(a, axis=0)
     scale[scale == 0] = 1.0
     # A triangle of a few rows has the same distances as the many rows of the data.

@@ -1,5 +1,5 @@
-"""Compares the lengths of trained responses with the policy's own: how far tail batching shifts
-them, and how far weights of the samples (`tail_batching.debias`) undo the shift."""
+"""Compares the lengths of trained responses with the policy's own lengths: how far tail batching
+shifts them, and how far weights of samples in the loss (`tail_batching.debias`) undo the shift."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from rollpacker.report.carrying import complements, keeps_noise
 from rollpacker.report.step_history import End, RoundHistory, StepHistory
 
 LENGTH_WINDOW = 50
-"""Number of last steps over which trained lengths are compared with the policy's own."""
+"""Number of last steps over which trained lengths are compared with the policy's own lengths."""
 
 
 class LengthBias:
-    """Compares trained lengths with the policy's own over the last `LENGTH_WINDOW` steps, with and
-    without the weights of the samples in the loss."""
+    """Compares the lengths of trained responses with those of all the policy's responses, over the
+    last `LENGTH_WINDOW` steps, with and without the samples' weights in the loss."""
 
     def __init__(self, cap: int | None) -> None:
-        """`cap`: most tokens that a response can have; None if that is not known."""
+        """`cap`: maximum number of tokens of a response. None if that is not known."""
         self._job: Mapping[str, Any] = {}
         self._begin_with(cap)
 
     def begin(self, cap: int | None, job: Mapping[str, Any]) -> None:
-        """Begin a session of this job. If it has another `cap`, the comparison begins anew, since
-        the policy's own lengths are others."""
+        """Begin a session (process of the run) with the settings `job`. A change of `cap`, the
+        maximum number of tokens of a response, begins the comparison anew, as it changes the
+        policy's lengths."""
         self._job = job
         if cap != self._cap:
             before, saved = self._cap, self._window.state()
@@ -45,11 +46,10 @@ class LengthBias:
         self._trained: deque[tuple[FloatArray, FloatArray]] = deque(maxlen=LENGTH_WINDOW)
         """For each step the lengths of its trained samples, and their weights in the loss."""
         self._whole: deque[bool] = deque(maxlen=LENGTH_WINDOW)
-        """For each step, whether it trained on every response that it launched."""
+        """For each of the last steps, whether it trained on every response that it launched."""
 
     def add(self, step: StepHistory) -> dict[str, float]:
-        """Count a step and return those of the metrics `length/...` and `debias/...` that are
-        known."""
+        """Count a step. Returns the metrics `length/...` and `debias/...` that have a value."""
         if keeps_noise(self._job):
             complement = complements(self._job)
             for round_ in step.rounds:  # of a prompt that is there twice the last one counts
@@ -67,8 +67,8 @@ class LengthBias:
         return self._unshifted(self._window.metrics()) | self._weighted()
 
     def _unshifted(self, metrics: dict[str, float]) -> dict[str, float]:
-        """The metrics with a shift of 0 if every response of the last steps was trained on. The
-        estimate of the policy's own mean would lag behind while lengths drift."""
+        """Returns the metrics, with a shift of 0 if the last steps trained on every response. The
+        estimate of the policy's mean length lags behind while lengths drift, which is no shift."""
         if "length/shift" in metrics and all(self._whole):
             own = metrics["length/trained_mean"]
             return metrics | {"length/policy_mean": own, "length/shift": 0.0}
@@ -93,12 +93,12 @@ class LengthBias:
 def _ends(
     rounds: Sequence[RoundHistory], complement: bool
 ) -> dict[PromptId, tuple[list[int], list[int]]]:
-    """For each prompt the tokens of its complete responses, and those of its stopped responses.
+    """For each prompt the lengths in tokens of its complete responses, and of its stopped
+    responses.
 
-    A response with tokens of an earlier launch that came out differently was generated twice
-    because it was long. Only the first time shows how long responses are, unless `complement` made
-    the second time longer.
-    """
+    If tokens of an earlier launch came out differently, the response counts with its length at that
+    launch: it was only generated again because it was long. With `complement` the new length counts
+    if the earlier response was cut off, since the new one does not end before the cut."""
     launched = dict.fromkeys(s.prompt for round_ in rounds for s in round_.samples)
     ends: dict[PromptId, tuple[list[int], list[int]]] = {p: ([], []) for p in launched}
     for round_ in rounds:
@@ -115,7 +115,7 @@ def _ends(
 
 
 def _weighted_lengths(step: StepHistory) -> list[tuple[int, float]]:
-    """The tokens of each trained sample, and its weight in the loss."""
+    """For each trained sample of the step, its length in tokens and its weight in the loss."""
     if step.train_on is None or step.train_on.weights is None:
         return [(sample.num_tokens, 1.0) for sample in step.trained_samples()]
     samples = [step.samples.get(sample) for group in step.groups for sample in group]

@@ -1,7 +1,6 @@
-"""The observer of a running run, which keeps its accounting, metrics files and display.
-
-On a resume the log that exists already is read first, so that metrics and display go on as if the
-run had not been interrupted."""
+"""The observer of a running run, which keeps its accounting, its metrics files and its display up
+to date. On a resume the existing log is read first, so that metrics and display go on as if the run
+had not been interrupted."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ if TYPE_CHECKING:
 
 
 RowWritten = Callable[[int, Metrics, bool], None]
-"""Called with a step's number, a row of metrics, and whether the row is of the evaluation after the
-step."""
+"""Type of a function that is called after a row of metrics was written: with the step's number, the
+metrics, and whether they are of the evaluation after the step."""
 
 
 class LiveReport:
@@ -57,7 +56,7 @@ class LiveReport:
             folder, resume_step=resume_step, log_rows=rows, tensorboard=tensorboard
         )
         self.on_row: RowWritten | None = None
-        """Function that is called for every row that was written. None: no function."""
+        """Function to call for every row of metrics that was written. None: no function."""
         self._display: Display | None = None
         if show and notebook is not None:
             from rollpacker.report.notebook import NotebookDisplay
@@ -69,15 +68,15 @@ class LiveReport:
         if self._display is not None and history.evaluations:
             self._display.on_evaluation(*list(history.evaluations.items())[-1], is_new=False)
         self._shown_before = None if resume_step is None else resume_step + 1
-        """Number of the step after the last one in the log that was read. Its commit is repeated,
-        but the session before has shown the step already. None: no resume."""
+        """Number of the step after the last committed one in the log that a resume read. That step
+        is run again, but the process before may have shown it already. None: no resume."""
 
     def row_so_far(self, step: int) -> dict[str, Any]:
         """Metrics by name of the step that is being committed, as far as they are known."""
         return step_metrics(self.accounting.so_far(step))
 
     def _read_log(self, path: Path) -> list[dict[str, Any]]:
-        """Read the log that exists already, and return its rows of metrics."""
+        """Read the existing event log into the accounting, and return its rows of metrics."""
         rows: list[dict[str, Any]] = []
         evaluations = self.accounting.history.evaluations
         for entry in EventLog(path):

@@ -25,7 +25,7 @@ class EventLog:
         self.path = Path(path)
         self.truncated = False
         self.num_bytes = 0
-        """Number of bytes read so far in the current iteration."""
+        """Number of bytes of the file that the current iteration has read."""
 
     @property
     def share_read(self) -> float:
@@ -49,28 +49,29 @@ class EventLog:
 
 
 class LogTail:
-    """Reads a log that grows: every `read` goes on where the `read` before stopped.
+    """Reads the entries of a log that still grows: every `read` goes on where the last one stopped.
 
-    A resume cuts a log back and writes on. `is_same` returns False if the file has changed before
-    the place that was read; then another `LogTail` must read the log from its begin."""
+    A resume cuts the log back and writes on. If that has changed what was read already, `is_same`
+    returns False, and another `LogTail` must read the log from its beginning."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.num_bytes = 0
-        """Number of bytes read so far."""
+        """Number of bytes of the file that were read so far."""
         self._last = b""
         """The last line that was read."""
 
     def is_same(self) -> bool:
-        """Whether the last line that was read is still at its place. Raises `OSError` if the file
-        is gone."""
+        """Whether the last line that was read is still at its place in the file. Raises `OSError`
+        if the file is gone."""
         with self.path.open("rb") as file:
             file.seek(self.num_bytes - len(self._last))
             return file.read(len(self._last)) == self._last
 
     def read(self, most_s: float) -> Iterator[Entry]:
-        """Yields entries that were not read yet, for about `most_s` seconds. A last line without
-        its newline is still being written and is not read. Raises `LogError` and `OSError`."""
+        """Yields log entries that were not read yet, for about `most_s` seconds. A last line
+        without its newline is still being written and is not read. Raises `LogError` for a line
+        that is no entry, and `OSError`."""
         until = time.monotonic() + most_s
         with self.path.open("rb") as file:
             file.seek(self.num_bytes)
@@ -88,8 +89,8 @@ class LogTail:
 
 
 def _entry(line: bytes) -> Entry:
-    """The entry of a line. Raises `ValueError` for a line that is no entry, and for values that no
-    run writes: `decode` checks only names and types."""
+    """Returns the log entry of a line. Raises `ValueError` for a line that is no entry, and for
+    values that no run writes, since `decode` checks only names and types."""
     entry = decode(line.decode("utf-8"))
     _check_seconds("t", entry.time_s)
     if isinstance(entry, Session):
@@ -115,8 +116,8 @@ def _is_count(value: object, least: int) -> bool:
 
 
 def events_path(run: str | Path) -> Path:
-    """Path of the event log of `run`, a run's folder or the log itself. Raises `ValueError` if
-    there is no log."""
+    """Path of the event log of `run`, which is a run's folder or the log itself. Raises
+    `ValueError` if there is no such log."""
     path = Path(run)
     if path.is_file():
         return path

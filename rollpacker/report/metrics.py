@@ -1,7 +1,6 @@
 """Metrics of a step under names that are usual elsewhere, as JSON lines and for TensorBoard.
-
-`docs/metrics.md` lists them. Everything that depends on a clock stands under `timing_s/` or
-`perf/`; all the rest is the same whenever a seed is run again."""
+`docs/metrics.md` lists them. Metrics that depend on a clock have names in `timing_s/` or `perf/`;
+all others are the same whenever a seed is run again."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ TIMING_NAMES = {
     "pool_wait": "pool_wait",
     "switch": "switch",
 }
-"""Mapping from a cause of time to its name under `timing_s/`."""
+"""Mapping from a cause (what a run spends seconds on) to its name under `timing_s/`."""
 
 OTHER_NAMES = {
     "TRL": {
@@ -75,12 +74,12 @@ OTHER_NAMES = {
         "critic/vf_clipfrac": "critic/value_clip_ratio",
     },
 }
-"""For each other framework a mapping from its name of a metric to the name here, where the names
-differ. Shown in docs/migration.md, and as a hint for a name that a run's table lacks."""
+"""For each other framework, a mapping from its names of metrics to the names here, where they
+differ. It is shown in docs/migration.md, and gives a hint for a name that a run's table lacks."""
 
 Value = float | int | str
 Row = dict[str, Any]
-"""A line of `metrics.jsonl`: the number `step`, and the step's metrics by name."""
+"""A line of `metrics.jsonl`: the step's number under "step", and the step's metrics by name."""
 
 
 def step_metrics(step: StepSummary) -> dict[str, Value]:
@@ -162,8 +161,8 @@ def _ratio(part: float, whole: float) -> float | None:
 
 
 def here_it_is(name: str, known: Collection[str]) -> str:
-    """The hint " Here it is ..." for the name of a metric in another framework, or an empty text.
-    `known`: names of the metrics that the run has."""
+    """A hint such as " Here it is actor/loss" if `name` is a metric of another framework, or else
+    an empty text. `known`: names of the metrics that the run has."""
     ours = next((names[name] for names in OTHER_NAMES.values() if name in names), None)
     if ours is None:
         return ""
@@ -171,14 +170,14 @@ def here_it_is(name: str, known: Collection[str]) -> str:
 
 
 class MetricsWriter:
-    """Appends to `folder/metrics.jsonl` (one row per step) and to `folder/tensorboard/`.
+    """Appends rows of metrics to `folder/metrics.jsonl` (one row per step) and to
+    `folder/tensorboard/`.
 
     With `resume_step` rows of later steps, and a last row that a crash cut off, are removed first,
     in one atomic replacement, and TensorBoard forgets the same steps. `log_rows` are rows made from
     the event log, evaluations included: rows that the file lacks are added, with a warning. They
-    may have the evaluation of one step more, whose commit the resumed run will repeat. Raises
-    `ValueError` if a row in the middle of the file is no JSON object with a `step`, and
-    `OSError`."""
+    may end with the evaluation of the step after `resume_step`, which is written, too. Raises
+    `OSError`, and `ValueError` for a row in mid-file that is no JSON object with a `step`."""
 
     def __init__(
         self,
@@ -207,7 +206,7 @@ class MetricsWriter:
                 self.write_evaluation(row["step"], {k: v for k, v in row.items() if k != "step"})
 
     def write(self, step: int, metrics: Mapping[str, Value]) -> None:
-        """Write the row of a step. Non-finite numbers become null, since JSON has none."""
+        """Write the row of a step. Numbers that are not finite become null, since JSON has none."""
         self._append(step, metrics)
 
     def write_evaluation(self, step: int, metrics: Mapping[str, Value]) -> bool:
@@ -231,8 +230,8 @@ class MetricsWriter:
             self._board.write(step, metrics)
 
     def _cut(self, resume_step: int, log_rows: Sequence[Row]) -> None:
-        """Bring the file to its state when step `resume_step` was committed, with the rows of the
-        event log that it lacks."""
+        """Cut the file back to the rows up to step `resume_step`, and add rows of the event log
+        that the file lacks."""
         numbered = read_metrics(self.path) if self.path.exists() else []
         for number, row in numbered:
             if not isinstance(row.get("step"), int):
@@ -307,7 +306,7 @@ def _finite(value: Value) -> Value | None:
 
 
 class _Board:
-    """Writes TensorBoard event files, without TensorFlow or torch."""
+    """Writes event files for TensorBoard, with its package alone: no TensorFlow, no torch."""
 
     def __init__(self, folder: Path, resume_step: int | None) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog

@@ -1,8 +1,6 @@
-"""The display of a run in a notebook: one output that changes in place.
-
-It needs no widgets, only `display_id`, which every kernel has. A thread of its own draws it, at
-most once a second and only if something has changed, so that it costs the run no time.
-"""
+"""The display of a run in a notebook: one output that changes in place. It uses no widgets, only
+`display_id`, which every kernel has. A thread of its own draws the output, at most once a second
+and only if something has changed, so that it costs the run no time."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ REFRESH_S = 1.0
 
 
 class NotebookDisplay:
-    """A `Display` in the output of a notebook's cell."""
+    """A `Display` that draws into the output of a notebook's cell."""
 
     def __init__(self, accounting: Accounting, *, total_steps: int | None, name: str = "") -> None:
         ipython: Any = importlib.import_module("IPython.display")  # not typed

@@ -1,4 +1,4 @@
-"""The phases of a run's steps: what the run does, and from when to when. Phases do not overlap."""
+"""The phases of a run's steps (training, sync, ...), and their times. Phases do not overlap."""
 
 from __future__ import annotations
 
@@ -8,47 +8,48 @@ from rollpacker.report.time_book import WHILE_AWAY
 
 
 class PhaseBook:
-    """Keeps the current phase while `History` reads a log, and adds each phase that ends to the
-    step under way."""
+    """Keeps the current phase of the run while `History` reads a log, and adds every phase that
+    ends to the step under way."""
 
     def __init__(self) -> None:
         self._doing = "controller"
         self._since_s = 0.0
         self._waits_since_s: float | None = None
-        """When the run began to wait for a pool. None if it does not wait."""
+        """Time at which the run began to wait for a pool of devices. None if it does not wait."""
         self._evaluates_in: str | None = None
-        """The phase that an evaluation under way has interrupted. None: no evaluation is known."""
+        """The phase that an evaluation under way has interrupted. None: there is no evaluation."""
 
     @property
     def now(self) -> str:
-        """The current phase. A wait for a pool interrupts another phase, which goes on when the
-        wait is over."""
+        """The current phase. A wait for a device pool interrupts another phase, which goes on
+        afterwards."""
         return self._doing if self._waits_since_s is None else POOL_WAIT
 
     def begin_session(self) -> None:
-        """Begin a session, without the wait or evaluation that the session before was in."""
+        """Note that a new session (process of the run) begins: a wait or an evaluation of the
+        session before is over, and the phase that the evaluation interrupted is current again."""
         self._waits_since_s = None
         self._doing, self._evaluates_in = self._evaluates_in or self._doing, None
 
     def begin(self) -> None:
-        """Begin a session in which nothing is under way."""
+        """Begin the session in the phase `controller`, in which nothing else is under way."""
         self._doing = "controller"
 
     def turn(self, step: StepHistory, phase: str, now: float) -> None:
-        """End the current phase and begin another."""
+        """End the current phase at the time `now`, and begin another."""
         self._end(step, now)
         self._doing, self._since_s = phase, now
 
     def evaluate(self, step: StepHistory, now: float) -> None:
-        """Begin an evaluation, which lasts until its note comes. Called when the evaluation needs
-        its pool."""
+        """Begin an evaluation, when it asks for its device pool. It lasts until `span` is called
+        with the note (log entry on a span of time) of the evaluation."""
         if self._evaluates_in is None:
             self._evaluates_in = self._doing
             self.turn(step, "evaluation", now)
 
     def span(self, step: StepHistory, note: Note) -> None:
-        """Add the phases that a note stands for. They interrupt the current phase, which goes on
-        afterwards."""
+        """Add the phases that a note (a log entry on a span of time) stands for. They interrupt the
+        current phase, which goes on afterwards."""
         told_s = min(note.metrics.get(CALLBACK_SECONDS, 0.0), note.seconds)  # they came last
         if note.name == "evaluation" and self._evaluates_in is not None:  # it was begun
             self.turn(step, self._evaluates_in, note.time_s - told_s)
@@ -74,12 +75,13 @@ class PhaseBook:
         step.phases.append(Phase(note.name, start_s, end_s))
 
     def wait(self, step: StepHistory, now: float) -> None:
-        """Begin to wait for a pool."""
+        """Begin to wait for a pool of devices that other jobs use too."""
         self._end(step, now)
         self._waits_since_s = now
 
     def end_wait(self, step: StepHistory, now: float, switch_s: float = 0.0) -> None:
-        """End the wait for a pool, if there is one. Its last `switch_s` seconds were the switch."""
+        """End the wait for a device pool, if there is one. Its last `switch_s` seconds were the
+        switch, in which parked processes wake up."""
         since_s, self._waits_since_s = self._waits_since_s, None
         if since_s is not None:
             woke_s = max(since_s, now - switch_s)

@@ -22,29 +22,30 @@ from rollpacker.report.least_squares import robust_fit
 from rollpacker.report.step_history import StepHistory, Verdict
 
 MAX_KEPT_OF_ROW = 64
-"""Most checks of a row's responses that are kept."""
+"""Maximum number of checks that are kept of responses to the prompt of one dataset row."""
 MAX_CALLS = 20_000
-"""Most calls that are kept: the first calls of a run."""
+"""Maximum number of calls of a reward that are kept: the first ones of a run."""
 MOST_AT_ONCE = 8
-"""Most calls of a reward that a run has under way at once (`run/ports/scoring.py`)."""
+"""Maximum number of calls of a reward that a run has under way (`run/ports/scoring.py`)."""
 WORSE = 1.05
-"""The fewest workers are assumed whose error is at most this many times the smallest error."""
+"""The number of a reward's workers (calls that run at once) is not in a log. It is taken to be the
+smallest that predicts the ends of calls with at most this many times the least error."""
 SHORTEST_S = 1e-6
 NUM_FIRST = 8
-"""Number of a run's first calls among which a worker's first call is looked for."""
+"""Number of a run's first calls of a reward among which slow first calls of workers are sought."""
 WARM_UP = 2.0
-"""Factor by which a worker's first call must take longer than every later call to be kept apart."""
+"""A first call is kept apart if it took more than this many times as long as every later call."""
 
 
 class Check(NamedTuple):
     """The verdict on one response, with the seconds that it took."""
 
     num_tokens: int
-    """Tokens of the response."""
+    """Number of tokens of the response."""
     seconds: float
-    """Seconds of execution that the reward reports. If it reports none, `held_s`."""
+    """Seconds of execution that the reward reports, or `held_s` if it reports none."""
     held_s: float
-    """Seconds from the begin of the check to the verdict."""
+    """Seconds from the start of the check to the verdict, a wait for a worker included."""
     value: float | None
     correct: bool | None
     timed_out: bool
@@ -56,9 +57,9 @@ class Call(NamedTuple):
 
     num_samples: int
     seconds: float
-    """Seconds that the call kept its worker."""
+    """Seconds during which the call kept a worker busy."""
     alone: bool
-    """Whether no response was being generated when the call was made. Beside an engine at work the
+    """Whether no response was being generated when the call was made. Beside an engine at work, the
     same call takes longer."""
 
 
@@ -67,16 +68,16 @@ class Calls:
     """A run's calls of a reward, and constants fitted to them."""
 
     recorded: tuple[Call, ...]
-    """The calls, sorted by number of samples."""
+    """The calls, ordered by the number of samples that they check."""
     num_workers: int
-    """Number of calls that ran at once."""
+    """Number of workers (calls that ran at once) that best explains the times of calls' ends."""
     fixed_s: float
     per_sample_s: float
-    """Seconds that each sample adds to a call: n samples take fixed_s + n * per_sample_s on
+    """Seconds that each sample adds: a call for n samples takes fixed_s + n * per_sample_s on
     average."""
     warm_ups: tuple[float, ...] = ()
-    """Seconds of those first calls that took much longer than all later calls, for imports and
-    caches. They are not in `recorded`."""
+    """Seconds of calls at the run's start that took much longer than all later calls, as they
+    imported modules and filled caches. They are not in `recorded`."""
 
     def line_s(self, num_samples: int) -> float:
         """Mean seconds of a call that checks `num_samples` samples, never 0."""
@@ -85,7 +86,7 @@ class Calls:
 
 class _Batch(NamedTuple):
     asked_s: float
-    """Time in seconds at which the check of the batch's last sample began."""
+    """Time in seconds at which the check of the call's last sample began."""
     done_s: float
     num_samples: int
     alone: bool
@@ -93,14 +94,14 @@ class _Batch(NamedTuple):
 
 @dataclass(slots=True)
 class Checks:
-    """Gathers the checks of a log, step by step, and finds which were made in one call."""
+    """Gathers the checks of a log, step by step, and finds which of them were made in one call."""
 
     by_row: dict[int, list[Check]] = field(default_factory=dict)
     _batches: list[_Batch] = field(default_factory=list)
     _open: tuple[float | None, list[Verdict]] = (None, [])
-    """The call whose verdicts are being gathered: its seconds, None if not known, and verdicts."""
+    """The call that is being gathered: its seconds (None if not known), and its verdicts so far."""
     _rollouts: list[tuple[float, float]] = field(default_factory=list)
-    """Begin and end of each rollout of the current step, in seconds."""
+    """Start and end in seconds of each round of generation in the current step."""
 
     def add(self, step: StepHistory) -> None:
         self._rollouts = [(r.start_s, r.end_s or math.inf) for r in step.rounds]
@@ -121,8 +122,8 @@ class Checks:
             of_row.append(Check(num_tokens, seconds, held_s, *told))
 
     def _gather(self, verdict: Verdict) -> None:
-        """Add a verdict to the call before, or begin another call. Verdicts of one call have the
-        same seconds, and all their checks began before the call's first verdict."""
+        """Add a verdict to the call that is being gathered, or begin another call. Verdicts of one
+        call report the same seconds, and all their checks began before the call's first verdict."""
         seconds, members = self._open
         is_other = verdict.event.seconds is None or verdict.event.seconds != seconds
         asked_s = verdict.asked_s
@@ -142,8 +143,8 @@ class Checks:
         self._open = (None, [])
 
     def calls(self) -> Calls | None:
-        """The log's calls, with the number of workers that explains their ends best. None if there
-        were no calls."""
+        """The log's calls of rewards, with the number of workers that explains their ends best.
+        None if there were no calls."""
         self._close()
         batches = sorted(self._batches)
         if not batches:
@@ -154,8 +155,8 @@ class Checks:
 
 
 def _with_workers(batches: Sequence[_Batch], num_workers: int) -> tuple[Calls, float]:
-    """The calls under the assumption that `num_workers` ran at once, and the mean error in seconds
-    of their predicted ends."""
+    """The calls, if `num_workers` of them ran at once, and the mean error in seconds with which
+    their ends are then predicted."""
     free = [-np.inf] * num_workers
     recorded = []
     for batch in batches:

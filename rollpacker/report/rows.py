@@ -1,4 +1,5 @@
-"""A small table of a run's rows: a row by its number, a column by its name, shown in a notebook."""
+"""A small table of rows of a run, such as its metrics: a row by its number, a column by its name. A
+notebook shows it as HTML."""
 
 from __future__ import annotations
 
@@ -10,10 +11,10 @@ from rollpacker.imports import require
 from rollpacker.report.writing import printable
 
 NUM_SHOWN = 5
-"""Number of first and of last rows of a table that a notebook shows."""
+"""Number of first rows, and of last rows, of a table that a notebook shows."""
 MAX_SHOWN_COLUMNS = 8
 MAX_CELL = 60
-"""Most characters of a cell that a notebook shows."""
+"""Maximum number of characters of a table's cell that a notebook shows."""
 
 
 class Table(Sequence[Mapping[str, Any]]):
@@ -35,7 +36,7 @@ class Table(Sequence[Mapping[str, Any]]):
         self._first = first
         self._of_metrics = of_metrics
         self.columns = tuple(dict.fromkeys(column for row in rows for column in row))
-        """Names of all columns, in the order in which they first come up in a row."""
+        """Names of all columns, in the order in which they first appear in a row."""
 
     @overload
     def __getitem__(self, place: int) -> Mapping[str, Any]: ...
@@ -44,7 +45,8 @@ class Table(Sequence[Mapping[str, Any]]):
     @overload
     def __getitem__(self, place: str) -> list[Any]: ...
     def __getitem__(self, place: int | slice | str) -> Mapping[str, Any] | Table | list[Any]:
-        """A row, some rows, or a column. Raises `KeyError` for a column that no row has."""
+        """Returns a row by its number, a table by a slice, or a column by its name. Raises
+        `KeyError` for a column that no row has."""
         if isinstance(place, slice):
             return Table(
                 self._rows[place], name=self._name, first=self._first, of_metrics=self._of_metrics

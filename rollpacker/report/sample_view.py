@@ -1,5 +1,5 @@
-"""Shows samples of a run in a terminal: prompt, dialogue or response, rewards. Models, data and
-environments wrote these texts, so control characters in them have no effect."""
+"""Shows samples of a run in a terminal: prompt, dialogue or response, and rewards. As models, data
+and environments wrote these texts, control characters in them have no effect."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rollpacker.report.writing import printable
 
 Row = Mapping[str, Any]
 Line = tuple[str, str]
-"""A line of text, and the style that it is shown in."""
+"""A line of text, and the rich style in which it is shown."""
 _DRAWN, _GIVEN, _ASIDE = "green", "dim", "cyan"
 
 
 def chosen(run: str, which: str) -> list[Row]:
-    """The rows of the samples to show. `which`: the number of samples of the newest step, which are
-    spread from the best to the worst, or a sample's id. Raises `ValueError` if there is none."""
+    """The rows of the samples to show. `which`: a sample's id, or how many samples of the newest
+    step, spread from the best reward to the worst. Raises `ValueError` if there is none."""
     paths = sorted((Path(run) / "samples").glob("steps_*.parquet"))
     if not paths:
         raise ValueError(

@@ -12,7 +12,7 @@ from rollpacker.report.step_history import StepHistory
 
 
 def read_steps(entries: Iterable[Entry], *, steps: range | None = None) -> list[StepHistory]:
-    """The committed steps of a log that are in `steps` (None: all of them)."""
+    """The committed steps of a log whose numbers are in `steps` (None: all of them)."""
     kept: list[StepHistory] = []
     for done in iterate_steps(entries):
         if steps is None or done.step in steps:
@@ -23,8 +23,9 @@ def read_steps(entries: Iterable[Entry], *, steps: range | None = None) -> list[
 
 
 class Excerpt:
-    """Chooses `count` steps in a row that end with the first long round, or else the first steps,
-    while it is fed every step of a log. `steps` has the steps chosen so far."""
+    """Is fed all steps of a log, and chooses `count` consecutive ones: those that end with the
+    first long round (of prompts put off before), or else the first. `steps` has those chosen so
+    far."""
 
     def __init__(self, count: int) -> None:
         self.steps: list[StepHistory] = []

@@ -1,4 +1,4 @@
-"""Records of one step: rounds, samples with their ends and verdicts, phases, prompts."""
+"""Records of one step: its rounds, its phases, its prompts, and its samples with their verdicts."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from rollpacker.core.rounds.round import TOO_FEW_RESPONSES, TOO_FEW_VERDICTS
 from rollpacker.report.episodes import MAX_REASON, StepEpisodes
 
 POOL_WAIT = "pool_wait"
-"""Name of a phase, and a cause of time, in which a run waits for a pool of devices that other jobs
-use too. `POOL_SWITCH` is the phase after that, in which the run's parked processes wake up; it is
-also the name of a note."""
+"""Name of the phase, and of the cause of time, in which a run waits for a pool of devices that
+other jobs use too. In the phase `POOL_SWITCH` after that, the run's parked processes wake up."""
 _FOR_LOSSES = {*TOO_FEW_RESPONSES.values(), *TOO_FEW_VERDICTS.values()}
-"""Reasons of dropped prompts that have lost too many of their samples."""
+"""Reasons for which a prompt is dropped after it has lost too many of its samples."""
 
 
 class End(StrEnum):
-    """How a sample's generation ended."""
+    """How the generation of a sample ended."""
 
     FINISHED = "finished"
     AT_LIMIT = "finished at the length limit"
@@ -33,7 +32,7 @@ class End(StrEnum):
 
 
 class Outcome(StrEnum):
-    """What became of a sample in its step."""
+    """What became of a sample in the step in which it was launched."""
 
     TRAINED = "trained on"
     SURPLUS = "surplus, stopped"
@@ -44,60 +43,59 @@ class Outcome(StrEnum):
 
 @dataclass(slots=True)
 class Verdict:
-    """One answer of a reward on a sample. A check that was tried again has several verdicts."""
+    """A reward's answer on one sample. A check that was tried again has several verdicts."""
 
     event: SampleScored
     time_s: float
     asked_s: float | None
-    """Time in seconds at which the check began; None if it began in an earlier session."""
+    """Time in seconds at which the check began. None if an earlier process of the run began it."""
     queue_s: float
-    """Seconds from the end of the response to the first try of the check."""
+    """Seconds from the end of the response to the start of the check; 0 for a check tried again."""
 
 
 class CarriedInto(NamedTuple):
-    """The tokens of an earlier launch that a sample's new launch begins with."""
+    """Tokens that an earlier launch generated, and that a new launch of the sample begins with."""
 
     num_tokens: int
     whole: bool
-    """Whether the tokens are a complete response."""
+    """Whether the tokens are a complete response, rather than the beginning of one."""
     version: int
-    """Version of the weights that generated the tokens or last verified them; the oldest if there
-    are several."""
+    """Version of the weights that generated the tokens or last verified them; of several versions
+    the oldest."""
 
 
 @dataclass(slots=True)
 class SampleHistory:
-    """One launched sample. If its launch is missing in the log, `start_s` is the time of its
-    end."""
+    """One sample that was launched. If its launch is missing in the log, `start_s` is when it
+    ended."""
 
     sample: SampleId
     start_s: float
     carried: CarriedInto | None = None
     num_kept: int | None = None
-    """Number of tokens of an earlier launch that came out the same when they were verified. None if
-    they were not verified."""
+    """Number of carried tokens (of an earlier launch) that came out the same when they were
+    verified. None if they were not verified."""
     num_redraws: int = 0
     end_s: float | None = None
     end: End | None = None
-    """How the generation ended. None while the sample is being generated."""
+    """How the sample's generation ended. None while the sample is being generated."""
     num_tokens: int = 0
     preemptions: int = 0
     verdict: Verdict | None = None
-    """The last verdict on the sample. None if there is none."""
+    """The last verdict of the reward on the sample. None if there is no verdict."""
     outcome: Outcome = Outcome.UNUSED
-    """What became of the sample; final when the step is committed."""
+    """What became of the sample. It is final when the step is committed."""
 
     @property
     def num_taken_up(self) -> int:
-        """Number of the sample's tokens that an earlier launch generated."""
+        """Number of the sample's tokens that come from an earlier launch."""
         if self.num_kept is not None or self.carried is None:
             return self.num_kept or 0
         return min(self.carried.num_tokens, self.num_tokens)
 
     @property
     def num_generated(self) -> int:
-        """Number of tokens that this launch generated, without tokens kept from an earlier
-        launch."""
+        """Number of tokens that this launch generated, without those of an earlier launch."""
         return self.num_tokens - self.num_taken_up
 
     @property
@@ -106,45 +104,45 @@ class SampleHistory:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the sample is a whole response, which may be cut at the length limit."""
+        """Whether the sample is a whole response, which the length limit may have cut."""
         return self.end is End.FINISHED or self.end is End.AT_LIMIT
 
 
 @dataclass(slots=True)
 class RoundHistory:
-    """One rollout: samples that are generated together with the same weights."""
+    """One round: samples that are generated together with the same weights."""
 
     number: int
     kind: RoundKind
     version: int
-    """Version of the weights that the round's samples come from."""
+    """Version of the weights that generate the round's samples."""
     tensor_parallel: int
     samples: tuple[SampleId, ...]
     start_s: float
     slots: int | None
-    """Most samples that all engines together generate at once, as the session recorded it. None:
-    not recorded."""
+    """Maximum number of samples that all engines together generate at once, as the log has it.
+    None: not recorded."""
     num_engines: int = 1
     engines: tuple[int, ...] = ()
-    """The engine that each sample began in, aligned with `samples`. Empty: all began in the first
-    engine."""
+    """The number of the engine that each sample began in, aligned with `samples`. Empty: all began
+    in the first engine."""
     end_s: float | None = None
     """Time at which the last sample ended or failed. None if a sample has not ended in the log."""
     ends: list[SampleHistory] = field(default_factory=list)
-    """Samples in the order in which they finished or were stopped, without failed samples."""
+    """Samples in the order in which they finished or were stopped, without those that failed."""
     is_irregular: bool = False
-    """Whether a sample failed, was launched once more in the same round, or changed its engine."""
+    """Whether a sample of the round failed, was launched twice in it, or changed its engine."""
     peak_live: int = 0
-    """Largest number of samples that were being generated at once."""
+    """Largest number of the round's samples that were being generated at once."""
     told_to_stop_s: float | None = None
-    """Time of the last order to stop samples; None: there was none."""
+    """Time of the last order to stop samples of the round. None: there was none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A stretch of a step that is no rollout. Its name is reward_wait, training, sync, checkpoint,
-    recovery, pool_wait, switch, or that of a note (evaluation, callbacks, startup). Phases of a
-    step do not overlap: a phase that a note interrupts becomes two."""
+    """A stretch of a step's time that is no rollout. Its name is reward_wait, training, sync,
+    checkpoint, recovery, pool_wait, switch, or that of a note in the log (evaluation, callbacks,
+    startup). Phases of a step do not overlap: a phase that a note interrupts becomes two."""
 
     name: str
     start_s: float
@@ -153,15 +151,16 @@ class Phase:
 
 @dataclass(slots=True)
 class Turns:
-    """Times at which a step passed from one stage to the next. None: not in the log."""
+    """Times at which a step passed from one stage to the next. None: the log has no such time."""
 
     committed_before_s: float | None = None
-    """Time of the commit of the step before, if that was in the same session."""
+    """Time of the commit of the step before. None if an earlier process of the run did it."""
     train_on_s: float | None = None
     trained_s: float | None = None
     synced_s: float | None = None
     commit_s: float | None = None
-    """Time of the `Commit` command; None also if another session began before its answer."""
+    """Time of the `Commit` command. None also if that process of the run ended before the commit,
+    and another finished it."""
 
 
 @dataclass(slots=True)
@@ -171,20 +170,21 @@ class StepPrompts:
     fetched: list[PromptId] = field(default_factory=list)
     deferred: set[PromptId] = field(default_factory=set)
     dropped: Counter[str] = field(default_factory=Counter)
-    """Number of dropped prompts, by reason."""
+    """Number of the step's dropped prompts, by the reason for which they were dropped."""
     dropped_after: dict[str, str] = field(default_factory=dict)
-    """By reason, an example: why a sample of the first prompt dropped for the reason was lost."""
+    """For each reason for dropping prompts that lost too many samples, an example: why the first
+    such prompt had lost a sample."""
     long_queue: int = 0
-    """Number of prompts that waited for a later round when the step was committed."""
+    """Number of prompts that were put off to a later round when the step was committed."""
     _lost: dict[PromptId, str] = field(default_factory=dict)
-    """For each prompt, why the latest of its lost samples was lost."""
+    """For each prompt, why the last of its lost samples was lost."""
 
     def lose(self, sample: SampleId, reason: str) -> None:
-        """Note that a sample was lost."""
+        """Note that a sample of this prompt was lost."""
         self._lost[sample.prompt] = reason
 
     def drop(self, command: Drop) -> None:
-        """Note that a prompt will never be trained on."""
+        """Note that a prompt was dropped: it will never be trained on."""
         self.dropped[command.reason] += 1
         after = self._lost.get(command.prompt)
         if after is not None and command.reason in _FOR_LOSSES:
@@ -193,8 +193,8 @@ class StepPrompts:
 
 @dataclass(slots=True)
 class StepChecks:
-    """The checks that began in a step, and the verdicts that came in it. A check may begin in one
-    step and end in the next."""
+    """The checks that began in a step, and the verdicts that came in it. A check that begins in one
+    step may end in the next."""
 
     asked: list[Score] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
@@ -202,35 +202,36 @@ class StepChecks:
 
 @dataclass(slots=True)
 class StepHistory:
-    """One optimizer step and its rounds. Times are seconds since the run began."""
+    """One optimizer step and its rounds. Its times are in seconds since the run began."""
 
     start_s: float = 0.0
-    """Time at which the step before was committed, or the session began."""
+    """Time at which the step before was committed, or at which the run's process began."""
     step: int = 0
     """The number of the step; 0 until it is committed."""
     end_s: float = 0.0
     checkpointed: bool = False
     session: Session | None = None
-    """The session that committed the step, or is working on it."""
+    """The session (process of the run) that committed the step, or is working on it."""
     rounds: list[RoundHistory] = field(default_factory=list)
     samples: dict[SampleId, SampleHistory] = field(default_factory=dict)
-    """Samples in the order of their launches."""
+    """Samples of the step by their ids, in the order of their launches."""
     prompts: StepPrompts = field(default_factory=StepPrompts)
     checks: StepChecks = field(default_factory=StepChecks)
     episodes: StepEpisodes = field(default_factory=StepEpisodes)
     streamed: list[tuple[SampleId, ...]] = field(default_factory=list)
-    """Groups whose gradients were begun while the rollout went on."""
+    """Groups (samples of one prompt) whose gradients were begun while the round went on."""
     train_on: TrainOn | None = None
     trainer: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the optimizer step."""
+    """Metrics of the optimizer step, by name."""
     turns: Turns = field(default_factory=Turns)
     phases: list[Phase] = field(default_factory=list)
-    """Phases in the order in which they ended."""
+    """Phases of the step, in the order in which they ended."""
     notes: list[Note] = field(default_factory=list)
 
     @property
     def kind(self) -> RoundKind | None:
-        """The kind of the first round. Rounds that refill a step may be of other kinds."""
+        """The kind of the step's first round. Rounds that refill the step may be of other kinds.
+        None: no round was launched."""
         return self.rounds[0].kind if self.rounds else None
 
     @property
@@ -239,7 +240,7 @@ class StepHistory:
 
     @property
     def groups(self) -> Sequence[tuple[SampleId, ...]]:
-        """Groups (the samples of one prompt) that the step was trained on."""
+        """The groups (of samples of one prompt) that the step was trained on. Empty before that."""
         return () if self.train_on is None else self.train_on.groups
 
     @property
@@ -249,7 +250,7 @@ class StepHistory:
 
     @property
     def num_streamed(self) -> int:
-        """Number of samples whose gradients were begun while the rollout went on."""
+        """Number of samples whose gradients were begun while the round went on."""
         return sum(map(len, self.streamed))
 
     @property
@@ -262,19 +263,19 @@ class StepHistory:
 
     @property
     def rollout_end_s(self) -> float | None:
-        """Time of the end of the last round that has ended. None: no round has."""
+        """Time of the end of the last round that has ended. None: no round has ended."""
         ends = [round_.end_s for round_ in self.rounds if round_.end_s is not None]
         return ends[-1] if ends else None
 
     def trained_samples(self) -> list[SampleHistory]:
-        """Samples that were trained on, in that order, without samples whose end is not in the
-        log."""
+        """Samples that the step was trained on, in the order of training, without samples whose end
+        is not in the log."""
         known = (self.samples.get(sample) for group in self.groups for sample in group)
         return [sample for sample in known if sample is not None and sample.is_finished]
 
     def ends(self) -> list[SampleHistory]:
-        """Samples that finished or were stopped, in that order, after samples without a launch in
-        the log."""
+        """Samples that finished or were stopped, in the order of their ends. Samples that are in no
+        round, since the log lacks their launch, come first."""
         in_rounds = [end for round_ in self.rounds for end in round_.ends]
         known = {end.sample for end in in_rounds}
         ended = (End.FINISHED, End.AT_LIMIT, End.STOPPED)
@@ -282,8 +283,8 @@ class StepHistory:
         return others + in_rounds
 
     def waited_s(self, start_s: float, end_s: float) -> float:
-        """Seconds between the two times that were waits for pools or switches to them, as far as
-        these are over."""
+        """Seconds between two times that went to waits for device pools and switches to them. A
+        wait that has not ended yet does not count."""
         return sum(
             max(0.0, min(phase.end_s, end_s) - max(phase.start_s, start_s))
             for phase in self.phases

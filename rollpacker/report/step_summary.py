@@ -19,22 +19,23 @@ from rollpacker.report.time_book import POOL_CAUSES, ROLLOUT_CAUSES, STEP_CAUSES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptCounts:
-    """Numbers of prompts of a step."""
+    """Numbers of prompts in a step, by what became of them."""
 
     launched: int
     trained: int
     deferred: int
     dropped: Mapping[str, int]
-    """Number of dropped prompts, by reason."""
+    """Number of dropped prompts, by the reason for which they were dropped."""
     dropped_after: Mapping[str, str]
-    """By reason, an example: why a sample of the first prompt dropped for the reason was lost."""
+    """For each reason for dropping prompts that lost too many samples, an example: why the first
+    such prompt had lost a sample."""
     long_queue: int
-    """Number of prompts that wait for a later round when the step is over."""
+    """Number of prompts that are put off to a later round when the step is over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleCounts:
-    """Numbers of samples of a step."""
+    """Numbers of samples in a step, by what became of them."""
 
     launched: int
     generated: int
@@ -42,29 +43,29 @@ class SampleCounts:
     aborted: int
     failed: int
     no_verdict: Mapping[str, int]
-    """Number of samples without a verdict, by reason."""
+    """Number of finished samples without a verdict, by reason."""
     streamed: int
     """Number of samples whose gradients were begun before the round was over."""
     not_streamed: str
-    """Why no gradients were begun before the round was over, if streaming is on. Empty
-    otherwise."""
+    """Why no gradients were begun before the round was over. Empty if some were, or if streaming is
+    off."""
     peak_live: int
-    """Largest number of samples that were being generated at once."""
+    """Largest number of the step's samples that were being generated at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenCounts:
-    """Numbers of response tokens of a step."""
+    """Numbers of response tokens in a step."""
 
     generated: int
-    """Tokens that the step's launches generated, including those of aborted samples, but without
-    tokens kept from an earlier launch."""
+    """Tokens that the step's launches generated, those of aborted samples included, without tokens
+    of earlier launches."""
     trained: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewards:
-    """Rewards of the trained samples; None where no trained sample has a reward."""
+    """Rewards of the step's trained samples. A value is None if no trained sample has a reward."""
 
     mean: float | None
     std: float | None
@@ -79,7 +80,7 @@ class Rewards:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthStats:
-    """Statistics of response lengths, in tokens."""
+    """Statistics of the lengths of some responses, in tokens."""
 
     num: int
     mean: float
@@ -91,28 +92,28 @@ class LengthStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Response lengths of a step."""
+    """Lengths of a step's responses, in tokens."""
 
     trained: LengthStats | None
     finished: LengthStats | None
-    """All completed responses, trained on or not."""
+    """Statistics of all completed responses, trained on or not. None: there were none."""
     censored: tuple[int, ...]
-    """Tokens that each aborted sample had reached, which is less than its length would be."""
+    """For each aborted sample the tokens that it had reached, fewer than it would have had."""
     bias: Mapping[str, float]
     """Metrics that compare trained lengths with the policy's own (see `LengthBias`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSummary:
-    """The numbers of one committed step. A ratio or mean of no values is None."""
+    """The numbers of one committed step. A ratio or a mean of no values is None."""
 
     step: int
     kind: RoundKind | None
     version: int
-    """Version of the weights that the step's samples came from."""
+    """Version of the weights that generated the step's samples."""
     end_s: float
     seconds: Mapping[str, float]
-    """Seconds by cause. They add up to the time since the step before was committed."""
+    """Seconds by cause, which add up to the time since the step before was committed."""
     prompts: PromptCounts
     samples: SampleCounts
     tokens: TokenCounts
@@ -120,19 +121,20 @@ class StepSummary:
     lengths: Lengths
     carry: CarryCounts
     checks: Mapping[str, KindChecks]
-    """Counts of checks by kind, which is the source of the prompts."""
+    """Counts of checks by kind, which is the data source of the checked prompts."""
     episodes: StepEpisodes
-    """Counts of episodes of samples that take turns with environments."""
+    """Counts of episodes (conversations of samples with environments); empty if there are none."""
     marks: tuple[str, ...]
     """Warnings on how to read these numbers, such as "unsandboxed"."""
     trainer: Mapping[str, float]
-    """Metrics of the optimizer step."""
+    """Metrics of the optimizer step, by name."""
     logged: Mapping[str, float]
-    """Numbers that callbacks logged, and counts of samples and tokens that a resume kept."""
+    """Numbers that callbacks logged, and counts of samples and tokens of an interrupted round that
+    a resume kept."""
 
     @property
     def step_s(self) -> float:
-        """The step's seconds without evaluation, callbacks, startup and `waited_s`."""
+        """The step's seconds, without evaluation, callbacks, startup and `waited_s`."""
         return sum(self.seconds[cause] for cause in STEP_CAUSES)
 
     @property
@@ -202,7 +204,6 @@ def summarize_step(
 
 
 def _logged(step: StepHistory) -> dict[str, float]:
-    """Numbers that callbacks logged, and counts of what a resume kept of an interrupted round."""
     logged: dict[str, float] = {}
     for note in step.notes:
         for name, value in note.metrics.items():
@@ -246,7 +247,7 @@ def _no_verdict(step: StepHistory, finished: Sequence[SampleHistory]) -> dict[st
 
 
 def _std(values: Sequence[float]) -> float:
-    """The standard deviation of the population. `statistics.pstdev` is exact and a hundred times
+    """Standard deviation of the values as a population; `statistics.pstdev` is a hundred times
     slower."""
     mean = math.fsum(values) / len(values)
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))

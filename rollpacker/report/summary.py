@@ -28,27 +28,26 @@ _OFF_POLICY = {
     "importance_outside": "sampling/mismatch_outside",
     "log_prob_difference": "sampling/sampling_logp_difference/mean",
 }
-"""Mapping from names in the summary to metrics that measure how far tokens kept from older weights
-are from the current policy's own, in runs with `tail_batching.carry=weighted`."""
+"""Mapping from names in the summary to metrics that measure how far carried tokens (kept from older
+weights) are from the current policy's own, in runs with `tail_batching.carry=weighted`."""
 
 
 def summarize(run: str | Path) -> dict[str, Any]:
-    """The summary of a run folder (or of an event log).
+    """The summary of a run, given its folder or its event log.
 
-    Raises `ValueError` if there is no log, `LogError` if the file is no event log.
-    """
+    Raises `ValueError` if there is no log, `LogError` if the file is no event log."""
     events = events_path(run)
     summary = summarize_entries(EventLog(events))
     return with_paths(summary, events.parent)
 
 
 def with_paths(summary: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The summary with the run's name and the paths of the files that its folder holds."""
+    """The summary with the run's name (`run`) and the paths of files in its folder (`paths`)."""
     return {"run": folder.resolve().name, **summary, "paths": _paths(folder)}
 
 
 def summarize_entries(entries: Iterable[Entry]) -> dict[str, Any]:
-    """The summary from entries alone, without `run` and `paths`."""
+    """The summary that these log entries give, without "run" and "paths"."""
     summary = RunSummary()
     for entry in entries:
         summary.feed(entry)
@@ -56,15 +55,15 @@ def summarize_entries(entries: Iterable[Entry]) -> dict[str, Any]:
 
 
 class RunSummary:
-    """Reads a log's entries by `feed`; `plain` returns the summary of the entries so far."""
+    """Makes a run's summary: `feed` takes the log's entries, `plain` returns the summary so far."""
 
     def __init__(self) -> None:
         self.accounting = Accounting()
         self._steps: list[StepSummary] = []
 
     def feed(self, entry: Entry) -> tuple[StepHistory, StepSummary] | None:
-        """Read an entry. Returns the step that the entry commits, as history and as summary, or
-        None."""
+        """Read a log entry. Returns the step that the entry commits, as history and as summary.
+        None: it commits none."""
         step = self.accounting.history.step
         summary = self.accounting.feed(entry)
         if summary is None:
@@ -73,7 +72,7 @@ class RunSummary:
         return step, summary
 
     def plain(self) -> dict[str, Any]:
-        """The content of `summary.json` but for `run` and `paths`."""
+        """The summary so far: the content of `summary.json`, without "run" and "paths"."""
         accounting, steps = self.accounting, self._steps
         history, finish = accounting.history, accounting.history.finish
         failed = {"failed": finish.reason} if finish is not None and finish.failed else {}
@@ -131,7 +130,7 @@ class RunSummary:
         }
 
     def _engines(self) -> dict[str, Any]:
-        """Rows of the engines and of their switches. Empty if the run has one engine."""
+        """A row for each engine, and for each change of size. Empty for a run with one engine."""
         book = self.accounting.history.engines
         counts, seconds = book.counts, self.accounting.seconds()
         if not counts:
@@ -154,7 +153,7 @@ class RunSummary:
         }
 
     def _trainer(self) -> dict[str, Any]:
-        """Counts of the losses of the trainer. Empty if the trainer was never lost."""
+        """How often the trainer was lost, and for how long. Empty if it never was."""
         book = self.accounting.history.trainer
         if not book.losses:
             return {}
@@ -227,7 +226,7 @@ def _steps(steps: list[StepSummary]) -> dict[str, Any]:
 
 
 def _carrying(steps: list[StepSummary]) -> dict[str, Any] | None:
-    """Counts of tokens kept from earlier launches of samples. None if there were none."""
+    """Counts of carried tokens (kept from earlier launches of samples). None if there were none."""
     counts = add_up_carried(step.carry for step in steps)
     if not counts.tokens:
         return None
@@ -243,7 +242,7 @@ def _carrying(steps: list[StepSummary]) -> dict[str, Any] | None:
 
 
 def _salvaged(steps: list[StepSummary]) -> dict[str, Any]:
-    """Counts of responses and tokens that resumes kept of interrupted rounds. Empty if none."""
+    """Counts of responses and tokens of interrupted rounds that resumes kept. Empty if none."""
     names = {"samples": "perf/salvaged_samples", "tokens": "perf/salvaged_tokens"}
     counts = {
         name: int(sum(step.logged.get(metric, 0.0) for step in steps))
@@ -253,7 +252,7 @@ def _salvaged(steps: list[StepSummary]) -> dict[str, Any]:
 
 
 def _episodes(steps: list[StepSummary]) -> dict[str, Any]:
-    """Episodes of all steps. Empty if samples take no turns with environments."""
+    """Counts of the episodes (conversations with environments) of all steps. Empty if none."""
     found = add_up_episodes(step.episodes for step in steps)
     return {"episodes": found.plain()} if found else {}
 
@@ -265,8 +264,8 @@ def _pipeline(steps: list[StepSummary]) -> dict[str, Any]:
 
 
 def _training_reward(steps: list[StepSummary]) -> dict[str, Any]:
-    """Mean training reward of the first and of the last `LAST_STEPS` steps, only of the most
-    frequent kind of round, since a long round's prompts are harder. None if there are too few
+    """Mean training reward of the first and of the last `LAST_STEPS` steps. Only the most frequent
+    kind of round counts, since a long round's prompts are harder. None if there are too few
     steps."""
     known = [(step.kind, step.rewards.mean) for step in steps if step.rewards.mean is not None]
     kind = Counter(kind for kind, _ in known).most_common(1)[0][0] if known else None

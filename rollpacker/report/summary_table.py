@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 MANY_LOST = 0.02
-"""Share of responses without a verdict above which a sentence below the tables mentions them."""
+"""Share of responses without a verdict above which a sentence below the tables says so."""
 _NUM_REASONS = 5
 _NUM_EVENTS = 10
 _REASON_WIDTH = 38
@@ -29,7 +29,7 @@ _LOST_BY = {
 
 
 def render(summary: Mapping[str, Any]) -> RenderableType:
-    """The tables printed at the end of a run, which fit 80 columns."""
+    """The tables that are printed at the end of a run. They fit 80 columns."""
     from rich.console import Group
     from rich.constrain import Constrain
     from rich.text import Text
@@ -99,15 +99,15 @@ def _result_table(summary: Mapping[str, Any]) -> Table:
 
 
 def _without_verdict(metrics: Mapping[str, float]) -> str:
-    """A text with the number of an evaluation's responses without a verdict, and of all responses
-    where the log has it: earlier versions did not write it."""
+    """A text with the number of an evaluation's responses without a verdict, and of all its
+    responses if the log has that number (older versions did not write it)."""
     told = f"{metrics.get('eval/no_verdict', 0):.0f}"
     return f"{told} of {metrics['eval/samples']:.0f}" if "eval/samples" in metrics else told
 
 
 def _lost(samples: Mapping[str, Any]) -> str | None:
-    """A sentence for a run in which more than the share `MANY_LOST` of the responses got no
-    verdict. None for other runs."""
+    """A sentence on responses without a verdict, if they are more than the share `MANY_LOST`. None
+    otherwise."""
     lost = sum(samples["no_verdict"].values())
     finished = samples["launched"] - samples["aborted"] - samples["failed"]
     if lost <= MANY_LOST * finished:
@@ -206,7 +206,7 @@ def _carrying(carrying: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _episode_tables(episodes: Mapping[str, Any]) -> list[RenderableType]:
-    """Tables of trajectories (turns, seconds, ends, lost answers), environments and tools."""
+    """Tables of episodes (turns, seconds, ends, lost answers), environments and tool calls."""
     from rich.text import Text
 
     made = table("trajectories", "")
@@ -327,7 +327,7 @@ def _since(one: Mapping[str, Any]) -> str:
 
 
 def _is_telling(kind: Mapping[str, Any]) -> bool:
-    """Whether checks of a kind took long enough to show, went wrong, or have a deadline."""
+    """Whether checks of this kind took long enough to show, went wrong, or have a deadline."""
     counts = (kind["timed_out"], kind["retries"], kind["failed"], kind["deadline_s"])
     return kind["longest_s"] >= _TELLING_S or any(counts)
 
@@ -376,13 +376,13 @@ def _change(before: float | None, after: float | None) -> tuple[str, str, str]:
 
 
 def _with_error(metrics: Mapping[str, float], key: str) -> str:
-    """A text with a metric of an evaluation, and its standard error where that is known."""
+    """A metric of an evaluation as a text, with its standard error if that is known."""
     error = metrics.get(key.replace("eval/", "eval/stderr/"))
     return cell(metrics.get(key)) + ("" if error is None else f" ± {error:.3f}")
 
 
 def _reasons(counts: Mapping[str, int]) -> str:
-    """The most frequent reasons and how often each was given, a line each."""
+    """The most frequent reasons as a text, each on a line with the number of times."""
     if not counts:
         return "0"
     most = sorted(counts.items(), key=lambda item: -item[1])
@@ -393,6 +393,6 @@ def _reasons(counts: Mapping[str, int]) -> str:
 
 
 def _short(reason: str) -> str:
-    """The reason, cut so that it fits beside its label in 80 columns. `summary.json` has all of
+    """A reason cut short, so that it fits beside its label in 80 columns. `summary.json` has all of
     it."""
     return reason if len(reason) <= _REASON_WIDTH else reason[: _REASON_WIDTH - 3] + "..."

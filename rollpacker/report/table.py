@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 MAX_WIDTH = 100
-"""Most characters of a terminal's line that tables use."""
+"""Maximum number of characters of a terminal's line that tables use."""
 _RULE = "    \n" * 2 + " -- \n" + "    \n" * 5
-"""A box in the notation of rich that has only a line of hyphens below the head."""
+"""A box for tables, in rich's notation: only a line of hyphens below the head."""
 
 
 def table(*heads: str, expand: bool = True, dense: bool = False) -> Table:
     """An empty table with these heads of columns. `expand`: the table is as wide as the console,
-    with the free room in the first column. `dense`: no line below the head, and one blank between
+    with the spare room in the first column. `dense`: no line below the head, and one blank between
     columns."""
     from rich import box
     from rich.table import Table
@@ -53,8 +53,8 @@ def table(*heads: str, expand: bool = True, dense: bool = False) -> Table:
 def table_of(
     title: str, rows: Mapping[str, Mapping[str, Any]], columns: Mapping[str, tuple[str, int | str]]
 ) -> Table:
-    """A table with a row for each name. `columns` maps each head to the key of the value in a row
-    and the format that `cell` gets."""
+    """A table with a row for each name in `rows`. `columns` maps each head to the key of a row's
+    value and the format for `cell`."""
     made = table(title, *columns)
     for name, one in rows.items():
         made.add_row(text(name), *(cell(one[key], shown) for key, shown in columns.values()))
@@ -68,9 +68,9 @@ def lines(
     rule: bool = True,
     gap: int | None = None,
 ) -> list[str]:
-    """Lines with the rows in aligned columns, without colours, of any width. `numbers`: all columns
-    but the first are aligned to the right. `rule`: the first row is a head, with a line of hyphens
-    below. `gap`: blanks between columns; None: three, or one if lines would be longer than
+    """The rows as lines of text in aligned columns, without colours, of any width. `numbers`: all
+    columns but the first are aligned to the right. `rule`: the first row is a head, with a line of
+    hyphens below. `gap`: blanks between columns; None: three, or one if lines would be longer than
     `MAX_WIDTH`."""
     from rich.box import Box
     from rich.console import Console
@@ -98,16 +98,16 @@ def lines(
 
 
 def text(of: str) -> Text:
-    """A rich text of this string in which markup and escape sequences have no effect."""
+    """A rich text of the string `of`, in which markup and escape sequences have no effect."""
     from rich.text import Text
 
     return Text(printable(of))
 
 
 def cell(value: Any, shown: int | str = 3) -> str:
-    """A value as the text of a cell; of a mapping the sum of its values. `shown`: the number of
-    decimals, `%` for a share in percent, or `ms` for seconds in milliseconds. None and numbers that
-    are not finite become `-`."""
+    """A value as the text of a table's cell; a mapping as the sum of its values. `shown`: the
+    number of decimals, `%` for a share in percent, or `ms` for seconds in milliseconds. None and
+    numbers that are not finite become `-`."""
     if isinstance(value, Mapping):
         value = sum(value.values())
     if value is None or not math.isfinite(value):

@@ -25,19 +25,19 @@ CAUSES: dict[str, str] = {
     POOL_WAIT: "other jobs had the pool",
     POOL_SWITCH: "parked processes waking up on it",
 }
-"""Every cause of time, with its meaning."""
+"""Every cause of time (what a run spends seconds on), with its meaning in words."""
 
 POOL_CAUSES = (POOL_WAIT, POOL_SWITCH)
 
 AROUND_STEPS = ("evaluation", "callbacks", "startup", *POOL_CAUSES)
-"""Causes that are not part of a step's own seconds."""
+"""Causes whose seconds are not part of a step's own seconds."""
 
 RARE_CAUSES = ("imbalance", ENVIRONMENT, "recovery", "callbacks", *POOL_CAUSES)
-"""Causes that a report leaves out where they have no seconds."""
+"""Causes that a report leaves out if they have no seconds."""
 
 WHILE_AWAY = ("reward_wait", "evaluation", ENVIRONMENT)
-"""Phases in which no other work of the run waits until engines are parked (have left their
-devices), so that parking takes no time of its own."""
+"""Phases in which nothing waits until engines are parked (have left their devices), so that the
+seconds of parking count as the phase's own."""
 
 ROLLOUT_CAUSES = ("decode", "tail_idle", "imbalance")
 
@@ -47,23 +47,24 @@ STEP_CAUSES = tuple(cause for cause in CAUSES if cause not in AROUND_STEPS)
 class TimeBook:
     """Assigns each interval between a log's entries to causes, by the phase that the run was in.
 
-    With live(t) the samples in the engine and peak the most of them at once in the step, decode is
-    the integral of live / peak over the rollout and tail_idle the integral of 1 - live / peak:
-    "slots empty while the rest of the round finished". Of that, imbalance is the share of engines
-    that had no sample at all. `slots` caps live and peak where engines have fewer slots than
-    samples. Seconds that the controller spent on a record (`cost_s`) are taken out of the interval
-    after the record and counted as controller, as is all time without another cause. The seconds of
-    a note are evaluation, callbacks, startup or switch."""
+    With live(t) the samples in the engine and peak their maximum in the step, decode is the
+    integral of live / peak over the rollout and tail_idle the integral of 1 - live / peak: "slots
+    empty while the rest of the round finished". Of that, imbalance is the share of engines that had
+    no sample at all. `slots` caps live and peak where engines have fewer slots than samples.
+    Seconds that the controller spent on a record (`cost_s`) are taken out of the interval after the
+    record and counted as controller, as is all time without another cause. The seconds of a note (a
+    log entry on a span of time) are evaluation, callbacks, startup or switch."""
 
     def __init__(self, slots: int | None) -> None:
         self.slots = slots
-        """Most samples that the current session's engines generate at once: as its log has it, or
-        else as given. None if that is not known."""
+        """Maximum number of samples that the engines of the current session (process of the run)
+        generate at once: as the log has it, or else as the constructor was given. None: not
+        known."""
         self._given_slots = slots
         self.start_s: float | None = None
         self.now_s = 0.0
         self.totals = dict.fromkeys(CAUSES, 0.0)
-        """Seconds by cause of the committed steps alone."""
+        """Seconds by cause in all committed steps, without the step under way."""
         self._owed_s = 0.0
         self._open = dict.fromkeys(CAUSES, 0.0)
         self._rollout_s = 0.0
@@ -73,12 +74,12 @@ class TimeBook:
 
     @property
     def wall_s(self) -> float:
-        """Seconds from the first entry to the last."""
+        """Seconds from the first log entry to the last."""
         return 0.0 if self.start_s is None else self.now_s - self.start_s
 
     def advance(self, entry: Entry, phase: str, num_live: int, idle_share: float = 0.0) -> None:
-        """Assign the time up to this entry, in which the run was in `phase` with `num_live` samples
-        in engines. `idle_share`: share of engines without samples while other engines worked."""
+        """Assign the time up to this log entry, during which the run was in `phase` with `num_live`
+        samples in engines. `idle_share`: share of engines without samples while others worked."""
         self._idle_share = idle_share
         if isinstance(entry, Record):
             self._advance(entry.time_s, phase, num_live)
@@ -111,11 +112,11 @@ class TimeBook:
         self.slots = self._given_slots if session.slots is None else session.slots
 
     def step_seconds(self, peak_live: int) -> dict[str, float]:
-        """Seconds by cause since the last committed step, which goes on counting."""
+        """Seconds by cause since the last committed step. The step under way goes on counting."""
         return self._seconds_so_far(peak_live)
 
     def close_step(self, peak_live: int) -> dict[str, float]:
-        """Returns the seconds by cause since the last committed step and begins a new step."""
+        """Returns the seconds by cause since the last committed step, and begins a new step."""
         seconds = self._seconds_so_far(peak_live)
         for cause, value in seconds.items():
             self.totals[cause] += value
@@ -124,20 +125,21 @@ class TimeBook:
         return seconds
 
     def abandon_step(self, peak_live: int) -> None:
-        """Note that the step begins anew. Its seconds so far count for the step that follows."""
+        """Note that the run starts the step anew. The seconds so far count for the new attempt."""
         self._open = self._seconds_so_far(peak_live)
         self._rollout_s = self._live_s = self._idle_s = 0.0
 
     def seconds(self, peak_live: int) -> dict[str, float]:
-        """Seconds by cause up to the last entry; they add up to `wall_s`."""
+        """Seconds by cause up to the last log entry. They add up to `wall_s`."""
         so_far = self._seconds_so_far(peak_live)
         return {cause: self.totals[cause] + so_far[cause] for cause in CAUSES}
 
     def _advance(
         self, time_s: float, phase: str, num_live: int, *, cause: str = "", span_s: float = 0.0
     ) -> None:
-        """Assign the time up to `time_s`: first `span_s` seconds to `cause`, then the controller's
-        seconds for earlier records, and the rest to the phase."""
+        """Assign the time from the last log entry to `time_s`: first `span_s` seconds to `cause`,
+        then the seconds that the controller took for records (entries with an event) before this
+        one, and the rest to the phase."""
         if self.start_s is None:
             self.start_s = self.now_s = time_s
         rest = time_s - self.now_s

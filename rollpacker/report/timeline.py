@@ -1,5 +1,5 @@
-"""Pictures of rounds: a bar for every sample from its launch to its end, and a band below for the
-other phases."""
+"""Pictures of rounds of generation: a bar for every sample from its launch to its end, and a band
+below for the other phases of the run."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ PHASE_COLOURS = {
     "startup": "#e8e8e8",
 }
 _CHARACTER = 0.0055
-"""Width of a label's character, as a share of the picture's width."""
+"""Width of a character in a label, as a share of the picture's width."""
 _LINE = 1.8
-"""Height of a label's line, in widths of a character."""
+"""Height of a line in a label, as a multiple of a character's width."""
 _INK, _FAINT = "#333333", "#777777"
 NUM_STEPS = 6
-"""Number of steps in a timeline if none are asked for."""
+"""Number of steps in a picture of one run, if the caller names none."""
 _NUM_COMPARED = 10
-"""Number of steps in a comparison if none are asked for."""
+"""Number of steps in a picture of two runs, if the caller names none."""
 _KIND_WORDS = {
     RoundKind.SHORT: "short",
     RoundKind.CASCADE: "cascade",
@@ -57,10 +57,9 @@ _KIND_WORDS = {
 
 
 def draw_steps(steps: Sequence[StepHistory], out_png: str | Path) -> list[int]:
-    """Draw those of the steps that launched samples in sequence, and return their numbers.
-
-    Evaluation, callbacks, startup and checkpoints are cut out of the time axis. Raises `ValueError`
-    if no step launched a sample."""
+    """Draw these steps in sequence, those without a launch left out, and return the numbers of the
+    steps drawn. Evaluation, callbacks, startup and checkpoints are cut out of the time axis. Raises
+    `ValueError` if no step launched a sample."""
     shown = [step for step in steps if step.samples]
     if not shown:
         raise ValueError("no finished step to draw")
@@ -112,7 +111,7 @@ def draw_comparison(
 
 def choose_steps(events_path: str | Path, steps: range) -> list[StepHistory]:
     """The steps of a log that are in this range and launched samples. Raises `ValueError` if there
-    are none."""
+    is no such step."""
     shown = [step for step in read_steps(EventLog(events_path), steps=steps) if step.samples]
     if not shown:
         wanted = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps.start}"
@@ -175,8 +174,8 @@ def _begin(step: StepHistory) -> float:
 def _figure(
     panels: int, *, heights: list[float], blank: int | None = None
 ) -> tuple[Figure, list[Axes]]:
-    """A figure of rows with these heights in inches on one time axis. The row with the number
-    `blank` stays empty and is not returned."""
+    """Returns a figure and its rows, which have these heights in inches and share the time axis.
+    The row number `blank` stays empty and is not returned."""
     # The object interface: no display, no global state of pyplot.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -216,7 +215,7 @@ def _draw_samples(axes: Axes, steps: Sequence[StepHistory], clock: _Clock, lanes
 
 
 def _draw_band(axes: Axes, steps: Sequence[StepHistory], clock: _Clock) -> None:
-    """Draw what the run did: rollout in grey, the other phases in colour."""
+    """Draw a band with what the run did: rollout in grey, the other phases in colour."""
     for step in steps:
         if step.rollout_start_s is not None:
             left, right = clock(step.rollout_start_s), clock(step.rollout_end_s or step.end_s)
@@ -236,7 +235,7 @@ def _label_steps(
     that does not fit, the label is the number alone, upright if need be. `short`: the label is the
     kind alone, or nothing if that does not fit."""
     taken_s = -clock.end_s
-    """Place on the time axis, in seconds, where the label before ends."""
+    """Place on the time axis, in seconds, where the previous label ends."""
     for number, step in enumerate(steps):
         left, right = clock(_begin(step)), clock(step.end_s)
         if number:

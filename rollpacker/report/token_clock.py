@@ -2,9 +2,9 @@
 
 An engine admits requests first come, first served, into its slots. Being admitted (the prefill)
 gives a sample its first token (beside tokens kept from an earlier launch), every decode step one
-more. So a sample of L tokens that was admitted at clock a ends at clock a + L - 1, and a log of
-lengths and times also holds the seconds of known numbers of decode steps with known numbers of
-running samples.
+more. So a sample of L tokens that was admitted at clock a (a steps after the launch) ends at clock
+a + L - 1, and a log of lengths and times also holds the seconds of known numbers of decode steps
+with known numbers of running samples.
 
 Where steps may give several tokens (`rollout.engine.draft_tokens`), samples grow at different
 speeds and the result is an average: the clock counts the tokens of the sample that is furthest, and
@@ -25,17 +25,17 @@ from rollpacker.report.step_history import End, RoundHistory, SampleHistory, Ste
 
 
 class ClockError(ValueError):
-    """Raised if the ends of a round's samples contradict an engine of so many slots, the most
-    samples at once."""
+    """Raised if the ends of a round's samples cannot come from an engine with this number of slots
+    (samples generated at once)."""
 
 
 class Stretch(NamedTuple):
-    """A stretch of decode steps between two ends of samples (or the launch and the first end)."""
+    """Consecutive decode steps between two ends of samples (or the launch and the first end)."""
 
     steps: int
-    """Number of decode steps."""
+    """Number of decode steps in the stretch."""
     running: int
-    """Number of samples decoded in each step."""
+    """Number of samples that are decoded in each of the steps."""
     cached: int
     """Response tokens of the running samples before the first step. Prompts are not counted, since
     their lengths are not in a log."""
@@ -45,7 +45,8 @@ class Stretch(NamedTuple):
 
 
 def iterate_rounds(entries: Iterable[Entry]) -> Iterator[RoundHistory]:
-    """Yields the rounds whose samples all ended, in order, also of steps without a commit."""
+    """Yields the rounds of a log in order, also those of steps without a commit. A round in which
+    some sample has not ended is left out."""
     for step in iterate_steps(entries, unfinished=True):
         yield from finished_rounds(step)
 
@@ -55,7 +56,7 @@ def finished_rounds(step: StepHistory) -> list[RoundHistory]:
 
 
 def by_engine(round_: RoundHistory) -> list[RoundHistory]:
-    """Splits a round into one round for each engine that had samples."""
+    """Splits a round into several rounds, one for each engine that had samples."""
     if round_.num_engines == 1:
         return [round_]
     engines = round_.engines or (0,) * len(round_.samples)
@@ -72,12 +73,10 @@ def by_engine(round_: RoundHistory) -> list[RoundHistory]:
 
 
 def stretches(round_: RoundHistory, *, slots: int | None, drafted: bool = False) -> list[Stretch]:
-    """The stretches of decode steps between the ends of samples, in order, of a round with one
-    engine. `slots` None: all samples are admitted at once. With `drafted` a step is one token of
-    the furthest sample, and tokens of refused ends are estimated.
-
-    Raises `ClockError` if the ends contradict such an engine.
-    """
+    """The stretches of decode steps between the ends of samples, in order, for a round of one
+    engine. `slots`: maximum number of samples at once; None: no limit. With `drafted` a step is one
+    token of the sample that is furthest, and tokens that were drawn again are estimated. Raises
+    `ClockError` if the ends cannot come from such an engine."""
     redrawn = any(end.num_redraws for end in round_.ends)
     if round_.is_irregular or (redrawn and not drafted):
         raise ClockError("a sample failed or was launched again")
@@ -107,20 +106,22 @@ def stretches(round_: RoundHistory, *, slots: int | None, drafted: bool = False)
 
 
 class _Engine:
-    """The state of an engine that has at most `slots` samples at once, first come, first served."""
+    """A model of an engine that has at most `slots` samples at once, first come, first served. Its
+    clock counts decode steps."""
 
     def __init__(
         self, samples: Iterable[SampleId], slots: int | None, taken_up: Mapping[SampleId, int]
     ) -> None:
-        """`taken_up`: tokens of an earlier launch that samples have when they are admitted."""
+        """`slots`: maximum number of samples at once; None: no limit. `taken_up`: number of each
+        sample's tokens that an earlier launch generated."""
         self.clock = 0
         self.num_admitted = 0
-        """Number of samples that were admitted since the last call of `advance`."""
+        """Number of samples that the engine admitted since the last call of `advance`."""
         self._slots = slots
         self._waiting = deque(samples)
         self._taken_up = taken_up
         self._admitted_at: dict[SampleId, int] = {}
-        """Clock at which each running sample was admitted, minus the tokens that the sample had."""
+        """For each running sample, the clock at its admission minus the tokens that it then had."""
         self._sum_admitted_at = 0
         self._admit()
 
@@ -133,8 +134,8 @@ class _Engine:
             self.num_admitted += 1
 
     def clock_of(self, end: SampleHistory) -> int:
-        """The clock at which this sample ends. Waiting samples are admitted before, if the sample
-        ends later than now. Raises `ClockError` if the sample cannot end there."""
+        """The clock (decode steps since the launch) at which this sample ends. If that is later
+        than now, waiting samples are admitted first. Raises `ClockError` if that cannot be."""
         if self._slots is not None and self._clock_if_running(end) != self.clock:
             self._admit()
         clock = self._clock_if_running(end)
@@ -172,8 +173,8 @@ class _Engine:
 
 
 class _DraftingEngine(_Engine):
-    """An engine whose samples grow at different speeds, since a step may give several tokens. Its
-    clock is that of the furthest sample."""
+    """A model of an engine whose samples grow at different speeds, since a step may give several
+    tokens. Its clock counts the tokens of the furthest sample."""
 
     def __init__(self, round_: RoundHistory, slots: int | None, taken_up: Mapping[SampleId, int]):
         super().__init__(round_.samples, slots, taken_up)
@@ -187,9 +188,10 @@ class _DraftingEngine(_Engine):
 
 
 def _redrawn_tokens(round_: RoundHistory) -> Mapping[SampleId, int]:
-    """Estimated tokens, by sample, of ends that were refused, which no log has. Such an end came
-    after the kept tokens and before the place where the response had been cut off: on average where
-    other responses to the prompt ended in between, or else half-way."""
+    """Estimated number of tokens that each sample lost when its end was drawn again, since it came
+    before the place where an earlier launch was cut off. No log has that number. Such an end is
+    taken to lie where other responses to the prompt ended on average, between the kept tokens and
+    the cut, or else half-way."""
     found = {}
     for end in round_.ends:
         if not end.num_redraws or end.carried is None:

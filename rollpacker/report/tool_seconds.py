@@ -1,4 +1,4 @@
-"""Seconds that calls of a tool took, in memory that does not grow with their number."""
+"""Seconds that the calls of a tool took, in memory that does not grow with the number of calls."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from typing import Any
 from rollpacker.core.events import ToolCall
 
 _PER_DECADE = 100
-"""Number of classes per factor of 10 in which seconds are counted. Each class is 2.3 % wide."""
+"""Calls are counted by classes of seconds. This many classes make up a factor of 10, so that a
+class is 2.3 % wide."""
 _LEAST_S = 1e-6
 
 
 @dataclass(slots=True)
 class ToolSeconds:
-    """Counts of the calls of one tool, and the distribution of their seconds."""
+    """Counts of the calls of one tool, and how their seconds are distributed."""
 
     num: int = 0
-    """Number of calls."""
+    """Number of calls of the tool."""
     num_failed: int = 0
     """Number of calls that raised, were not run, or hung."""
     num_hung: int = 0
-    """Number of failed calls that had not ended at the deadline of the answer. Their seconds are
-    counted up to the deadline."""
+    """Number of failed calls that had not ended at the deadline of the environment's answer. Their
+    seconds are counted up to the deadline."""
     total_s: float = 0.0
     longest_s: float = 0.0
     _classes: Counter[int] = field(default_factory=Counter)
-    """Number of calls that ran, by the class that their seconds fall into."""
+    """Number of calls that ran, by the class that their seconds fall into (see `_PER_DECADE`)."""
 
     def take(self, call: ToolCall, *, hung: bool = False) -> None:
-        """Count one more call."""
+        """Count one more call. `hung`: the call had not ended at the deadline of the answer."""
         self.num += 1
         self.num_hung += hung
         self.num_failed += not call.is_well
@@ -41,7 +42,7 @@ class ToolSeconds:
             self._classes[math.ceil(_PER_DECADE * math.log10(max(call.seconds, _LEAST_S)))] += 1
 
     def add(self, other: ToolSeconds) -> None:
-        """Add the calls of another step."""
+        """Add the calls that another step counted."""
         self.num += other.num
         self.num_failed += other.num_failed
         self.num_hung += other.num_hung
@@ -50,8 +51,8 @@ class ToolSeconds:
         self._classes.update(other._classes)
 
     def quantile(self, share: float) -> float | None:
-        """Seconds that this share of the calls did not exceed, up to 2.3 % too high. None: no call
-        ran."""
+        """Seconds that this share of the calls did not exceed, at most 2.3 % too high. None: no
+        call ran."""
         left = math.ceil(share * self._classes.total())
         for number, count in sorted(self._classes.items()):
             left -= count
@@ -60,7 +61,7 @@ class ToolSeconds:
         return None
 
     def plain(self) -> dict[str, Any]:
-        """The counts and seconds as `summary.json` has them."""
+        """The counts and seconds, as a mapping that `summary.json` can hold."""
         num_run = self._classes.total()
         return {
             "calls": self.num,

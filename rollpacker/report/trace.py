@@ -45,7 +45,7 @@ _COLOURS = {
     Outcome.FAILED: "terrible",
 }
 """Colour of a sample's span by what became of the sample, in chrome://tracing's names. Perfetto
-ignores them and colours by the span's name."""
+ignores these colours and goes by the span's name."""
 
 
 def write_trace(events_path: str | Path, out: str | Path, *, last_steps: int = 50) -> int:
@@ -65,7 +65,7 @@ def write_trace(events_path: str | Path, out: str | Path, *, last_steps: int = 5
 
 
 def write_steps_trace(steps: Sequence[StepHistory], out: str | Path, *, num_steps: int) -> None:
-    """Write these steps as a trace to `out`. They are the last of the run's `num_steps` steps."""
+    """Write these steps, the last ones of the run's `num_steps` steps, as a trace to `out`."""
     held = steps_held(steps, num_steps)
     with replacing(Path(out)) as temporary, temporary.open("w", encoding="utf-8") as file:
         told = json.dumps({"steps": held}, separators=(",", ":"))
@@ -76,8 +76,8 @@ def write_steps_trace(steps: Sequence[StepHistory], out: str | Path, *, num_step
 
 
 def steps_held(steps: Sequence[StepHistory], num_steps: int) -> str:
-    """A text on which of a run's `num_steps` steps these are, such as "all 12 steps" or "steps 151
-    to 200, the last 50 of 200"."""
+    """A text on which of a run's `num_steps` steps the trace holds, such as "all 12 steps" or
+    "steps 151 to 200, the last 50 of 200"."""
     if len(steps) == num_steps:
         return "the 1 step" if num_steps == 1 else f"all {num_steps:,} steps"
     if len(steps) == 1:
@@ -118,7 +118,7 @@ def _phase(phase: Phase, step: int) -> dict[str, Any]:
 
 
 def _live_counter(step: StepHistory) -> Iterator[dict[str, Any]]:
-    """Trace events of the number of samples being generated, an event for each change."""
+    """Yields trace events with the number of samples being generated, one for each change."""
     changes: dict[float, int] = {}
     for span in step.samples.values():
         end = step.end_s if span.end_s is None else span.end_s
@@ -137,8 +137,8 @@ def _live_counter(step: StepHistory) -> Iterator[dict[str, Any]]:
 
 
 def _sample_spans(step: StepHistory) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields the lane and the trace event of every sample. A sample gets the lowest lane that is
-    free when it starts."""
+    """Yields the lane and the trace event of every sample in a step. A sample gets the lowest lane
+    that is free when it starts."""
     free: list[int] = []
     busy: list[tuple[float, int]] = []
     num_lanes = 0

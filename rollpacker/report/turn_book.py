@@ -1,5 +1,5 @@
-"""Turns of samples and environments. A sample *acts* while its environment works on an answer; it
-is then in no engine and may come back to one."""
+"""Follows conversations of samples with environments. A sample *acts* while its environment works
+on an answer: it is then in no engine, and may come back to one."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from rollpacker.core.ids import SampleId
 from rollpacker.report.step_history import End, Outcome, SampleHistory, StepHistory
 
 ENVIRONMENT = "environment"
-"""Name of the phase, and of the cause of time, in which engines are empty because samples await
+"""Name of the phase, and of the cause of time, in which engines are empty because all samples await
 answers of environments."""
 Samples = dict[SampleId, SampleHistory]
 
 
 @dataclass(slots=True)
 class _Episode:
-    """The episode of one sample, so far."""
+    """The conversation of one sample with its environment, so far."""
 
     turns: int = 0
-    """Number of turns of the model that were generated."""
+    """Number of the model's messages (turns) that were generated."""
     begun_s: float | None = None
-    """Time at which the current turn of the model began. None: the first turn, which begins with
-    the launch."""
+    """Time at which the model's current message began. None: it is the first message, which begins
+    with the launch."""
     policy_s: float = 0.0
     asked_s: float = 0.0
-    """Time at which the environment's last turn began."""
+    """Time at which the environment was last asked for an answer."""
     environment_s: float = 0.0
 
     def drawn(self, sample: SampleHistory | None) -> None:
-        """Note that the model's turn has ended."""
+        """Note that a message of the model has ended."""
         self.turns += 1
         if sample is not None and sample.end_s is not None:
             begun_s = sample.start_s if self.begun_s is None else self.begun_s
@@ -39,7 +39,8 @@ class _Episode:
 
 
 class TurnBook:
-    """Follows samples that act while `History` reads a log: their turns' seconds and their ends."""
+    """Follows samples that converse with environments, while `History` reads a log: the seconds of
+    their turns, and how they end."""
 
     def __init__(self) -> None:
         self.acting: set[SampleId] = set()
@@ -47,7 +48,7 @@ class TurnBook:
         self._step: StepHistory | None = None
 
     def take(self, command: Act | CancelAct | Conclude, step: StepHistory, now: float) -> None:
-        """Read a command of the core about samples whose environments work on an answer."""
+        """Read a command about samples that converse with environments, given at the time `now`."""
         match command:
             case Act():
                 self._act(command, step, now)
@@ -63,7 +64,6 @@ class TurnBook:
         return self._episodes.setdefault(sample, _Episode())
 
     def _act(self, command: Act, step: StepHistory, now: float) -> None:
-        """Note that the environment's turn begins, or begins again after its episode was lost."""
         self.acting.add(command.sample)
         found = step.samples.get(command.sample)
         episode = self._of(command.sample, step)
@@ -74,7 +74,7 @@ class TurnBook:
             found.end, found.outcome = End.FINISHED, Outcome.UNUSED
 
     def acted(self, event: Acted, step: StepHistory, now: float) -> None:
-        """Note that the environment answered, or that its answer is lost."""
+        """Note that the environment has answered, or that its answer is lost."""
         self.acting.discard(event.sample)
         if event.cause == "cancelled":
             return
@@ -92,15 +92,15 @@ class TurnBook:
         step.episodes.answered(event.sample, event.turn, seconds, waited_s, event.calls)
 
     def _cancel(self, command: CancelAct, samples: Samples) -> None:
-        """Note that samples which await an environment were cancelled. Samples in an engine end by
-        an event of their own."""
+        """Note that samples were cancelled while they awaited an environment. A sample that is in
+        an engine ends by an event of its own."""
         for sample in self.acting.intersection(command.samples):
             self.acting.discard(sample)
             if sample in samples:
                 samples[sample].end, samples[sample].outcome = End.STOPPED, Outcome.SURPLUS
 
     def _conclude(self, command: Conclude, step: StepHistory) -> None:
-        """Note how a whole trajectory ended, which may differ from the end of its last turn."""
+        """Note how a conversation ended, which may differ from the end of its last message."""
         found = step.samples.get(command.sample)
         episode = self._of(command.sample, step)
         if found is not None and found.end is End.AT_LIMIT:
@@ -113,7 +113,7 @@ class TurnBook:
             found.end = End.AT_LIMIT if command.reason in LIMITS else End.FINISHED
 
     def go_on(self, command: Continue, step: StepHistory, now: float) -> None:
-        """Note that samples are back in an engine: what was noted as their end was a turn's end."""
+        """Note that samples are in an engine for another message: they have not ended after all."""
         samples, round_ = step.samples, step.rounds[-1]
         back = {sample for sample in command.samples if sample in samples}
         for sample in command.samples:

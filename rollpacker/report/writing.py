@@ -1,4 +1,4 @@
-"""Writes files that are complete or not there at all, and makes texts safe to print."""
+"""Writes files that are either complete or not there at all, and makes texts safe to print."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def printable(text: str) -> str:
-    """The text with control characters, half surrogates and characters that turn the direction of
-    writing replaced by `\\xNN` or `\\uNNNN`, so that it is safe in a terminal and in any file."""
+    r"""The text with control characters, half surrogates and characters that change the direction
+    of writing replaced by `\xNN` or `\uNNNN`, so that it is safe in a terminal and in any file."""
     if text.isprintable():
         return text
     clean = text.encode("utf-8", "backslashreplace").decode()
@@ -35,7 +35,7 @@ def _code(character: str) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Seconds for people: "12.3 s", "4:05", "1:02:03"."""
+    """A number of seconds as a text for people: "12.3 s", "4:05", "1:02:03"."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

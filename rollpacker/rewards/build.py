@@ -19,13 +19,13 @@ from rollpacker.sandbox.sandbox import SandboxConfig
 
 @dataclass(frozen=True, slots=True)
 class BuiltIn:
-    """Where a built-in reward is defined. Its module is imported only when a config names it."""
+    """Where a built-in reward is defined. The module is imported when a config names the reward."""
 
     module: str
     """Name of the module below `rollpacker.rewards`."""
     made: str
-    """The function or class in that module that makes the reward. It is called with the reward's
-    config and what the run shares; with `in_worker` it is called in a worker process, with
+    """The function or class in that module that makes the reward, called with the reward's config
+    and the `Shared` of the run. With `in_worker` it is called in a worker process, with the keys of
     `arguments`, and makes a plain function."""
     config: str
     """Name of the dataclass, in that module, whose fields are the reward's `arguments`."""

@@ -31,16 +31,15 @@ class EnvironmentReward:
         self.name = name
 
     def check(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Accept any rows; see `RewardPart.check`."""
+        """Accept any rows without looking at them; see `RewardPart.check`."""
 
     async def open(self) -> None:
-        """Do nothing; see `RewardPart.open`."""
+        """Do nothing: there is nothing to open. See `RewardPart.open`."""
 
     async def score(
         self, samples: Sequence[RewardInput], *, timeout_s: float | None = None
     ) -> list[Scored | Failed | None]:
-        """Return one verdict per sample, None for a sample without an episode; see
-        `RewardPart.score`."""
+        """Return one verdict per sample (None: it had no episode); see `RewardPart.score`."""
         return [self._one(sample) for sample in samples]
 
     def _one(self, sample: RewardInput) -> Scored | None:
@@ -54,4 +53,4 @@ class EnvironmentReward:
         return None
 
     async def close(self) -> None:
-        """Do nothing; see `RewardPart.close`."""
+        """Do nothing: there is nothing to close. See `RewardPart.close`."""

@@ -1,8 +1,8 @@
 """A reward host: a process with all rewards of a run, with their workers and sandbox. It judges
-samples that the run's process sends over an inherited line.
+samples that the run's process sends over an inherited connection.
 
-It ends when the line does, and its workers end with it. Nothing heavy is imported before the set-up
-has come.
+It ends when the connection does, and its workers end with it. Nothing heavy is imported before
+the set-up has come.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Logged(logging.Handler):
     def __init__(self, line: Line) -> None:
         super().__init__()
         self.loop: asyncio.AbstractEventLoop | None = None
-        """The event loop that owns the line. None: it does not run yet."""
+        """The event loop that owns the connection to the run. None: it does not run yet."""
         self._line = line
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -44,14 +44,14 @@ class _Logged(logging.Handler):
 
 
 class RewardHost:
-    """Serves the rewards of this process, in one event loop."""
+    """Judges samples for the run with the rewards of this process, in one event loop."""
 
     def __init__(self, reward: WeightedReward, line: Line, beat_s: float) -> None:
         self._reward, self._line, self._beat_s = reward, line, beat_s
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     async def serve(self) -> NoReturn:
-        """Judge samples until the line ends; then the process ends."""
+        """Judge samples until the connection to the run ends, then end the process."""
         loop = asyncio.get_running_loop()
         self._line.attach(loop, self._heard, lambda: os._exit(0))
         self._line.post(READY, 0, codec().encode(self._reward.shared.unsandboxed))

@@ -3,10 +3,10 @@
     HostedReward --Check--> host_worker.py: RewardHost --> WeightedReward, its workers and sandbox
                  <-Judged--
 
-The event loop of all lines (`workers/loop.py`) carries the checks to the hosts and their verdicts
-back. `core/checks/reward_hosts.py` decides which host is asked, and when a host is given up. The
-samples being judged on a host that is lost get no verdict, with the cause `infrastructure`: the
-core asks once more, and another host judges them.
+One event loop for the connections to all hosts (`workers/loop.py`) carries the checks to the hosts
+and their verdicts back. `core/checks/reward_hosts.py` decides which host is
+asked, and when a host is given up. The samples being judged on a host that is lost get no verdict,
+with the cause `infrastructure`: they are then sent once more, and another host judges them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Verdict = Scored | Failed
 
 PROGRAM = "rollpacker.rewards.host_worker"
 BEATS = 5
-"""Signs of life that a host gives in the time after which silence means that it is lost."""
+"""Number of reports that a host sends in the time after which a silent host counts as lost."""
 
 
 class RewardHostsLost(RuntimeError):
@@ -54,7 +54,7 @@ class RewardHostsLost(RuntimeError):
 
 
 def refuse_bound(rewards: Sequence[RewardConfig]) -> None:
-    """Raise `RewardError` for rewards that exist only in the run's own process."""
+    """Raise `RewardError` for rewards that exist only in this process, so that no host has them."""
     bound = [
         f"{one.name or one.function} (an object of this Python program: name a function in a file, "
         '"path/to/file.py:function")'
@@ -77,8 +77,8 @@ def refuse_bound(rewards: Sequence[RewardConfig]) -> None:
 def reward_setup(
     rewards: Sequence[RewardConfig], sandbox: SandboxConfig, *, heartbeat_s: float
 ) -> RewardSetup:
-    """The setup for hosts that shall find the same modules as this process. Raises `RewardError` as
-    `refuse_bound` does."""
+    """Return the setup for reward hosts, which are to find the same modules as this process. Raises
+    `RewardError` as `refuse_bound` does."""
     refuse_bound(rewards)
     return RewardSetup(
         rewards=tuple(rewards),
@@ -103,12 +103,9 @@ class HostedReward:
         names: Sequence[str],
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
-        """Starts one process for each of `places`; `ready` waits for them. `names`: the names of
-        the rewards.
-
-        Raises `RewardError` for rewards that cannot be sent, and `OSError` if a process cannot be
-        started.
-        """
+        """Starts one process at each of `places` (hosts); `ready` waits for them. `names`: names of
+        the rewards. Raises `RewardError` for rewards that cannot be sent, and `OSError` if a
+        process cannot be started."""
         self.names = tuple(names)
         self._places, self._heartbeat_s = tuple(places), heartbeat_s
         setup = reward_setup(rewards, sandbox, heartbeat_s=heartbeat_s)
@@ -119,7 +116,7 @@ class HostedReward:
         self.book = RewardHosts(len(self._places))
         self._living: dict[int, _HostProcess] = {}
         self._counts: dict[str, float] = {}
-        """Sums of the metrics of lost reward hosts, which `metrics` adds to those of the others."""
+        """Sums of the metrics of lost reward hosts. `metrics` adds those of the living hosts."""
         self._unsandboxed = False
         self._changed = asyncio.Event()
         self._ending: set[asyncio.Future[None]] = set()
@@ -155,11 +152,12 @@ class HostedReward:
         return await self._there(self._score(samples, timeout_s))
 
     def outage(self) -> str | None:
-        """Return the first outage that a host reports; see `Reward.outage`."""
+        """Return the first outage that a host reports, else None; see `Reward.outage`."""
         return self._first(lambda status: status.outage)
 
     def broken(self) -> str | None:
-        """Return the first reason of a host why there will be no verdicts; see `Reward.broken`."""
+        """Return the first host's reason why there will be no verdicts, else None; see
+        `Reward.broken`."""
         return self._first(lambda status: status.broken)
 
     def metrics(self) -> dict[str, float]:
@@ -178,7 +176,7 @@ class HostedReward:
 
     @property
     def pids(self) -> dict[int, int]:
-        """Process ids of the living reward hosts, by the index of their place."""
+        """Process ids of the living reward hosts, each by its index in the list of hosts."""
         return {number: one.served.child.pid for number, one in list(self._living.items())}
 
     async def close(self) -> None:
@@ -190,8 +188,8 @@ class HostedReward:
         await asyncio.to_thread(self._use.end)
 
     async def _there(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run the coroutine in the event loop of all lines, and return its result. Cancelling this
-        call cancels the coroutine."""
+        """Run the coroutine in the event loop of all hosts' connections, and return its result.
+        Cancelling this call cancels the coroutine."""
         assert not self._is_closed
         there = asyncio.run_coroutine_threadsafe(coroutine, self._use.loop)
         return await asyncio.wrap_future(there)
@@ -251,7 +249,7 @@ class HostedReward:
         return f"reward host {number} on {self._places[number].name}"
 
     def start(self, owner: Owner, number: int) -> Served:
-        """Start a process at the place of this index. Raises `OSError`."""
+        """Start the process of the reward host with this index. Raises `OSError`."""
         return Served(
             self._use,
             self._places[number],
@@ -263,13 +261,13 @@ class HostedReward:
         )
 
     def begun(self, process: _HostProcess, unsandboxed: bool) -> None:
-        """Note that the process can judge, so that it gets checks from now on."""
+        """Note that this host's process can judge, so that it is sent samples from now on."""
         self._unsandboxed |= unsandboxed
         self.book.ready(process.number)
         self._tell()
 
     def lost(self, process: _HostProcess, loss: Loss) -> None:
-        """Start another process in place of a lost one, or give the place up after many losses."""
+        """Start another process in place of a lost one, or give the host up after many losses."""
         number, why = process.number, loss.reason
         del self._living[number]
         for name, count in process.status.metrics.items():
@@ -319,8 +317,8 @@ class _HostProcess:
         self.served = hosted.start(self, number)
 
     async def judge(self, payload: bytes) -> Sequence[Verdict]:
-        """Return the verdicts of a check. Raises `ProcessLost` if the host is lost. Cancelling this
-        call ends the check."""
+        """Have the host judge the samples of a packed `Check`, and return the verdicts. Raises
+        `ProcessLost` if the host is lost. Cancelling this call ends the check."""
         judged = await self.served.call(payload)
         self.status = judged.status
         verdicts: Sequence[Verdict] = judged.verdicts

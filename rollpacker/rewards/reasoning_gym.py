@@ -20,7 +20,7 @@ from rollpacker.rewards.reward import RewardError
 
 _EVALUATING = {"eval", "exec", "parse_expr", "sympify", "simplify"}
 _SOUND = {"number_sorting"}
-"""Tasks whose scorers evaluate only the row's right answer, not the model's."""
+"""Tasks whose scorers evaluate as code only the row's right answer, not the model's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class ReasoningGymConfig:
 
 
 def make(**arguments: Any) -> ReasoningGymScorer:
-    """Make the reward. Called in the worker process."""
+    """Make the scorer from the reward's `arguments`. Called in the worker process."""
     return ReasoningGymScorer(ReasoningGymConfig(**arguments))
 
 

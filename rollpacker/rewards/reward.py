@@ -98,7 +98,7 @@ class Scored:
     """Execution time in seconds, without any waiting, from which adaptive deadlines learn; for a
     program with several tests that of the slowest. None: the caller measures the time."""
     correct: bool | None = None
-    """Whether the answer whose time was measured is right. None: it is if the value is above 0."""
+    """Whether the answer whose time was measured is right. None: right if the value is above 0."""
     timed_out: bool = False
     """Whether the answer exceeded its time limit, for which it counts as wrong."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """The verdict is missing for a sample. It is never counted as zero."""
+    """The record of a sample without a verdict. It is never counted as a reward of zero."""
 
     reason: str
     parts: Mapping[str, float | None] = field(default_factory=dict)
@@ -137,12 +137,11 @@ class Reward(Protocol):
         ...
 
     def outage(self) -> str | None:
-        """Describe the outage of an external service that the rewards wait for. None: there is no
-        outage."""
+        """Describe the outage of an external service that rewards wait for. None: no outage."""
         ...
 
     def broken(self) -> str | None:
-        """The reason why there will be no verdicts any more, in words. None: there will be."""
+        """The reason why rewards give no verdicts any more, in words. None: they still do."""
         ...
 
     def metrics(self) -> dict[str, float]:
@@ -150,7 +149,7 @@ class Reward(Protocol):
         ...
 
     async def close(self) -> None:
-        """End all workers."""
+        """End all workers of the rewards."""
         ...
 
 

@@ -74,7 +74,7 @@ class RewardModelConfig:
 
 
 def make(**arguments: Any) -> RewardModel:
-    """Make the reward. Called in the worker process."""
+    """Make the reward from its `arguments`. Called in the worker process."""
     return RewardModel(RewardModelConfig(**arguments))
 
 
@@ -93,8 +93,7 @@ class RewardModel:
         self._max_tokens = min(config.max_tokens or own, own)
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
-        """Return one value per completion, in their order. It is NaN if the model's output is not a
-        number."""
+        """Return one value per completion, in order. NaN: the model's output is not a number."""
         tokens = [self._tokens(*pair) for pair in zip(prompts, completions, strict=True)]
         order = sorted(range(len(tokens)), key=lambda index: len(tokens[index]))
         values = [math.nan] * len(tokens)

@@ -39,7 +39,7 @@ def logged_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 @dataclass(slots=True)
 class _Opened:
-    """The sandbox of one event loop, once it is open."""
+    """The sandbox of one event loop while it is open, and what closes it."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     context: AbstractAsyncContextManager[Sandbox] | None = None
@@ -47,7 +47,7 @@ class _Opened:
 
 
 class Shared:
-    """What rewards share. The sandbox is opened at first use, in each event loop."""
+    """What the rewards of a run share. The sandbox is opened at first use, in each event loop."""
 
     def __init__(
         self,
@@ -56,8 +56,7 @@ class Shared:
         engine_completer: MakeCompleter | None = None,
         workers: int | None = None,
     ) -> None:
-        """`workers`: most programs run at a time. None: as many as the sandbox's backend
-        decides."""
+        """`workers`: most programs run at a time. None: the sandbox's backend decides."""
         self.config = sandbox
         self._workers = workers
         self.engine_completer = engine_completer
@@ -81,8 +80,8 @@ class Shared:
         return self._capabilities is not None and self._capabilities.backend == "none"
 
     def run(self, coroutine_function: Callable[[], Awaitable[T]]) -> T:
-        """Run the coroutine to its end in a new event loop, and close the sandbox. If an event loop
-        runs in this thread, another thread is used."""
+        """Run the coroutine to its end in a new event loop, and close the sandbox that it opened.
+        If an event loop runs in this thread, another thread is used."""
 
         async def main() -> T:
             try:
@@ -152,7 +151,7 @@ class Shared:
         return None
 
     async def close(self) -> None:
-        """Close the running event loop's sandbox. `sandbox` would open another."""
+        """Close the sandbox of the running event loop. A later call of `sandbox` opens another."""
         opened = self._opened.pop(asyncio.get_running_loop(), None)
         if opened is not None and opened.context is not None:
             await opened.context.__aexit__(None, None, None)

@@ -34,8 +34,8 @@ from rollpacker.rewards.shared import Shared
 logger = logging.getLogger(__name__)
 
 Kind = tuple[int | None, AdaptiveDeadlineConfig | None]
-"""How the checks of a task are scheduled: most checks at a time (None: batches of any size), and
-the adaptive limit of each check (None: the reward's own limit)."""
+"""How the samples of a task are checked: most checks at a time (None: batches of any size), and the
+adaptive time limit of each check (None: the reward's own limit)."""
 Verdict = Scored | Failed | None
 
 _AT_MOST_ONE = ("math", "code", "judge", "reasoning_gym")
@@ -46,7 +46,7 @@ _BY_INFRASTRUCTURE = (Cause.INFRASTRUCTURE, Cause.DEADLINE, Cause.SAMPLE)
 
 @dataclass(frozen=True, slots=True)
 class Weighted:
-    """One reward, with its entry in the config."""
+    """One reward of the run, with its entry in the config."""
 
     part: RewardPart
     config: RewardConfig
@@ -65,8 +65,8 @@ class Weighted:
         return self.config.deadline or getattr(self.part, "DEADLINE", None)
 
     def limit_s(self, timeout_s: float | None) -> float | None:
-        """The time limit in seconds that a check of this reward gets if that of its task is
-        `timeout_s`. None: the reward uses its own limit, as it does without a deadline."""
+        """Return the limit in seconds of one check: `timeout_s`, that of the task, but at most the
+        deadline's `max_s`. None (also without a deadline): the reward's own limit."""
         deadline = self.deadline
         if timeout_s is None or deadline is None:
             return None
@@ -87,8 +87,8 @@ class WeightedReward:
     # -- before the run ---------------------------------------------------------------------
 
     def check(self, rows: Iterable[tuple[str | None, Mapping[str, Any]]]) -> None:
-        """Raise `RewardError` if these rows (pairs of task and other columns) cannot be judged.
-        Must be called outside of any event loop."""
+        """Raise `RewardError` if these rows, pairs of task (None: no task) and columns, cannot be
+        judged. Must be called outside of any event loop."""
         rows = list(rows)
         for number, (task, _) in enumerate(rows):
             if not self._is_judged(task):
@@ -172,13 +172,13 @@ class WeightedReward:
         return max(sums)
 
     def sources(self) -> dict[str, str]:
-        """The files of the functions that are not built in, by the reward's name."""
+        """Paths of the files of functions that are not built in, by the reward's name."""
         parts = (one.part for one in self._parts)
         return {p.name: p.source for p in parts if isinstance(p, RewardFunction) and p.source}
 
     def kinds(self) -> dict[str | None, Kind]:
-        """How the checks of each task are scheduled, with all rewards that apply to it. The key
-        None stands for all tasks that no reward names."""
+        """How the samples of each task are checked, with all rewards that apply to the task. The
+        key None stands for all tasks that no reward names."""
         tasks = (*self._tasks, *((None,) if self._judges_all else ()))
         return {task: self._kind([p for p in self._parts if p.applies_to(task)]) for task in tasks}
 
@@ -305,7 +305,7 @@ class WeightedReward:
         return "; ".join(outages) or None
 
     def broken(self) -> str | None:
-        """The reason why there will be no verdicts any more, in words. None: there will be."""
+        """The reason why rewards give no verdicts any more, in words. None: they still do."""
         parts = (one.part for one in self._parts if isinstance(one.part, RewardFunction))
         return next((why for part in parts if (why := part.broken())), None)
 
@@ -319,7 +319,7 @@ class WeightedReward:
         }
 
     async def close(self) -> None:
-        """End all workers and the sandbox, even if an error occurs, which is raised then."""
+        """End all workers and the sandbox. An error of one is raised when all have ended."""
         closing = (one.part.close() for one in self._parts)
         results = await asyncio.gather(*closing, return_exceptions=True)
         await self.shared.close()

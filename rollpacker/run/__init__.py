@@ -1,2 +1,2 @@
-"""A run: `train` and `Run`, what drives it, and in `parts`, `ports` and `folder` what it is made
-of."""
+"""Everything that runs a training job: `train` and `Run` for programs, and the parts behind
+them."""

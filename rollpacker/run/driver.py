@@ -1,4 +1,5 @@
-"""The controller runs the core in real time: ports obey its commands, a task does the slow part.
+"""Drives a run in real time: the core decides, ports carry out its commands, and one task on the
+event loop, the main task, does the slow work.
 
       engine's thread           event loop: checks            event loop: main task
            |                         |                              |
@@ -19,10 +20,10 @@
     checks               reward functions                      their verdicts or their time limit
     main task            the next command of the slow kind     the bus, or a deadline (`Watch`)
 
-The main task does one thing at a time, in order; while it trains on groups ahead of their step
-(`StartGradients`), verdicts still come in. The core's answer to a finished sample is obeyed inside
-the engine's call, so an abort takes effect at the same decode step in every run. No decision is
-made here: the core decides what to do. The `Desk` keeps what is known of each sample.
+The main task does one thing at a time, in order. While it computes gradients of groups before the
+step is complete (`StartGradients`), verdicts still come in. What the core commands when a sample
+has finished is done inside the engine's call, so that an abort takes effect at the same decode step
+in every run. No decision is made here. The `Desk` keeps what is known of each sample.
 """
 
 from __future__ import annotations
@@ -72,12 +73,13 @@ from rollpacker.run.ports.watch import Watch
 from rollpacker.trainer.trainer import Trainer
 
 TICK_S = 0.25
-"""Seconds after which a wait checks its deadline again, and observers see new log entries."""
+"""Seconds between two checks of the deadline while the main task waits. Observers are shown the log
+entries that have come since the last check."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Everything that the controller drives. No part knows another part, or the controller."""
+    """The parts of a run that its controller drives. No part knows another, or the controller."""
 
     job: Job
     engines: Engines
@@ -89,13 +91,13 @@ class Parts:
     build_samples: BuildSamples
     decode: Decode
     render: Decode
-    """Makes text of prompt tokens, special tokens included, as the model sees the prompt."""
+    """Turns prompt tokens into text, special tokens included, as the model sees the prompt."""
     log: LogWriter
     samples: SampleWriter | None
     carried: CarriedTokens | None = None
-    """Tokens that a checkpoint's deferred prompts have. None if nothing was generated so far."""
+    """Keeps tokens generated for prompts put off to a later step. None: an empty store is made."""
     tokenizer: str = ""
-    """Fingerprint of the tokenizer."""
+    """SHA-256 of the tokenizer's vocabulary, for checkpoints. Empty if it is not known."""
     player: Player | None = None
     """Plays samples that take turns with environments. None if each sample is one response."""
     observers: Sequence[Observer] = ()
@@ -103,7 +105,7 @@ class Parts:
 
 
 class Controller:
-    """Drives one run from the state of `parts.job` to its end."""
+    """Drives one run to its end, from the state that `parts.job` (the core) has when it begins."""
 
     def __init__(
         self,
@@ -116,10 +118,10 @@ class Controller:
         seat: Seat | None = None,
         publish: Publish = lambda source: {},
     ) -> None:
-        """`time_s`: seconds from which the run's clock goes on (0 in a new run). `salvage`:
-        finished responses that a resume has found of the interrupted round. `seat`: where the run
-        waits for devices that it shares with other jobs; None if it shares none. `publish`: brings
-        weights to the hosts of engines that are off their devices."""
+        """`time_s`: seconds that the run's clock shows at first (0 in a new run). `salvage`:
+        responses that had finished when the run was interrupted; None if nothing is resumed.
+        `seat`: where the run waits for devices that it shares with other jobs; None if it shares
+        none. `publish`: copies weights to engines' hosts while other jobs have the devices."""
         self.config = config
         self.parts = parts
         self.bus = bus = Bus(parts.job, RealClock(time_s), sinks=[parts.log.append])
@@ -164,8 +166,8 @@ class Controller:
         bus.connect(*self._ports())
 
     def _make_devices(self, *, on_pools: bool) -> SharedDevices:
-        """Returns the devices that engines and trainer take turns on. `on_pools`: whether other
-        jobs have turns there, too."""
+        """Returns the object that lends shared devices to engines or trainer. `on_pools`: whether
+        other jobs use these devices, too."""
         parts = self.parts
         return SharedDevices(
             self.bus,
@@ -177,8 +179,8 @@ class Controller:
         )
 
     def open(self, *, started_at: str, began_s: float, marks: tuple[str, ...] = ()) -> None:
-        """Write the session's first log entries: its date, step and settings, and how long loading
-        took. `marks`: words that concern all numbers of the session, such as `unsandboxed`."""
+        """Write the first log entries of this process: date, step, settings, and how long loading
+        took. `marks`: words that qualify all numbers of this process, such as `unsandboxed`."""
         job = self.parts.job
         session = Session(
             started_at=started_at,
@@ -245,7 +247,7 @@ class Controller:
         self.parts.log.flush()
 
     def _ports(self) -> list[Port]:
-        """Returns a port for every kind of command; the bus checks that none is missing."""
+        """Returns the ports, which carry out commands; the bus checks that no command lacks one."""
         parts, shared = self.parts, self._shared
         bus, main = shared.bus, shared.main
         rows = None
@@ -327,7 +329,8 @@ class Controller:
         return Episodes(self._shared, self._scoring, player, rows=rows, carried=self._carried)
 
     def _of_turns(self) -> list[Port]:
-        """The ports of the commands that only occur where samples take turns with environments."""
+        """Returns the ports that carry out commands of turns with environments. Without
+        environments that is one port that raises, since the core gives no such command."""
         episodes = self._generation.episodes
         return [Unsaid(*OF_TURNS)] if episodes is None else [episodes]
 
@@ -340,7 +343,8 @@ class Controller:
         return EvaluationRows(parts.samples, prompts, parts.reward.names, threshold)
 
     async def _begin(self) -> None:
-        """Take the first event of a new run, or the event with which a resumed run goes on."""
+        """Evaluate if that is due, then give the core its first event: `RunStarted` in a new run,
+        else `Committed` for the step of the checkpoint."""
         job = self.parts.job
         if job.evaluation_is_due:
             await self._evaluator.evaluate(job.step)
@@ -350,8 +354,8 @@ class Controller:
             self.bus.take(Committed(time_s=0.0, step=job.step, checkpointed=True))
 
     async def _next(self) -> Deed | Finish:
-        """Wait for the next work that takes long, or for the command to finish. Raises the error
-        that a part died of, or `DeadlineExceeded`."""
+        """Wait for the next slow work, or for the core's command to finish, and return either.
+        Raises the error that a part of the run died of, or `DeadlineExceeded`."""
         while True:
             self.parts.log.raise_error()
             todo = await self._main.next(TICK_S)
@@ -363,8 +367,8 @@ class Controller:
 
 
 class Observing:
-    """Shows log entries to the observers. Entries are gathered in whatever thread logs them, and
-    shown in order on the event loop, so that no engine waits for that."""
+    """Shows the log's entries to the observers. Entries are gathered in whatever thread logs them,
+    and shown in order on the event loop, so that no engine waits for an observer."""
 
     def __init__(self, bus: Bus, observers: Sequence[Observer]) -> None:
         self._observers = observers
@@ -381,7 +385,7 @@ class Observing:
 
 @dataclass(frozen=True, slots=True)
 class Fetching:
-    """The port of `FetchPrompts`: takes prompts from the data's cursor, on the main task."""
+    """Carries out `FetchPrompts`: takes prompts from the data's cursor, on the main task."""
 
     bus: Bus
     main: MainTask

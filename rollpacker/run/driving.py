@@ -1,13 +1,12 @@
 """Drives a run on an event loop, and ends it when somebody asks: Ctrl-C, SIGTERM, a notebook's
 interrupt.
 
-    first   finish the step, save, return
-    second  a command ends its process; of a program or notebook only the call of `train` ends,
-            with `KeyboardInterrupt`
+    first request   finish the step, save a checkpoint, return
+    second request  a command ends its process; in a program or notebook the call of `train` ends
+                    with `KeyboardInterrupt`
 
-Where an event loop runs in this thread already (a notebook runs its cells inside of one) the run
-gets a thread of its own. The caller's thread then waits, does what must be done there (callbacks),
-and is the thread that signals reach.
+If this thread has a running event loop already (as in a notebook's cell), the run gets a thread of
+its own. The caller's thread then waits, calls the callbacks, and receives the signals.
 """
 
 from __future__ import annotations
@@ -35,22 +34,22 @@ T = TypeVar("T")
 INTERRUPTED = "interrupted"
 
 SWITCH_INTERVAL_S = 0.0005
-"""Seconds that a thread of this process keeps Python's lock while another wants it. The engine's
-thread takes it many times per decode step, and would wait Python's 5 ms each time that verdicts or
-samples are being worked on. `benchmarks/streaming.py` runs with it: there the engine decodes while
-verdicts come in and gradients are asked for."""
+"""Seconds for which a thread may keep Python's lock (the GIL) while another thread wants it. The
+engine's thread takes the GIL many times per decode step, and would wait for Python's default of 5
+ms each time that rewards or samples are worked on. `benchmarks/streaming.py` measures with this
+value."""
 
 COLLECT_AFTER = 20_000
-"""Number of containers, made and not freed, after which Python looks for cycles of garbage. Its own
-number, 700, cost a tenth of the controller's time, spent on tokens, which are in no cycle
-(`benchmarks/turns_overhead.py`)."""
+"""Number of new container objects after which Python's garbage collector runs. With Python's
+default, 700, a tenth of the controller's time went into looking through tokens, which are in no
+reference cycle (`benchmarks/turns_overhead.py`)."""
 
 CLOSE_WITHIN_S = 10.0
-"""Seconds that a run that is ended at once may take to let go of its engine, workers and files."""
+"""Seconds that a run which is ended at once may take to close its engines, workers and files."""
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that end a run early. SIGHUP comes when the terminal is closed; if ignored it stays
-so."""
+"""Signals that end a run early. SIGHUP comes when the terminal is closed, and stays ignored if the
+process ignored it before."""
 
 
 NOT_BEGUN = "interrupted before the first step; the same command starts again"
@@ -58,7 +57,7 @@ NOT_BEGUN = "interrupted before the first step; the same command starts again"
 
 @contextlib.contextmanager
 def not_begun(message: str = NOT_BEGUN) -> Iterator[None]:
-    """A context in which an interrupt gets this message, unless it has another one."""
+    """A context in which a `KeyboardInterrupt` without a message gets this message."""
     try:
         yield
     except KeyboardInterrupt as error:
@@ -69,8 +68,8 @@ def not_begun(message: str = NOT_BEGUN) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ending_as_interrupt() -> Iterator[None]:
-    """A context in which SIGTERM and SIGHUP are a Ctrl-C for a command, also where no run heeds
-    them (`drive`): while it starts up, and while it writes its reports."""
+    """A context in which SIGTERM and SIGHUP interrupt a command as Ctrl-C does, also outside of
+    `drive`: while the command starts up, and while it writes its reports."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -83,18 +82,18 @@ def ending_as_interrupt() -> Iterator[None]:
 
 
 class Caller:
-    """The thread that called for the run: where callbacks are called, and where signals arrive."""
+    """The thread that called `train`: callbacks are called in it, and signals arrive there."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] | None = None
-        """Calls for this thread while the run has a thread of its own; the item None ends the
-        waiting for more. None instead of a queue if the run has no thread of its own."""
+        """Functions for this thread to call while the run has a thread of its own; the item None
+        means that no more come. None instead of a queue: the run is in this thread itself."""
         self.is_busy = False
-        """Whether this thread is in a call, where an interrupt may be raised."""
+        """Whether this thread is in a call for the run, where an interrupt may be raised."""
 
     @property
     def is_apart(self) -> bool:
-        """Whether the run has a thread of its own."""
+        """Whether the run has a thread of its own, other than the caller's."""
         return self._calls is not None
 
     async def call(self, function: Callable[[], T]) -> T:
@@ -173,10 +172,8 @@ def _loop_runs_here() -> bool:
 
 def drive(controller: Controller, caller: Caller, *, is_command: bool) -> str:
     """Run to the end, or until somebody asks for an early end. Returns why the run ended.
-
-    `is_command`: whether the process is this run's alone. Raises what the run died of, and
-    `KeyboardInterrupt` where it was ended at once; it can then be resumed.
-    """
+    `is_command`: whether the process serves this run alone. Raises the error that ended the run,
+    and `KeyboardInterrupt` if it was ended at once; a resume is possible in both cases."""
     import asyncio
 
     ending = _Ending(controller, caller, is_command=is_command)
@@ -189,7 +186,7 @@ def drive(controller: Controller, caller: Caller, *, is_command: bool) -> str:
 
 @contextlib.contextmanager
 def python_set_for_runs() -> Iterator[None]:
-    """A context with `SWITCH_INTERVAL_S` and `COLLECT_AFTER`; the old settings return after it."""
+    """A context in which Python has the settings `SWITCH_INTERVAL_S` and `COLLECT_AFTER`."""
     switch_interval_s, thresholds = sys.getswitchinterval(), gc.get_threshold()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     if 0 < thresholds[0] < COLLECT_AFTER:  # 0: the program wants none at all
@@ -202,7 +199,7 @@ def python_set_for_runs() -> Iterator[None]:
 
 
 class _Ending:
-    """Ends a run early when signals ask for that."""
+    """Ends a run early when signals such as Ctrl-C ask for that."""
 
     def __init__(self, controller: Controller, caller: Caller, *, is_command: bool) -> None:
         self.num_asked = 0
@@ -223,8 +220,8 @@ class _Ending:
 
     @contextlib.contextmanager
     def heeding_signals(self) -> Iterator[None]:
-        """A context in which signals end the run. Python gives signals to the main thread alone: in
-        other threads nothing is changed."""
+        """A context in which signals end the run. It changes nothing outside of the main thread,
+        which alone receives signals in Python."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -237,7 +234,8 @@ class _Ending:
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Heed a signal, between any two instructions of the main thread: no lock may be taken."""
+        """Handle a signal. Python calls this between any two instructions of the main thread, so
+        that no lock may be taken here."""
         self.num_asked += 1
         if self.num_asked > 1 and self._is_command:
             _exit_at_once()
@@ -270,7 +268,7 @@ class _Ending:
 
 
 def _exit_at_once() -> NoReturn:
-    """End the process now. The message bypasses the display's buffers, which stay as they are."""
+    """End the process now. The message bypasses the display's buffers, which are not flushed."""
     if os.isatty(1):
         os.write(1, b"\x1b[?25h\r\n")  # the live display hides the cursor
     with contextlib.suppress(OSError):

@@ -36,7 +36,8 @@ _USER_ERRORS = {
     "rollpacker.rewards.reward.RewardError",
     "rollpacker.sandbox.sandbox.SandboxUnavailable",
 }
-"""Names of exception classes that are user mistakes and no `ValueError`."""
+"""Names of exception classes that stand for a user's mistake, besides the package's
+`ValueError`s."""
 
 _BY_NAME = {
     "rollpacker.trainer.trainer.NonFiniteError": 3,
@@ -89,7 +90,7 @@ def report_error(error: BaseException) -> int:
 
 
 def classify(error: BaseException) -> tuple[int, str]:
-    """Exit code and message of an exception."""
+    """Returns the exit code for an exception, and the message to print."""
     names = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(error).__mro__}
     for name, code in _BY_NAME.items():
         if name in names:
@@ -115,8 +116,8 @@ def classify(error: BaseException) -> tuple[int, str]:
 
 @contextmanager
 def naming(folder: Path) -> Iterator[None]:
-    """A context in which a write's error names at least the folder, where the system names no
-    file."""
+    """A context for writes into this folder: an `OSError` for lack of space, or a failing disk,
+    that names no file is given the folder's name."""
     try:
         yield
     except OSError as error:
@@ -130,10 +131,8 @@ def naming(folder: Path) -> Iterator[None]:
 
 
 def _is_ours(error: ValueError) -> bool:
-    """Whether this package wrote the message: its own class, or raised in its own code.
-
-    A `ValueError` out of a library is a bug that keeps its traceback.
-    """
+    """Whether this package raised the error: its class or the code that raised it is the package's
+    own. A `ValueError` out of a library is a bug, and keeps its traceback."""
     if type(error).__module__.startswith("rollpacker."):
         return True
     if type(error) is not ValueError:
@@ -147,7 +146,7 @@ def _is_ours(error: ValueError) -> bool:
 
 
 def _innermost(error: BaseException) -> BaseException:
-    """The first real error of an exception group (several tasks may fail at once)."""
+    """Returns the first error inside an exception group, since several tasks may fail at once."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

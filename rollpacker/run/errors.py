@@ -1,4 +1,4 @@
-"""Errors that a run can die of, and the functions that its ports take from outside."""
+"""Errors that end a run, and types of functions that its parts are given."""
 
 from __future__ import annotations
 
@@ -12,19 +12,16 @@ from rollpacker.rewards.reward import TurnRewards
 from rollpacker.trainer.trainer import TokenScores, TrainSample
 
 Decode = Callable[[Sequence[int]], str]
-"""Makes text of response tokens, special tokens left out."""
+"""Turns response tokens into text, special tokens left out."""
 
 
 class BuildSamples(Protocol):
-    """The algorithm: makes weighted training samples of groups of (response, reward), in the same
-    order, and metrics.
-
-    `weights` multiply the losses of the samples. `scores`: what other models say of the tokens, if
-    the algorithm asks any. `updates`: which of the step's optimizer steps trains on each group.
-    `reward_parts`: each reward's own values; `turn_rewards`: the values of a trajectory's turns.
-    `partial`: whether groups of the step are missing; the token weights are then those of the whole
-    step but for one common factor.
-    """
+    """Type of the function that applies the algorithm: groups of (response, reward) become training
+    samples with advantages, in the same order, and metrics. `weights` multiply the losses of
+    samples. `scores`: log-probs and values by other models; None if the algorithm asks none.
+    `updates`: number of the optimizer step that trains on each group. `reward_parts`: each reward's
+    own values; `turn_rewards`: the values of a trajectory's turns. `partial`: whether these are not
+    all groups of the step, so that token weights still lack the factor that depends on all."""
 
     def __call__(
         self,
@@ -48,19 +45,20 @@ class FolderInUse(RunError):
 
 
 class EnginesLost(RuntimeError):
-    """The run ended since engines were lost, and the engines made in their places, too."""
+    """Engines were lost, and so were the engines made in their places, so that the run ended."""
 
     def __init__(self, why: str) -> None:
         super().__init__(f"{why}. Mend that, then go on with --resume")
 
 
 class HostsLost(RuntimeError):
-    """The cluster that the run's processes are on has gone. The message says which part of it."""
+    """The ray cluster of the run's processes, or the scheduler of its shared devices, has gone. The
+    message says which."""
 
 
 @contextlib.contextmanager
 def reaching_the_cluster() -> Iterator[None]:
-    """A context that raises `HostsLost` if the cluster with the run's devices is out of reach."""
+    """A context in which an `OSError` becomes `HostsLost`: the cluster cannot be reached."""
     try:
         yield
     except OSError as error:
@@ -71,11 +69,11 @@ def reaching_the_cluster() -> Iterator[None]:
 
 
 class RewardsFailed(RunError):
-    """The run ended since samples get no verdicts; once that is mended, it can be resumed."""
+    """The run ended since the rewards give no verdicts. It can be resumed once they work again."""
 
 
 class DeadlineExceeded(RuntimeError):
-    """Something that the run waited for showed no sign of life within its deadline."""
+    """Something that the run waited for gave no sign of life before its deadline."""
 
     def __init__(self, what: str, seconds: float, key: str) -> None:
         super().__init__(

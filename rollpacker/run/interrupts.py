@@ -1,5 +1,5 @@
-"""Handles SIGTERM and SIGHUP as a Ctrl-C, and lets no Ctrl-C be lost. Imported before everything
-else, so that it imports nearly nothing itself."""
+"""Makes SIGTERM and SIGHUP act like Ctrl-C, and keeps any Ctrl-C from being lost. This module is
+imported before all others, and so imports nearly nothing."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ _BEFORE: dict[signal.Signals, Callable[[int, FrameType | None], object] | signal
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGHUP: signal.SIG_DFL,
 }
-"""Signals, and the handler that each signal has as long as nobody has handled or ignored it."""
+"""The handled signals, each with the default handler that `heed` replaces."""
 _process = 0
-"""Id of the process that handles these signals; a child that it forks does not."""
+"""Id of the process that handles the signals. A child that it forks has another id, and its signals
+act as usual."""
 _has_come = False
-"""Whether one of these signals has come, a Ctrl-C included."""
+"""Whether SIGINT, SIGTERM or SIGHUP has come since `heed` was called."""
 
 
 def heed() -> list[signal.Signals]:
-    """Let these signals interrupt this process, as Ctrl-C does. Returns those that were not
-    ignored, nor handled already. Used in the main thread only."""
+    """Let SIGINT, SIGTERM and SIGHUP interrupt this process, as Ctrl-C does. Signals that
+    are ignored or handled already stay so; the others are returned. Main thread only."""
     global _process, _has_come
     _process = os.getpid()
     further = [number for number, before in _BEFORE.items() if signal.getsignal(number) == before]
@@ -37,15 +38,15 @@ def heed() -> list[signal.Signals]:
 
 
 def leave() -> None:
-    """Give these signals back the handlers that they had before `heed`."""
+    """Give the signals that `heed` handles their default handlers again."""
     for number, before in _BEFORE.items():
         if signal.getsignal(number) is _interrupt:
             signal.signal(number, before)
 
 
 def check() -> None:
-    """Raise `KeyboardInterrupt` if a signal has come: code that was being imported or finalized
-    just then may have caught the interrupt and gone on."""
+    """Raise `KeyboardInterrupt` if a signal has come. An import or a finalizer that ran just then
+    may have swallowed the error that the signal raised."""
     if _has_come:
         raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""Standard output for a run's display: when it breaks, the display ends and the run goes on."""
+"""Standard output for a run's display. If it fails, the run goes on without a display."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LINE_EVERY_S = 3.0
-"""Seconds between two lines of progress, where there is no terminal for a bar."""
+"""Seconds between two lines of progress, where output is no terminal and there is no bar."""
 
 
 class _Output(io.TextIOBase):
-    """Passes text on to standard output until that fails: a reader that left, a full disk."""
+    """Writes text to standard output; to nowhere once that fails (reader gone, or disk full)."""
 
     def __init__(self) -> None:
         # A live display puts something in the place of `sys.stdout` that leads back here.
@@ -52,15 +52,15 @@ class _Output(io.TextIOBase):
 
 
 def _write_to_nowhere(stream: IO[str], error: OSError) -> None:
-    """Let the process's standard output lead nowhere, so that later writes do not fail either."""
+    """Redirect standard output to /dev/null, so that later writes do not fail, too."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     logger.warning("standard output: %s; the run goes on without its display", error.strerror)
 
 
 def console(*, goes_on: bool = False, stderr: bool = False, highlight: bool = True) -> Console:
-    """Returns a console for a command's output. `goes_on`: whether the command is to outlive the
-    reader of its output. What is no terminal is never taken for one: a notebook's kernel sets
-    FORCE_COLOR for processes that it starts, and a bar would draw into their pipes."""
+    """Returns a rich console for a command's output. `goes_on`: whether the command continues when
+    the reader of its output has gone. Output that is no terminal is never taken for one, even if a
+    notebook's kernel has set FORCE_COLOR."""
     from rich.console import Console
 
     file = sys.stderr if stderr else sys.stdout
@@ -72,14 +72,14 @@ def console(*, goes_on: bool = False, stderr: bool = False, highlight: bool = Tr
 
 
 def print_line(line: str) -> None:
-    """Print a line as it is. Nothing is raised if nobody reads the output any more."""
+    """Print a line without markup. Nothing is raised if nobody reads the output any more."""
     console(goes_on=True).print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show how far something long is: a bar on a terminal, which goes when it ends; else a line
-    every few seconds. Yields a function that takes how many of `total` are done."""
+    """Show the progress of long work: a bar on a terminal, removed at the end; else a line every
+    few seconds. Yields a function that takes the number done, out of `total`."""
     shown = console(goes_on=True)
     if shown.is_terminal:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -104,6 +104,6 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def in_notebook() -> bool:
-    """Whether a notebook's kernel runs this program, so that output can be changed in place."""
+    """Whether this program runs in a notebook's kernel."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return hasattr(shell, "kernel")

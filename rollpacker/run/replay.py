@@ -1,7 +1,7 @@
-"""Feeds an event log back to the core, and looks for the first difference in its commands.
+"""Feeds an event log to the core again, and finds the first event that is answered otherwise.
 
-This is no bus: nothing is obeyed, stamped or logged, and a bus whose ports and clock only repeat
-what the log says would be longer than the loop below.
+This does not use a bus: no command is carried out, timed or logged, and a bus with ports and clock
+that only repeat the log would be longer than the loop below.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from rollpacker.core.job.pooled_job import make_job, restore_job
 from rollpacker.core.records import Entry, LogError, Record, Session
 
 WEIGHT_TOLERANCE = 1e-6
-"""Relative tolerance of loss weights, which come from a numerical fit. The fit gives the same
-digits on every processor now, and did not when older logs were recorded."""
+"""Relative tolerance of loss weights, which a numerical fit computes. Its last digits depended on
+the processor when older logs were recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +30,14 @@ class Replay:
     num_events: int
     num_steps: int
     difference: str | None
-    """The first event whose commands differ, in words; None if there is none."""
+    """The first event that the core answers otherwise than in the log, in words. None if there is
+    no difference."""
 
 
 def replay(entries: Iterable[Entry]) -> Replay:
-    """Run the core over the log. Raises `LogError` if the log does not begin with a session."""
+    """Feed the log to a new core. Returns how many events and steps it has, and the first
+    difference. Raises `LogError` if the log does not begin with a `Session` (the entry with which
+    a process begins), or has a later one amid a step."""
     job: Job | None = None
     num_events = 0
     for entry in entries:
@@ -62,7 +65,7 @@ def replay(entries: Iterable[Entry]) -> Replay:
 
 
 def _difference(job: Job, record: Record) -> str | None:
-    """The difference between the core's answer and the recorded one, in words. None if they are
+    """Returns how the core's commands differ from the recorded ones, in words. None if they are
     equal."""
     try:
         commands = tuple(job.handle(record.event))
@@ -78,7 +81,7 @@ def _difference(job: Job, record: Record) -> str | None:
 
 
 def equal_commands(commands: Sequence[Command], recorded: Sequence[Command]) -> bool:
-    """Whether two tuples of commands are equal, but for the last digits of loss weights."""
+    """Whether commands equal the recorded ones, except for the last digits of loss weights."""
     return len(commands) == len(recorded) and all(map(_equal, commands, recorded))
 
 

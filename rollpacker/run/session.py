@@ -1,4 +1,4 @@
-"""Has the parts of a run built (by `parts/`), connects them and drives them, in one process."""
+"""A run in this process: has its parts built (`parts/`), connects them and drives them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class RunSession:
-    """One process's work on a run: builds its parts, drives them, and cleans up at the end."""
+    """A run in one process: `prepare` builds its parts, `drive` runs them, and `end` tells
+    callbacks that the run is over."""
 
     config: RunConfig
     hosts: Hosts
@@ -68,7 +69,7 @@ class RunSession:
     resume: bool
     overwrite: bool
     is_command: bool
-    """Whether the process serves this run alone, as that of a command does."""
+    """Whether the process serves this run alone, as that of the command `rollpacker train` does."""
     display: bool
     observers: Sequence[Observer]
     callbacks: Sequence[Callback]
@@ -76,11 +77,11 @@ class RunSession:
     _controller: Controller | None = field(default=None, init=False)
     _is_folder_taken: bool = field(default=False, init=False)
     has_begun: bool = field(default=False, init=False)
-    """Whether the run has begun, so that there is something to save."""
+    """Whether the run has begun, so that a checkpoint of it is worth having."""
 
     def prepare(self, began: float) -> None:
-        """Build every part, each after the parts that it needs, and connect them. `began`: when the
-        process began to work, by `time.perf_counter`."""
+        """Build all parts of the run in the order of their needs, and connect them. `began`: the
+        value of `time.perf_counter()` when the process began its work."""
         config, hosts, stack, folder = self.config, self.hosts, self.stack, self.folder
         shares_pools = self.seat.shares_pools
         self._check_training()
@@ -139,8 +140,8 @@ class RunSession:
         ranks: Ranks | None,
         engines: Engines,
     ) -> Trainer:
-        """Build the trainer, load the checkpoint's state and hand its weights to the engines, which
-        may take them only when they wake up. Returns the trainer."""
+        """Build the trainer, load the checkpoint into it, and hand its weights to the engines (if
+        other jobs share devices: leave them on the engines' hosts). Returns the trainer."""
         if self.seat.shares_pools and ranks is not None:
             ranks.connect()  # once they have loaded their libraries, for which they need no device
         with self.seat.holding("train"):
@@ -158,7 +159,8 @@ class RunSession:
     def _listeners(
         self, checkpoint: Checkpoint | None, num_rows: int
     ) -> tuple[LogWriter, Sequence[Observer], Audience]:
-        """Returns the event log, the observers of its entries, and the audience of steps."""
+        """Returns the event log, the observers of its entries, and the object that calls callbacks
+        and trackers."""
         log = LogWriter(self.folder.events)
         self.stack.callback(log.close)
         live, audience = build_audience(
@@ -184,8 +186,9 @@ class RunSession:
         time_s: float,
         began: float,
     ) -> None:
-        """Make the controller, and write the session's first log entries. `time_s`: where the run's
-        clock goes on. `began`: when the process began, by `time.perf_counter`."""
+        """Make the controller, and write the first log entries. `time_s`: seconds that the run's
+        clock shows when loading begins. `began`: the value of `time.perf_counter()` at that
+        time."""
         seconds = time.perf_counter() - began - self.seat.waited_s  # other jobs' time
         self._controller = Controller(
             self.config,
@@ -213,8 +216,8 @@ class RunSession:
         return policy
 
     def _check_training(self) -> None:
-        """Check pipeline stages and algorithm. If settings make the algorithm another than its name
-        says, show what it is."""
+        """Check pipeline stages and algorithm. If settings make the algorithm another than the
+        named one, show which it is."""
         from rollpacker.pipeline.stages.check import check_stages
 
         check_stages(self.config)
@@ -223,8 +226,8 @@ class RunSession:
             (print_line if self.display else logger.info)(self.config.algorithm.told)
 
     def _find_checkpoint(self) -> Checkpoint | None:
-        """The checkpoint that a resume goes on from. None if the run begins anew, as it does where
-        it ended before any checkpoint. Raises `RunError` if the config alone makes another run."""
+        """Returns the checkpoint that a resume goes on from. None for a new run, or if a run ended
+        before its first checkpoint. Raises `RunError` if the config makes this another run."""
         if not self.resume:
             return None
         found = self.folder.find_checkpoint(carries=self.config.tail.carries)
@@ -237,7 +240,7 @@ class RunSession:
         return None
 
     def drive(self) -> str:
-        """Run to the end, or to the first Ctrl-C or SIGTERM. Returns why the run ended."""
+        """Drive the run to its end, or to an interrupt. Returns why the run ended."""
         assert self._controller is not None
         first = self._controller.parts.job.step
         self.has_begun = True
@@ -255,14 +258,14 @@ class RunSession:
     def forget_if_not_begun(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
-        """Clear the folder of a new run that was interrupted or refused while it started up, so
-        that the same command does not take the remains for a run. Called as `__exit__` is."""
+        """Clear a new run's folder if the run is interrupted or refused before it begins, so that
+        the same command can start it again. The arguments are those of `__exit__`."""
         ended = kind is not None and issubclass(kind, KeyboardInterrupt | ValueError)
         if ended and self._is_folder_taken and not (self.has_begun or self.resume):
             self.folder.clear()
 
     def end(self, reason: str | None) -> None:
-        """Tell callbacks and trackers, once, that the run is over (`reason` None: by an error).
+        """Tell callbacks and trackers that the run is over. `reason`: why; None: by an error.
         Raises `CallbackError` if a callback fails."""
         if self._controller is not None:
             self._controller.parts.audience.end(reason)
@@ -270,7 +273,7 @@ class RunSession:
     def _check_resume(
         self, before: dict[str, Any], identity: dict[str, Any], checkpoint: Checkpoint
     ) -> None:
-        """Check that a resume goes on with the same run, and say after which step."""
+        """Check that a resume goes on with the same run, and tell from which checkpoint."""
         self._check_identity(before, identity, checkpoint.step, checkpoint.state["job"])
         where = checkpoint.folder.relative_to(self.folder.path)
         self._tell(f"resuming after step {checkpoint.step} ({where})")
@@ -284,8 +287,8 @@ class RunSession:
     def _check_identity(
         self, before: Mapping[str, Any], now: Mapping[str, Any], step: int, job: dict[str, Any]
     ) -> None:
-        """Check that a resume after `step` finds what the run began with. `job`, the state of its
-        job, gets the cap on responses, which earlier versions did not write there."""
+        """Check that config and identity (fingerprints) are still those of the run. `step`: that of
+        the checkpoint. `job`: the core's state, which gets the cap on responses if it lacks one."""
         from rollpacker.config.load import changes_since
 
         old = config_before(self.folder)
@@ -297,8 +300,8 @@ class RunSession:
         self, checkpoint: Checkpoint | None, identity: dict[str, Any], version: int
     ) -> Salvage | None:
         """Cut the run's folder back to the checkpoint, or empty it, and write config and identity
-        there. Returns the responses that had finished after the checkpoint, whose weights have this
-        `version`; None for a run that begins anew."""
+        into it. Returns the recorded responses since the checkpoint (`version`: of its weights);
+        None for a run that begins anew."""
         from rollpacker.config.load import save_config
 
         folder, salvage = self.folder, None
@@ -324,7 +327,7 @@ class RunSession:
 def _marks(
     config: RunConfig, reward: WeightedReward, reward_hosts: HostedReward | None
 ) -> tuple[str, ...]:
-    """Words for the log, such as `unsandboxed`, with which every number of the run must be read."""
+    """Returns words for the log, such as `unsandboxed`, that qualify all of the run's numbers."""
     tail = config.tail_batching
     found = {
         "unsandboxed": reward.shared.unsandboxed
@@ -335,8 +338,8 @@ def _marks(
 
 
 def _warn_of_few_rows(config: RunConfig, num_rows: int) -> None:
-    """Warn where `data.train` has fewer rows than a step asks for and a step cannot reach into the
-    next epoch, so that no step can be as large as asked."""
+    """Warn if `data.train` has fewer rows than a step asks for, and no step can use rows of the
+    next epoch, so that every step is smaller than asked for."""
     tail, asked = config.tail, config.rollout.prompts_per_step
     if num_rows < asked and (tail.flush_each_epoch or not tail.enabled):
         logger.warning(

@@ -1,4 +1,4 @@
-"""`rollpacker.train(...)`: runs a config to its end, and returns the run."""
+"""`rollpacker.train(...)`: trains as a config says, until the run ends, and returns the run."""
 
 from __future__ import annotations
 
@@ -42,31 +42,32 @@ def train(
     observers: Sequence[Observer] = (),
     **unknown: Never,
 ) -> Run:
-    """Run a config to its end. Returns the run, with its folder, metrics and model.
+    """Train as a config says, to the end. Returns the run, with its folder, metrics and model.
 
     `config` is a file, a dict with the same keys (`{"train": {"steps": 20}}` or
     `{"train.steps": 20}`), or a `RunConfig`; `overrides` change it, `["train.steps=20"]` or
     `{"train.steps": 20}`.
 
-    `rewards` take the place of the config's: functions, `(function, weight)`, names as in a config
-    (`"math"`), or dicts with the keys of `rewards[]`. Functions, also lambdas and those of a
-    notebook, are copied into worker processes: what they refer to is what it was when the run
-    began, and what they change stays there. `data` and `eval_data` take the place of where
-    `data.train` and `data.eval` come from: dicts in a list, a Dataset, a DataFrame. A resume wants
-    the same objects again, which the run's folder does not hold.
+    `rewards` replace the config's: functions, `(function, weight)`, names as in a config
+    (`"math"`), or dicts with the keys of `rewards[]`. Functions, lambdas and those of a notebook
+    included, are copied into worker processes: they see variables as these were when the run began,
+    and what they change stays in the worker. `data` and `eval_data` replace the sources that
+    `data.train` and `data.eval` name: a list of dicts, a Dataset or a DataFrame. A resume needs the
+    same objects again, which the run's folder does not hold.
 
-    `callbacks` are told of steps and evaluations (`rollpacker.Callback`); `observers` are fed every
-    entry of the event log. `display` shows progress; "auto": in a notebook.
+    `callbacks` are told of steps and evaluations (`rollpacker.Callback`); `observers` are given
+    every entry of the event log. `display`: whether progress is shown; "auto": in a notebook.
 
-    `resume="auto"` goes on with the run if there is one, and begins it otherwise.
+    `resume`: whether to go on with the run in the folder; "auto": if there is one, else a new run
+    begins. `overwrite`: whether a new run may replace one that is there.
 
     An interrupt (Ctrl-C, a notebook's stop button, SIGTERM, SIGHUP) ends the run after the step at
-    hand, saved; a second one at once, with `KeyboardInterrupt`.
+    hand, with a checkpoint; a second one ends it at once, with `KeyboardInterrupt`.
 
-    Raises `ValueError` (one message, for the user) for what is wrong with config, data, model or
-    run folder, `RewardError` for rewards, `CallbackError`, `NonFiniteError`, `DeadlineExceeded`,
-    `OSError`; the run can then be resumed. Raises `TypeError` for an unknown argument,
-    with the one that was probably meant.
+    Raises `ValueError` (one message, for the user) if config, data, model or run folder are not
+    right, `RewardError` for rewards, and `CallbackError`, `NonFiniteError`, `DeadlineExceeded` or
+    `OSError`, after which the run can be resumed. Raises `TypeError` for an unknown argument; the
+    message names the one that was probably meant.
     """
     with _without_traceback_in_notebooks():
         from rollpacker.imports import giving
@@ -87,9 +88,8 @@ def train(
 
 @contextmanager
 def _without_traceback_in_notebooks() -> Iterator[None]:
-    """A context in which a cell shows what a command would: one message for what is wrong with
-    config or data, and for an interrupt, where a notebook prints a hundred lines of this package.
-    Bugs and callbacks keep their tracebacks."""
+    """A context in which a notebook's cell shows a user's mistake or an interrupt as one message,
+    as the command does. Bugs and errors of callbacks keep their tracebacks."""
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
@@ -99,7 +99,7 @@ def _without_traceback_in_notebooks() -> Iterator[None]:
 
 
 def _tell_in_one_message(error: BaseException) -> None:
-    """Have a notebook's cell show this error as one message in place of its traceback."""
+    """Have a notebook's cell show this error as one message without its traceback."""
     if in_notebook():
         told = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         error._render_traceback_ = lambda: [told]  # type: ignore[attr-defined]
@@ -117,7 +117,7 @@ def _refuse_unknown(arguments: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _arguments_for_flags() -> Iterator[None]:
-    """A context in which errors that name the command's flags name arguments instead."""
+    """A context in which a `RunError` names arguments of `train`, not the command's flags."""
     from rollpacker.run.errors import RunError
 
     try:
@@ -149,8 +149,8 @@ def run_to_end(
     observers: Sequence[Observer] = (),
     is_command: bool = False,
 ) -> Run:
-    """Run a config to its end; see `train`. `is_command`: whether the process is this run's alone,
-    so that a second interrupt ends it."""
+    """Train to the end, as `train` does, with arguments already checked. `is_command`: whether the
+    process serves this run alone, so that a second interrupt ends the process."""
     from rollpacker.run.folder.run_folder import RunFolder, holds_run
     from rollpacker.run.parts.resuming import let_others_end, reason_to_end
     from rollpacker.run.session import RunSession
@@ -202,7 +202,7 @@ def run_to_end(
 
 
 def _find_model(config: RunConfig) -> None:
-    """Warm a model up where the config says how, and check that names on the hub exist."""
+    """Warm the model up if it is missing and the config says how, and check names on the hub."""
     from rollpacker.run.parts.hub import look_for_hub
     from rollpacker.run.parts.warm_up import make_missing
 
@@ -211,8 +211,8 @@ def _find_model(config: RunConfig) -> None:
 
 
 def _on_hosts(config: RunConfig, stack: ExitStack) -> tuple[RunConfig, Hosts, RunSeat]:
-    """Returns the config with what follows from its placement, the hosts, and the seat among other
-    jobs there. Warns of settings without effect."""
+    """Returns the config with the keys that its placement implies, the hosts, and the seat
+    (connection to the scheduler of shared devices). Warns of settings without effect."""
     from rollpacker.run.parts.hosts import open_hosts
     from rollpacker.run.parts.seats import take_seat
 
@@ -225,8 +225,8 @@ def _on_hosts(config: RunConfig, stack: ExitStack) -> tuple[RunConfig, Hosts, Ru
 
 
 def _end_in_error(session: RunSession) -> None:
-    """Tell callbacks of the end. An error of theirs is only logged: it must not hide the error that
-    the run died of."""
+    """Call `on_end` of callbacks after an error of the run. An error of a callback is only logged,
+    as it must not hide the run's."""
     try:
         session.end(None)
     except CallbackError as error:
@@ -234,8 +234,8 @@ def _end_in_error(session: RunSession) -> None:
 
 
 def _finish(folder: Path, *, display: bool, is_done: bool = False) -> dict[str, Any]:
-    """Write the reports on the whole log, print the table and return the summary. `is_done`:
-    whether the reports were written before."""
+    """Write the reports on the whole run, print the summary as a table, and return it. `is_done`:
+    whether the run had ended before, so that its reports may exist."""
     from rollpacker.report.files import write_reports
     from rollpacker.report.summary import read_summary
 

@@ -1,4 +1,4 @@
-"""`rollpacker.Run`: a run as a program sees it afterwards, or while another process trains."""
+"""`rollpacker.Run`: reads a run's folder for a program, when the run is over or while it trains."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ METRICS_TO_SEE = (
 SAMPLES_TO_SEE = ("step", "prompt", "completion", "reward", "advantage", "num_tokens")
 EVALUATION_SAMPLES_TO_SEE = ("step", "prompt", "completion", "reward", "num_tokens")
 MOST_NAMED = 5
-"""Most steps that a message lists."""
+"""Number of steps that a message lists at most."""
 
 
 class Run:
-    """A run's folder, read when something is asked for. `rollpacker.train` returns a `Run`;
-    `Run(folder)` is a run that is there already, also while it is at work.
-
-    Raises `ValueError` if the folder holds no run."""
+    """A run's folder, whose files are read when asked for. `rollpacker.train` returns a `Run`;
+    `Run(folder)` is an existing run, also while it trains. Raises `ValueError` if the folder holds
+    no run."""
 
     def __init__(
         self,
@@ -35,7 +34,7 @@ class Run:
         reason: str | None = None,
         summary: dict[str, Any] | None = None,
     ) -> None:
-        """`reason` and `summary` are read from the folder if they are not given."""
+        """`reason` (why the run ended) and `summary` are read from the folder if they are None."""
         self.folder = Path(folder)
         if not (self.folder / "config.yaml").is_file():
             raise ValueError(f"there is no run in {self.folder}: it has no config.yaml")
@@ -58,7 +57,7 @@ class Run:
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """The contents of `summary.json`; see docs/metrics.md."""
+        """The contents of `summary.json`, whose keys are in docs/metrics.md."""
         from rollpacker.report.summary import summarize
 
         return summarize(self.folder)
@@ -80,12 +79,12 @@ class Run:
 
     @property
     def metrics(self) -> Table:
-        """Table with a row for each step so far; docs/metrics.md names the columns."""
+        """A table with a row for each step so far. The columns are in docs/metrics.md."""
         return self._rows(evaluations=False)
 
     @property
     def evaluations(self) -> Table:
-        """Table with a row for each evaluation so far."""
+        """A table with a row for each evaluation so far."""
         return self._rows(evaluations=True)
 
     def _rows(self, *, evaluations: bool) -> Table:
@@ -100,11 +99,10 @@ class Run:
         return Table(chosen, name="steps", first=METRICS_TO_SEE, of_metrics=True)
 
     def samples(self, step: int | None = None, *, untrained: bool = False) -> Table:
-        """Table of the samples that were trained on, of all steps or of one. `untrained`: also
-        samples that are kept only because their check was slow. Samples are written with each
-        checkpoint, and not with `save_samples: false`.
-
-        Raises `ValueError` if there are samples, but none of this step."""
+        """Returns a table of the samples trained on, of all steps or of `step`; with `untrained`
+        also of those kept only because their check was slow. It is empty with `save_samples:
+        false`, and grows with each checkpoint. Raises `ValueError` if other steps have samples and
+        this one has none."""
         from rollpacker.report.rows import Table
 
         rows = self._parquet("samples/steps_*.parquet", step)
@@ -112,10 +110,9 @@ class Run:
         return Table(chosen, name="samples", first=SAMPLES_TO_SEE)
 
     def evaluation_samples(self, step: int | None = None) -> Table:
-        """Table of the samples that evaluations generated, of all of them or of the one after a
-        step (0: before the first); empty with `save_samples: false`.
-
-        Raises `ValueError` if there are samples, but none of this step."""
+        """Returns a table of the samples that evaluations generated: of all evaluations, or of that
+        after `step` (0: before the first step). It is empty with `save_samples: false`. Raises
+        `ValueError` if other evaluations have samples and this one has none."""
         from rollpacker.report.rows import Table
 
         rows = self._parquet("evaluations/step_*.parquet", step)
@@ -155,7 +152,7 @@ class Run:
 
 
 def _steps_of(paths: Sequence[Path]) -> str:
-    """The steps that these files hold, in words."""
+    """Returns the steps of the samples in these files, in words."""
     import pyarrow.parquet
 
     found: set[int] = set()
@@ -169,7 +166,7 @@ def _steps_of(paths: Sequence[Path]) -> str:
 
 
 def _passed(summary: dict[str, Any]) -> str | None:
-    """pass@1 of the first and of the last evaluation, in words. None without an evaluation."""
+    """Returns pass@1 of the first and the last evaluation, in words. None without an evaluation."""
     found = [one for one in summary["evaluations"] if "eval/pass@1" in one]
     told = [f"{one['eval/pass@1']:.3f} (step {one['step']})" for one in found]
     return f"pass@1 {' -> '.join(told[:1] + told[1:][-1:])}" if told else None

@@ -45,7 +45,7 @@ async def open_sandbox(
     allow_unsandboxed_code: str | None = None,
     **limits: Any,
 ) -> AsyncIterator[Sandbox]:
-    """A sandbox for programs, closed at the end of the block.
+    """A context with a sandbox for programs, which is closed at the end of the block.
 
     `backend`: "auto" (http if there is a `url`, else bwrap), "bwrap", "http" or "none". `workers`:
     most runs at a time; None: one per processor, or 16 over http. `limits`: fields of `Limits`, as

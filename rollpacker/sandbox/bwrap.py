@@ -33,7 +33,7 @@ def find_bwrap() -> str:
 
 
 def why_unavailable(missing: str) -> str:
-    """The message for a machine on which nothing isolates programs."""
+    """The message for a machine that cannot isolate programs. `missing`: what it lacks."""
     return (
         f"no sandbox for untrusted programs on this machine: {missing}.\n"
         "Check it: `bwrap --version` and `unshare -Ur true` must both succeed.\n"
@@ -103,7 +103,6 @@ def _site_folders(profile: Profile) -> set[str]:
 
 
 def _and_above(path: str) -> set[str]:
-    """All folders above a path, without the root."""
     return {str(parent) for parent in Path(path).parents} - {"/"}
 
 
@@ -157,8 +156,9 @@ def command(
     fds: Sequence[int],
     users: Sequence[str],
 ) -> list[str]:
-    """The whole command line. `own`: descriptors of our files, with their paths inside. `fds`:
-    descriptors that the zygote gets by number. `users`: arguments for its user and group."""
+    """Return bubblewrap's whole command line. `own`: descriptors of our files, with their paths in
+    the sandbox. `fds`: descriptors that the zygote gets by number. `users`: arguments for user and
+    group."""
     ours = [
         word for fd, path in own for word in ("--perms", "0644", "--ro-bind-data", str(fd), path)
     ]
@@ -177,12 +177,9 @@ def command(
 
 class Users:
     """User and group of the zygote and its programs. Normally they are those of the process that
-    starts them, under other numbers inside.
-
-    `others`: programs get a user of their own, since the kernel does not limit the host's root to a
-    number of tasks. Only that root can arrange this: bubblewrap waits while this process writes the
-    tables of users and groups.
-    """
+    starts them, under other numbers inside. `others`: whether programs get a user of their own. The
+    host's root needs this, since the kernel does not limit its number of tasks, and can arrange it:
+    bubblewrap waits while this process writes the tables of users and groups."""
 
     def __init__(self, *, others: bool) -> None:
         nobody = str(kernel.NOBODY)
@@ -243,8 +240,8 @@ def start(
     tasks_are_counted: bool,
 ) -> subprocess.Popen[bytes]:
     """Start a zygote that is served over `control` and writes errors to the file `errors`. Its runs
-    enter the control groups whose `entrances` are given; `tasks_are_counted`: whether these limit
-    the number of tasks.
+    enter control groups through the descriptors in `entrances`; `tasks_are_counted`: whether these
+    limit the number of tasks.
 
     The zygote ends with the thread that calls this. Raises OSError.
     """

@@ -26,7 +26,7 @@ _SETTLE_LIMIT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A place where control groups can be made."""
+    """The folders of the kernel's file system in which control groups can be made."""
 
     version: int
     memory: Path
@@ -44,8 +44,8 @@ class Place:
 
 
 def find_place() -> Place | None:
-    """Find a place for groups by making one. None: this process may not make any, or there is no
-    memory controller."""
+    """Find where control groups can be made, by making one. None: this process may not make any, or
+    there is no memory controller."""
     groups = own_groups(Path("/proc/self/cgroup"), Path("/proc/self/mountinfo"))
     unified = groups.get("")
     if unified is not None:
@@ -72,7 +72,7 @@ def find_place() -> Place | None:
 
 
 def own_groups(cgroup: Path, mountinfo: Path) -> dict[str, Path]:
-    """Folders of this process's own groups, by controller; the key "" is version 2."""
+    """Folders of this process's own control groups, by controller; the key "" is version 2."""
     mounts: dict[str, tuple[str, str]] = {}
     for line in _lines(mountinfo):
         before, _, after = line.partition(" - ")
@@ -100,8 +100,8 @@ def _lines(path: Path) -> list[str]:
 
 
 def _controllers_of_a_child(folder: Path) -> set[str]:
-    """The controllers of a new group below a version 2 folder. Empty if the group cannot be made or
-    entered."""
+    """The controllers that a new group below a version 2 folder has. Empty if no group can be made
+    there, or none can be entered."""
     trial = folder / _name("trial")
     try:
         trial.mkdir()
@@ -117,8 +117,8 @@ def _controllers_of_a_child(folder: Path) -> set[str]:
 
 
 def _may_enter(group: Path) -> bool:
-    """Whether processes may enter the group. This is tried with a process, since in version 2 it
-    depends on a common ancestor."""
+    """Whether processes may enter the control group. This is tried with a process, since in version
+    2 it depends on the groups above."""
     pid = os.posix_spawn("/bin/sleep", ["sleep", "5"], {})
     try:
         (group / "cgroup.procs").write_text(str(pid))
@@ -161,7 +161,7 @@ def _started(pid: int) -> str:
 
 
 def sweep(place: Place) -> None:
-    """Remove the groups of owners that have ended."""
+    """Remove the control groups there whose owners (processes of this program) have ended."""
     pattern = re.compile(rf"{_PREFIX}-{_pid_namespace()}-(\d+)-(\d+)-")
     for folder in place.folders:
         for group in folder.glob(f"{_PREFIX}-*"):
@@ -209,7 +209,7 @@ class Group:
             await asyncio.sleep(0.001)
 
     def begin(self, memory_bytes: int) -> None:
-        """Set the memory limit for a run that is about to begin. Raises OSError."""
+        """Set the group's memory limit for a run that is about to begin. Raises OSError."""
         if memory_bytes != self._limit:
             if self._version == 2:
                 self._write("memory.max", memory_bytes)
@@ -240,7 +240,7 @@ class Group:
         return int(match[1]) if match else 0
 
     async def close(self) -> None:
-        """Remove the group, once its processes have ended."""
+        """Remove the control group, once the processes in it have ended."""
         for fd in (*self.entrances, self._events, self._peak):
             if fd >= 0:
                 os.close(fd)

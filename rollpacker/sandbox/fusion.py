@@ -39,7 +39,7 @@ _STDOUT = re.compile(rb'"stdout"\s*:\s*"((?:[^"\\]++|\\u[0-9a-fA-F]{4}|\\["\\/bf
 
 
 class Trouble(Exception):
-    """A request has brought no result; the message says why."""
+    """A request to the service has brought no result; the message says why."""
 
     def __init__(
         self, why: str, *, refused: bool = False, timed_out: bool = False, busy_s: float = 0.0
@@ -79,8 +79,8 @@ class Wire:
     async def post(
         self, request: dict[str, Any], limits: Limits, key: str | None = None
     ) -> RunResult:
-        """Make one attempt, within the wall limit plus `MARGIN_S`, and return the result. `key`:
-        idempotency key; None: a new one. Raises `Trouble`."""
+        """Send a request once, within the program's wall limit plus `MARGIN_S`, and return the
+        result. `key`: idempotency key; None: a new one. Raises `Trouble`."""
         total_s = limits.wall_s + MARGIN_S
         try:
             async with asyncio.timeout(total_s):
@@ -116,7 +116,7 @@ class Wire:
 
 
 def _raise_for(code: int, headers: Mapping[str, str]) -> NoReturn:
-    """Raise the `Trouble` that corresponds to a status other than 200."""
+    """Raise the `Trouble` that corresponds to a reply with an HTTP status other than 200."""
     if code in (401, 403):
         raise Trouble(
             f"refuses us ({code}). Set sandbox.token_env to the name of an environment variable"

@@ -76,12 +76,10 @@ async def open_http(
     limits: Limits | None = None,
     workers: int | None = None,
 ) -> AsyncIterator[HttpSandbox]:
-    """Open and test a service. Raises `SandboxUnavailable` if it cannot be reached, refuses the
-    token, or does not contain the self-test's essential attacks.
-
-    `token_env`: name of the environment variable with the bearer token. The token is sent only over
-    TLS, or to this machine itself.
-    """
+    """Open a service as a sandbox and test it. Raises `SandboxUnavailable` if it cannot be reached,
+    refuses the token, or does not contain the self-test's essential attacks. `token_env`: name of
+    the environment variable with the bearer token. The token is sent only over TLS, or to this
+    machine itself."""
     token = _token(url, token_env)
     box = HttpSandbox(url, token=token, limits=limits, workers=workers)
     try:
@@ -169,8 +167,8 @@ class HttpSandbox:
         return ""
 
     async def probe(self, attempts: int = 1) -> bool:
-        """Test the service, and return whether programs may start processes there. Raises
-        `SandboxUnavailable` if it cannot be used."""
+        """Test the service with a harmless program, and return whether programs may start processes
+        there. Raises `SandboxUnavailable` if the service cannot be used."""
         while True:
             attempts -= 1
             try:
@@ -203,7 +201,7 @@ class HttpSandbox:
         return missing, lines[2].strip() == "fork"
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to the service."""
         await self._wire.close()
 
     async def _run(self, request: dict[str, Any], limits: Limits) -> RunResult:

@@ -19,7 +19,7 @@ _CAP_SETGID, _CAP_SETUID, _CAP_SETPCAP, _CAP_SYS_ADMIN = 6, 7, 8, 21
 
 
 class Kernel:
-    """Calls system calls that Python has no function for. Its methods raise OSError."""
+    """Makes system calls that Python has no function for. Its methods raise OSError."""
 
     def __init__(self) -> None:
         import ctypes
@@ -40,8 +40,8 @@ class Kernel:
         self.call("prctl", *full)
 
     def sleeping_init(self) -> int:
-        """Start process 1 of a new process namespace, and return its pid in ours. It shares this
-        process's memory and only sleeps in pause(), so it costs no copy."""
+        """Start process 1 of a new process namespace, and return its process id as this process
+        sees it. The new process shares this one's memory and only sleeps, so it costs no copy."""
         ctypes = self._ctypes
         pause = ctypes.cast(self._libc.pause, ctypes.c_void_p)
         top = ctypes.addressof(self._init_stack) + len(self._init_stack)

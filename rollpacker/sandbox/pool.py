@@ -37,8 +37,8 @@ IDLE_S = 60.0
 """Seconds after which an idle worker is ended, if there is another idle one of its profile."""
 
 STARVED = 0.8
-"""Share of its time without a processor beyond which a run that exceeded its wall limit has no
-verdict. On two processors a program of 110 busy threads leaves a program beside it 2 %."""
+"""Largest share of its time that a run may have waited for a processor for its wall limit to count.
+Beyond it, a run that exceeded the limit is a `sandbox_error`: other programs may be to blame."""
 
 _NOT_BEGUN = "the program had not begun when its run ended"
 
@@ -52,10 +52,10 @@ _STATUS = {
 
 @dataclass(slots=True)
 class _Call:
-    """A run that has not ended."""
+    """A run of a program that has been asked for and has not ended."""
 
     result: asyncio.Future[RunResult]
-    """Gets the run's result as soon as it is known; the worker is put back afterwards."""
+    """Future that gets the run's result; the worker is put back afterwards."""
     worker: Worker | None = None
     cancelled: bool = False
 
@@ -258,7 +258,7 @@ def _cancel(call: _Call) -> None:
 
 
 def result_of(reply: Reply, limits: Limits) -> RunResult:
-    """The result for a worker's reply, in the form that all backends have."""
+    """Turn a worker's reply into the result of the run, in the form that all backends have."""
     cap = limits.output_bytes
     status = _status(reply)
     own_cpu_s = reply.cpu_s / reply.wall_s if reply.wall_s else 0.0

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 WORK = "/tmp/work"
 """The folder in which a run works."""
 READY = b"k"
-"""The byte that is written when the program's own code begins."""
+"""The byte that a run writes to its pipe when the program's own code begins."""
 THREAD_STACK = 8 << 20
 """Bytes of a thread's stack. The C library's default would be the limit of the first thread's
 stack, which is larger here."""
@@ -84,7 +84,7 @@ def _show(error: BaseException) -> None:
 
 
 def _finish() -> None:
-    """End threads, call exit functions and flush buffers, in the order of an interpreter."""
+    """End threads, call exit functions and flush buffers, as an interpreter does at its end."""
     import atexit
 
     if "threading" in sys.modules:

@@ -52,18 +52,16 @@ class SandboxConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """The modules and packages that programs of one kind find in their interpreter.
-
-    A caller with such programs makes a profile and passes it with every run. The sandbox keeps
-    interpreters ready for each profile that it has met.
-    """
+    """The modules and packages that programs of one kind find in their interpreter. A caller with
+    such programs makes a profile and passes it with every run. The sandbox keeps interpreters ready
+    for each profile that it has met."""
 
     name: str
     """The profile's name in messages and in lists of processes."""
     packages: tuple[str, ...] = ()
     """Installed packages that programs may import, by import name. All others are hidden."""
     distributions: tuple[str, ...] = ()
-    """Installed distributions whose metadata these packages read."""
+    """Installed distributions whose metadata the packages in `packages` read."""
     folders: tuple[tuple[str, str], ...] = ()
     """Folders of modules that programs may import: pairs of dotted package name and path."""
     warm: tuple[str, ...] = ()
@@ -88,7 +86,8 @@ PROFILES = {profile.name: profile for profile in (PYTHON, COLD)}
 
 
 def profile_of(profile: Profile | str) -> Profile:
-    """The profile itself, or the built-in one of that name. Raises `ValueError` for others."""
+    """The profile itself, or the built-in one of this name. Raises `ValueError` for another
+    name."""
     if isinstance(profile, Profile):
         return profile
     if profile not in PROFILES:
@@ -98,7 +97,7 @@ def profile_of(profile: Profile | str) -> Profile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of one run."""
+    """Limits of one run of a program."""
 
     wall_s: float = 10.0
     """Most seconds that the run may take, enforced from outside."""
@@ -149,7 +148,7 @@ class RunResult:
     stdout: bytes = b""
     stderr: bytes = b""
     truncated: bool = False
-    """Whether output was cut off at its limit."""
+    """Whether stdout or stderr was cut off at the limit on output."""
     wall_s: float = 0.0
     cpu_s: float = 0.0
     peak_memory_bytes: int = 0
@@ -201,9 +200,9 @@ class Sandbox(Protocol):
         ...
 
     async def lacks(self, profile: Profile) -> str:
-        """A sentence with the packages that programs of this profile lack here; else empty."""
+        """A sentence with the packages of this profile that are missing here; else empty."""
         ...
 
     async def close(self) -> None:
-        """End all workers."""
+        """End all workers of the sandbox."""
         ...

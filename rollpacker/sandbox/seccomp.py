@@ -41,13 +41,13 @@ sandbox's own process), CLONE_PTRACE."""
 
 @dataclass(frozen=True, slots=True)
 class _Check:
-    """A condition on half of an argument: after masking it must be one of `values`."""
+    """A condition on 32 bits of a call's argument: after masking they are one of `values`."""
 
     argument: int
     values: tuple[int, ...]
     mask: int = 0xFFFFFFFF
     high: bool = False
-    """Whether the upper 32 bits are checked. Of an int argument the kernel ignores these."""
+    """Whether the upper 32 bits are checked. Of an int argument the kernel ignores them."""
 
     def code(self) -> list[bytes]:
         """The filter's instructions for this check. If the condition does not hold they return
@@ -97,7 +97,8 @@ _CHECKS: Mapping[str, tuple[_Check, ...]] = {
 
 
 def program(*, fork: bool, sessions: bool = True, architecture: str | None = None) -> bytes:
-    """The filter as an array of `struct sock_filter`, for `bwrap --seccomp` or prctl.
+    """Return the system call filter as an array of `struct sock_filter`, for `bwrap --seccomp` or
+    prctl.
 
     `fork`: whether processes can be started (threads always can). `sessions`: whether a process can
     leave its session. `architecture`: x86_64 or aarch64; None: this machine's. Raises `ValueError`
@@ -132,8 +133,8 @@ def program(*, fork: bool, sessions: bool = True, architecture: str | None = Non
 
 
 def _if_call(number: int, body: list[bytes]) -> list[bytes]:
-    """Instructions that execute `body`, which must return, for the system call of this number.
-    Other calls go on behind it, with their number still loaded."""
+    """Return instructions that execute `body`, which must return, for the system call of this
+    number. Other calls continue behind `body`, with the call's number still loaded."""
     return [_instruction(_EQUAL, number, if_false=len(body)), *body]
 
 

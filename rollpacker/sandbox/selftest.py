@@ -67,7 +67,7 @@ class _Bait:
         return f"bait = {bait!r}\n{body}"
 
     def marked(self) -> list[int]:
-        """Ids of the processes on this machine whose name is the mark."""
+        """Ids of the processes on this machine whose name is `mark`."""
         found = []
         for comm in (process / "comm" for process in Path("/proc").glob("[0-9]*")):
             with contextlib.suppress(OSError):
@@ -104,10 +104,8 @@ def _listener(address: str) -> socket.socket:
 
 async def self_test(box: Sandbox, *, backend: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Run all attacks. Returns the names of those that were contained, and of those that were not.
-
     `backend`: with "http" the programs run elsewhere, so this machine's process table does not show
-    them. Nothing that a sandbox does wrong raises an error.
-    """
+    them. Nothing that a sandbox does wrong raises an error."""
     passed: list[str] = []
     failed: list[str] = []
     with _bait(local=backend != "http") as bait:
@@ -215,8 +213,8 @@ async def _left_over(box: Sandbox, bait: _Bait) -> bool:
 
 
 async def _leave_daemons(box: Sandbox, bait: _Bait, stays_s: float) -> tuple[bool, bool]:
-    """Run the program once. Returns whether its processes were seen while it ran, and whether all
-    were gone afterwards."""
+    """Run the attack once, with daemons that stay for `stays_s` seconds. Returns whether its
+    processes were seen while it ran, and whether all were gone afterwards."""
     body = f"{canaries.DAEMONS}time.sleep({stays_s})\n"
     limits = replace(_LIMITS, wall_s=_LIMITS.wall_s + stays_s)
     running = asyncio.ensure_future(_run(box, bait, body, limits))
@@ -300,7 +298,7 @@ async def _kernel(box: Sandbox, bait: _Bait) -> bool:
 
 
 async def _next_run(box: Sandbox, bait: _Bait) -> bool:
-    """Let a program spoil its interpreter and folder. Contained if the next is not affected."""
+    """Let a program spoil its interpreter and folder. Contained if the next one is not affected."""
     await _run(box, bait, canaries.POISON)
     result = await _run(box, bait, canaries.AFTER_POISON)
     return result.status is Status.OK and result.stdout == b'{"sum": 6} clean\n'

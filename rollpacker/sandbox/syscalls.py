@@ -88,17 +88,18 @@ def _numbers(table: str) -> dict[str, dict[str, int]]:
 
 
 PLAIN = _numbers(_PLAIN_TABLE)
-"""Calls that are allowed with any arguments."""
+"""Numbers of the system calls that are allowed with any arguments."""
 CHECKED = _numbers(_CHECKED_TABLE)
-"""Calls that are allowed with some arguments (`seccomp.py` defines which)."""
+"""Numbers of the system calls that are allowed with some arguments (`seccomp.py` defines which)."""
 FORK = _numbers(_FORK_TABLE)
-"""Calls that start a process, beside `clone`."""
+"""Numbers of the system calls that start a process, beside `clone`."""
 SESSION = _numbers(_SESSION_TABLE)
-"""Calls that begin a session. Where no control group divides the processors, the kernel divides
-them by session (autogroups), and a program with a hundred sessions would get a hundred shares."""
+"""Numbers of the system calls that begin a session. Where no control group divides the processors,
+the kernel divides them by session (autogroups), and a program with a hundred sessions would get a
+hundred shares."""
 ABSENT = _numbers(_ABSENT_TABLE)
-"""Calls that fail as if the kernel did not have them, so that the C library uses older calls whose
-flags can be checked."""
+"""Numbers of the system calls that fail as if the kernel did not have them, so that the C library
+uses older calls whose flags can be checked."""
 HIGHEST = 462
 """Highest number of a call when these tables were made. Calls above it also fail as if the kernel
 did not have them, so that a newer C library falls back to older calls."""

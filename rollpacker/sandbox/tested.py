@@ -1,5 +1,5 @@
-"""Opens a pool only if it has passed its self-test, which is run once per kernel boot and
-versions."""
+"""Opens a sandbox's pool of workers only if it has passed the self-test, whose result is kept until
+the kernel restarts or a version changes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 async def open_pool(workers: int, defaults: Limits) -> Pool:
-    """Open a pool that has passed its self-test. Raises `SandboxUnavailable`."""
+    """Open a pool that has passed its self-test. Raises `SandboxUnavailable` if it fails."""
     for allow_fork in (True, False):
         pool = Pool(workers=workers, defaults=defaults, allow_fork=allow_fork)
         try:
@@ -46,8 +46,8 @@ async def open_pool(workers: int, defaults: Limits) -> Pool:
 
 
 async def _test(pool: Pool) -> tuple[str, ...]:
-    """Test the pool, or read the result of an earlier test, and set its capabilities. Returns the
-    names of the attacks that it does not contain."""
+    """Run the self-test on the pool, or read the result of an earlier one, and set the pool's
+    `capabilities`. Returns the names of the attacks that the pool does not contain."""
     path = _cache_file(pool)
     known = _read(path)
     if known is None:
@@ -67,8 +67,8 @@ _Known = tuple[tuple[str, ...], tuple[str, ...], float]
 
 
 def _cache_file(pool: Pool) -> Path:
-    """The file for this self-test's result. Its name is a hash of everything that the result
-    depends on."""
+    """The file in which the result of this pool's self-test is kept. The file's name is a hash of
+    everything that the result depends on."""
     version = subprocess.run([bwrap.find_bwrap(), "--version"], capture_output=True, timeout=10)
     digest = hashlib.sha256(version.stdout)
     for text in (
@@ -92,8 +92,8 @@ def _boot_id() -> str:
 
 
 def _read(path: Path) -> _Known | None:
-    """The result of an earlier self-test: attacks contained, attacks not contained, and its
-    duration. None: there is none that can be read."""
+    """Return the result of an earlier self-test: the attacks contained, the attacks not contained,
+    and the duration. None: there is no result that can be read."""
     try:
         found = json.loads(path.read_text())
         return tuple(found["passed"]), tuple(found["failed"]), float(found["seconds"])

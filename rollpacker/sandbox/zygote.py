@@ -40,13 +40,13 @@ LENGTH = struct.Struct("<Q")
 READY = b"k"
 ENDED, TIMED_OUT, FLOODED, CANCELLED, BROKEN = b"e", b"t", b"f", b"c", b"b"
 TEMP, WORK, SITE, OWN = "/tmp", "/tmp/work", "/site", "/sandbox"
-"""Folders inside the sandbox: the only writable place, where a run works in it, packages of a
-profile, and our own files."""
+"""Folders inside the sandbox: the only writable one, a run's working folder in it, a profile's
+packages, and our own files."""
 MODULES = ("kernel", "program", "zygote")
-"""Modules of this package that run inside bubblewrap, with their full names in `OWN`."""
+"""Modules of this package that run inside bubblewrap, where they lie in the folder `OWN`."""
 PROGRAM = f"{OWN}/rollpacker/sandbox/program.pyc"
 FLAGS = ("-ISB", "-X", "utf8")
-"""Command-line flags of every interpreter."""
+"""Command-line flags of every interpreter in the sandbox."""
 START_CODE = (
     f"import sys; sys.path.append({OWN!r}); from rollpacker.sandbox.zygote import main; main()"
 )
@@ -84,8 +84,8 @@ def send_all(fd: int, data: bytes | memoryview) -> None:
 
 
 class Kept:
-    """Bytes of a run that pass through the zygote, in a mapping of their own. The next run is a
-    copy of the zygote's memory, in which nothing of this run may be left."""
+    """Bytes of a run that pass through the zygote, kept in a memory mapping of their own. The next
+    run is a copy of the zygote's memory, in which nothing of this run may be left."""
 
     def __init__(self, most: int) -> None:
         self._size = 0
@@ -113,7 +113,7 @@ class Kept:
 
 
 class PreparedRun:
-    """One run: a process that is made in advance, gets its request, and is watched until it
+    """One run: a process that is made in advance, gets its program, and is watched until it
     ends."""
 
     def __init__(self, kernel: Kernel, own_pidfd: int) -> None:
@@ -190,11 +190,11 @@ class PreparedRun:
                     return FLOODED
 
     def _read(self, fd: int) -> bool:
-        """Read one chunk of output. Returns whether there may be more."""
+        """Read one chunk of the program's output from `fd`. Returns whether there may be more."""
         return self.output[fd].add(fd, _CHUNK) > 0
 
     def _drain(self, cap: int) -> bool:
-        """Read the rest of the output. Returns whether no process can write more of it."""
+        """Read the rest of the output. Returns whether no process can write more output."""
         closed = 0
         for fd, kept in self.output.items():
             try:
@@ -244,8 +244,8 @@ class PreparedRun:
 
 
 def serve(kernel: Kernel, control: int) -> tuple[PreparedRun, bytes] | None:
-    """Answer requests until the socket closes, then return None. In each run's own process this
-    returns, too: the run, and the system call filter."""
+    """Answer requests until the socket closes, then return None. In the process forked for a
+    run, return the run and the system call filter instead."""
     magic, size = START.unpack(receive_exactly(control, START.size))
     assert magic == MAGIC
     program = receive_exactly(control, size)
@@ -426,7 +426,8 @@ def address_space() -> int:
 
 
 def main() -> None:
-    """Serve requests until the socket closes. In a run's process: prepare and execute it."""
+    """Serve requests until the socket closes. In a run's process, prepare and execute its
+    program."""
     import gc
 
     _, _, kind, modules, control, *entrances = sys.argv

@@ -21,7 +21,7 @@ GRACE_S = 0.5
 LOOK_S = 0.05
 """Seconds between two checks of a worker during a run."""
 START_LIMIT_S = 60.0
-"""Most seconds that a new worker may take until its first report."""
+"""Most seconds that a new worker may take until it reports that it is ready."""
 
 
 class WorkerError(Exception):
@@ -44,7 +44,7 @@ class Reply:
     short_of_memory: bool = False
     """Whether the kernel killed processes of the run for memory."""
     waited_share: float = 0.0
-    """Share of its time in which the run was ready but had no processor. Known only where a run is
+    """Share of the run's time in which it was ready but had no processor. Known only where a run is
     a single process; otherwise 0."""
 
 
@@ -64,7 +64,7 @@ class Worker:
         self._writer: asyncio.StreamWriter | None = None
         self._impatient: asyncio.TimerHandle | None = None
         self._asked = False
-        """Whether the present run's request was written."""
+        """Whether the present run's request was sent to the zygote."""
         self._waited_share = 0.0
 
     async def start(self, program: str, call_filter: bytes) -> None:
@@ -113,8 +113,7 @@ class Worker:
         return f"{self.name} (pid {self.pid})"
 
     def trouble(self) -> str:
-        """What is wrong with the worker, as far as can be seen without asking it, in words; empty
-        if nothing is."""
+        """What is wrong with the worker, as seen without asking it, in words. Empty: nothing."""
         assert self._child is not None
         if self._child.how_ended() is not None or self._reader.at_eof():
             return f"{self} died: {self.last_words() or 'nobody knows why'}"
@@ -162,8 +161,8 @@ class Worker:
             raise WorkerError(f"{self} died: {self.last_words() or error!r}") from None
 
     async def _watch(self, exchange: asyncio.Future[Any], limit_s: float) -> str:
-        """Wait until the exchange is done, its time is over, or something is wrong with the worker.
-        Returns what is wrong, or ""."""
+        """Wait until the exchange with the worker is done, its time is over, or something is wrong
+        with the worker. Returns what is wrong, or ""."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         until = began + limit_s
@@ -253,8 +252,8 @@ def _only_grandchild(pid: int) -> int:
 
 
 def _waited_s(parent: int) -> float:
-    """Seconds in which the youngest child's first thread was ready to run but had no processor. 0
-    if the kernel does not say."""
+    """Seconds in which the first thread of process `parent`'s youngest child was ready to run but
+    had no processor. 0 if the kernel does not say."""
     try:
         child = max(child_pids(parent), default=0)
         return int(Path(f"/proc/{child}/schedstat").read_text().split()[1]) / 1e9

@@ -1,1 +1,1 @@
-"""Chat completions as OpenAI's API has them: in front of a model, and for programs that train."""
+"""Chat completions as OpenAI's API has them: a server in front of a model, also for training."""

@@ -1,7 +1,5 @@
-"""Reads requests for chat completions, and writes answers, as OpenAI's API has them.
-
-Light: programs that train talk to it in the processes of environments, too.
-"""
+"""Reads requests for chat completions, and writes answers, in the form of OpenAI's API. Imports
+little, since the processes of environments use it too."""
 
 from __future__ import annotations
 
@@ -14,8 +12,8 @@ from typing import Any
 
 MAX_CHOICES = 128
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-"""Roles of OpenAI's API. Others are refused: a template would render them as if they meant
-something."""
+"""Roles of messages in OpenAI's API. A message with another role is refused, since a chat template
+would render it as if it meant something."""
 
 _KNOWN = {
     *("messages", "model", "tools", "n", "stream", "stream_options", "temperature", "top_p"),
@@ -27,7 +25,7 @@ _WITHOUT_EFFECT = {
     *("tool_choice", "response_format", "frequency_penalty", "presence_penalty"),
     *("top_logprobs", "logit_bias"),
 }
-"""Parameters that are accepted only with a value that has no effect."""
+"""Parameters of requests that are accepted only with a value that has no effect."""
 _MEANS_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "tool_choice": ("auto", "none"),
     "response_format": ({"type": "text"},),
@@ -39,7 +37,7 @@ _MEANS_NOTHING: Mapping[str, tuple[Any, ...]] = {
 
 
 class ApiError(Exception):
-    """A request is refused; `status` and `body` are those of the response, in OpenAI's shape."""
+    """A request is refused. The response has `status` and `body`, in the form of OpenAI's API."""
 
     def __init__(
         self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
@@ -52,12 +50,12 @@ class ApiError(Exception):
         self.body = {
             "error": {"message": message, "type": kind, "param": param, "code": code},
         }
-        """The body of the response, as a JSON object."""
+        """The body of the HTTP response, as an object that JSON can hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """A request for completions. A field is None if the request does not set it."""
+    """A request for chat completions. A field is None if the request does not set it."""
 
     messages: tuple[dict[str, Any], ...]
     """Messages as chat templates take them: contents are texts, arguments of calls are objects."""
@@ -75,12 +73,12 @@ class ChatRequest:
     logprobs: bool = False
     return_token_ids: bool = False
     session: str | None = None
-    """The session of the request: the header `X-Session-Id`, `metadata.session_id` or `user`, the
-    first of these that is given."""
+    """Name of the session (the calls of one client that may extend one another): the header
+    `X-Session-Id`, `metadata.session_id` or `user`, the first of these that is given."""
 
 
 def read_chat(body: bytes, headers: Mapping[str, str] | None = None) -> ChatRequest:
-    """Read a request from its body and headers. Raises `ApiError` for what is wrong in it."""
+    """Read a request from its body and headers. Raises `ApiError` for a request that is wrong."""
     try:
         asked = json.loads(body)
     except (ValueError, RecursionError):
@@ -166,7 +164,8 @@ def _tools(value: Any) -> tuple[dict[str, Any], ...]:
 
 
 def _message(value: Any, where: str) -> dict[str, Any]:
-    """Returns a message as chat templates take it. Raises `ApiError` if it is none."""
+    """Returns a message of a request in the form that chat templates take. Raises `ApiError` if
+    `value` is no such message."""
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise ApiError(f"{where} is no message with a role", param=where)
     if value["role"] not in ROLES:
@@ -211,8 +210,8 @@ def _call(value: Any, where: str) -> dict[str, Any]:
 
 
 def with_names(messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """Returns the messages, with the tool's name in each result of a tool whose call stands before
-    it: templates may show the name, and OpenAI's API leaves it out."""
+    """Returns the messages, and gives each tool's result the tool's name if the call stands before
+    it. Templates may show the name, but OpenAI's API leaves it out."""
     names = {
         call["id"]: call["function"]["name"]
         for message in messages
@@ -227,12 +226,12 @@ def with_names(messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], .
 
 
 def read_back(wire: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns, as chat templates take it, a message of `on_wire` that a client sends back."""
+    """Returns a message that `on_wire` made and a client sent back, as chat templates take it."""
     return _message(dict(wire), "message")
 
 
 def as_said(message: Mapping[str, Any]) -> str:
-    """Returns a text that is the same for two messages that count as the same one. It leaves out
+    """Returns a key of a message: messages with the same key count as the same. It leaves out
     thinking, which clients drop when they send a message back, names of tools, and white space at
     the ends of contents, which some clients strip."""
     calls = [
@@ -249,19 +248,20 @@ def as_said(message: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One answer of the model."""
+    """One of the model's answers to a request."""
 
     message: Mapping[str, Any]
     """The model's message in the form of OpenAI's API, as `on_wire` makes it."""
     reason: str
-    """"stop" or "length", as engines say."""
+    """Why the answer ended: "stop", or "length" at the limit of its tokens."""
     logprobs: Sequence[Mapping[str, Any]] | None = None
     token_ids: Sequence[int] | None = None
 
 
 def on_wire(message: Mapping[str, Any], stops: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns the model's message as OpenAI's API writes it: arguments are texts; calls that could
-    not be read are part of the content, which ends before the first stop string."""
+    """Returns the model's message in the form of OpenAI's API: arguments of tool calls are texts,
+    and tool calls that could not be read become part of the content. The content ends before the
+    first of the texts `stops`."""
     content = "\n".join(
         filter(None, [message.get("content"), *message.get("malformed_tool_calls", ())])
     )
@@ -294,7 +294,7 @@ def completion(
     usage: tuple[int, int] = (0, 0),
     prompt_token_ids: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """Returns the answer to a request. `usage`: tokens of the prompt, and of all choices."""
+    """Returns the answer's body. `usage`: number of tokens of the prompt, and of all choices."""
     told: dict[str, Any] = {
         "id": identity,
         "object": "chat.completion",
@@ -326,21 +326,21 @@ def _choice(index: int, choice: Choice) -> dict[str, Any]:
 
 
 def event(told: Mapping[str, Any] | str) -> bytes:
-    """Returns a server-sent event, as bytes."""
+    """Returns a server-sent event with the data `told`, as bytes."""
     text = told if isinstance(told, str) else json.dumps(told)
     return f"data: {text}\n\n".encode()
 
 
 def opening(identity: str, model: str) -> bytes:
-    """Returns the first event of a stream, before anything is generated."""
+    """Returns the first event of a streamed answer, sent before anything is generated."""
     head = {"id": identity, "object": "chat.completion.chunk", "created": int(time.time())}
     choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
     return event({**head, "model": model, "choices": [choice]})
 
 
 def stream(told: Mapping[str, Any], *, include_usage: bool) -> Iterator[bytes]:
-    """Yields the events of a completion after the opening one. A choice's text is one event:
-    engines bring a turn as a whole."""
+    """Yields the events of a streamed answer after the first. `told` is the result of `completion`.
+    A choice's text is one event, since engines give a message as a whole."""
     head = {
         "id": told["id"],
         "object": "chat.completion.chunk",

@@ -1,4 +1,4 @@
-"""A policy behind OpenAI's chat completions: `/v1/models` and `/v1/chat/completions`."""
+"""A model behind OpenAI's chat completions: `/v1/models` and `/v1/chat/completions`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rollpacker.serving.sessions import Asked, Sessions
 
 MAX_CONNECTIONS = 4096
 HEAD_S = 60.0
-"""Seconds for which a client may be silent before its request."""
+"""Seconds for which a client may be silent before it has sent the head of a request."""
 BODY_S = 300.0
 
 
@@ -24,12 +24,12 @@ class Draw(Protocol):
     async def __call__(
         self, prompt: Sequence[int], sampling: SamplingParams, *, n: int = 1, turn: int = 1
     ) -> list[Response]:
-        """Returns `n` responses to one prompt; see `EnginePolicy.draw`."""
+        """Returns `n` responses to one prompt, given as tokens; see `EnginePolicy.draw`."""
         ...
 
 
 class Endpoint:
-    """Answers requests for chat completions, and for the names of models."""
+    """Answers requests for chat completions, and for the names of models, over HTTP."""
 
     def __init__(
         self,
@@ -42,7 +42,8 @@ class Endpoint:
         max_context_tokens: int | None,
         text_of: Callable[[Sequence[int]], str],
     ) -> None:
-        """`sampling`: settings for what a request does not set. `text_of`: makes text of tokens."""
+        """`draw` generates responses. `name` is the model's name for clients. `sampling`: settings
+        of generation where a request has none. `text_of` makes text of tokens."""
         self._draw = draw
         self._sessions = sessions
         self._name = name
@@ -53,7 +54,7 @@ class Endpoint:
         self._numbers = itertools.count(1)
 
     def server(self) -> http.Server:
-        """Returns a server that, once opened, answers clients that have the token."""
+        """Returns a server, not opened yet, for clients that send the endpoint's token."""
         routes = [
             http.Route("/v1/models", self._models),
             http.Route("/v1/models/", self._models),
@@ -95,7 +96,7 @@ class Endpoint:
         return http.in_json(await self._told(identity, wanted, asked, sampling))
 
     def _sampling_of(self, wanted: ChatRequest, num_prompt_tokens: int) -> SamplingParams:
-        """Returns the settings of a request. Raises `ApiError` if the prompt fills the context."""
+        """The sampling settings of a request. Raises `ApiError` if the prompt fills the context."""
         most = wanted.max_tokens or self._sampling.max_response_tokens
         if self._max_context_tokens is not None:
             left = self._max_context_tokens - num_prompt_tokens
@@ -147,8 +148,8 @@ class Endpoint:
         )
 
     def _logprobs(self, response: Response) -> list[dict[str, Any]]:
-        """The log-probability of each token under the distribution that it was drawn from, as
-        OpenAI's API writes it."""
+        """The log-probability of each token of a response, under the distribution that it was drawn
+        from, in the form of OpenAI's API."""
         found = []
         for token, value in zip(response.tokens, response.log_probs, strict=True):
             text = self._text_of([token])

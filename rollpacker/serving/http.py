@@ -1,10 +1,9 @@
 """An HTTP server in an event loop: uvicorn speaks the protocol, a Starlette application answers.
 
-What is added here is how strangers and slow clients are treated. Who may ask is decided by the head
-of a request, before its body is read. A client that does not send its request in time is
-disconnected, and is the first to go where there are too many. A handler whose client has gone is
-cancelled.
-"""
+This module adds how strangers and slow clients are treated. Who may ask is decided by the head of a
+request, before its body is read. A client that does not send its request in time is disconnected;
+if there are too many connections, one without a request goes first. A handler whose client has gone
+is cancelled."""
 
 from __future__ import annotations
 
@@ -49,42 +48,43 @@ __all__ = [
     "Starlette",
     "StreamingResponse",
 ]
-"""Names of Starlette that applications are made with. They are imported from here, so that a
-missing package is one sentence wherever an application is made."""
+"""Names of Starlette with which applications are made. They are imported from here, so that a
+missing package gives the same one-sentence error everywhere."""
 
 LOOPBACK = "127.0.0.1"
 MAX_BODY_BYTES = 32 << 20
-"""Most bytes of a request's body. A larger body is refused with status 413."""
+"""Maximum number of bytes of a request's body. A larger body is refused with status 413."""
 MAX_HEAD_BYTES = 64 << 10
 _BACKLOG = 4096
 _ADMITTED = "admitted"
-"""Key in a request's state of a function (`_Connection.admitted`) to call on admitting the
-request."""
+"""Key, in the state of a request, of the function to call when the request is admitted
+(`_Connection.admitted`)."""
 _FOREVER_S = 1 << 30
-"""Seconds for uvicorn's own timer of idle connections, which `Limits` replaces."""
+"""Seconds for uvicorn's own timer of idle connections: never, since `Limits` replaces it."""
 
 Admit = Callable[[Request], Response | None]
-"""Looks at the head of a request, whose body must not be read. Returns None for a request that is
-to be handled, and otherwise the response that refuses it."""
+"""Type of a function that looks at the head of a request (the body must not be read). It returns
+None if the request may be handled, or else the response that refuses the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of what clients may hold. None means that there is no limit."""
+    """Limits on what the clients of a server may hold. None means that there is no limit."""
 
     connections: int | None = None
-    """Most connections at once. One more takes the place of the connection that has been without an
-    admitted request for the longest, and is answered with status 503 if all have such a request."""
+    """Maximum number of connections at once. A further one replaces the connection that has been
+    without an admitted request for the longest; if all have such a request, it is answered with
+    status 503."""
     head_s: float | None = None
-    """Seconds until the whole head of a request has come, from the connection's beginning or from
-    the response before."""
+    """Seconds within which the whole head of a request must come, from the start of the connection
+    or from the last response."""
     body_s: float | None = None
-    """Seconds until the whole body has come, from the end of its head."""
+    """Seconds within which the whole body of a request must come, from the end of its head."""
 
 
 def most_connections(wanted: int) -> int:
-    """The wanted number of connections, or fewer if the process may not open as many files. Some
-    files are left for other things."""
+    """Returns the wanted number of connections, or a smaller one if the process may not open so
+    many files. A part of the files is left for other uses."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return wanted if files == resource.RLIM_INFINITY else max(min(wanted, files - 128), 16)
 
@@ -95,7 +95,7 @@ def has_token(request: Request, token: str) -> bool:
 
 
 def token_of(request: Request) -> str:
-    """The token of the header `Authorization: Bearer TOKEN`; empty if there is none."""
+    """The token in the request's header `Authorization: Bearer TOKEN`. Empty if there is none."""
     kind, _, token = request.headers.get("authorization", "").partition(" ")
     return token.strip() if kind.lower() == "bearer" else ""
 
@@ -124,8 +124,8 @@ class Server:
         self._server: asyncio.Server | None = None
 
     async def open(self, port: int = 0, host: str = LOOPBACK) -> int:
-        """Listen. Returns the port, which is a free one if 0 was asked for. Raises `OSError`, and
-        `OverflowError` for a number that is no port."""
+        """Listen at `host`, and return the port, which is a free one if `port` is 0. Raises
+        `OSError`, and `OverflowError` if `port` is no number of a port."""
         idle: dict[_Connection, None] = {}
         self._server = await asyncio.get_running_loop().create_server(
             lambda: _Connection(self._config, self._state, self._limits, idle),
@@ -136,7 +136,7 @@ class Server:
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
-        """End all connections and cancel their handlers. Further calls do nothing."""
+        """End all connections and cancel their handlers. Calling it again does nothing."""
         server, self._server = self._server, None
         if server is None:
             return
@@ -152,13 +152,13 @@ class Server:
 
 
 def in_json(value: Any, status: int = 200, *, headers: Mapping[str, str] | None = None) -> Response:
-    """Returns a JSON response in ASCII alone. Starlette's own cannot send every text, such as half
-    of a pair of surrogates in the name of a file or in what a client sent."""
+    """Returns a JSON response in ASCII. Starlette's own cannot send every text, such as half a
+    surrogate pair in a file's name or in what a client sent."""
     return Response(json.dumps(value), status, headers, media_type="application/json")
 
 
 def api(routes: Sequence[Route], *, error_headers: Mapping[str, str] | None = None) -> Starlette:
-    """Returns an application whose errors have the shape of OpenAI's API, and `error_headers`."""
+    """Returns an application whose errors have the form of OpenAI's API, and `error_headers`."""
 
     async def refuse(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):  # there is no such path, or it has no such method
@@ -170,8 +170,8 @@ def api(routes: Sequence[Route], *, error_headers: Mapping[str, str] | None = No
 
 
 class _Guarded:
-    """Wraps an application: asks `Admit` first, limits bodies, and cancels work if a client
-    leaves."""
+    """Wraps an application: asks an `Admit` function first, limits bodies, and cancels the work for
+    a client that has gone."""
 
     def __init__(self, app: ASGIApp, admit: Admit) -> None:
         self._app = app
@@ -192,7 +192,7 @@ class _Guarded:
             await self._answer(body, scope, receive, send)
 
     async def _answer(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application with the whole body, and cancel it if its client goes."""
+        """Run the application with the whole body, and cancel it if its client has gone."""
         gone = asyncio.ensure_future(receive())
         messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -215,7 +215,8 @@ class _Guarded:
 
 
 async def _read(request: Request) -> bytes | None:
-    """Returns a request's body; None if its client went meanwhile. Raises `HTTPException` (413)."""
+    """Returns a request's body, or None if the client has gone meanwhile. Raises `HTTPException`
+    (status 413) for too large a body."""
     body, is_whole = bytearray(), False
     declared = int(request.headers.get("content-length", 0))
     while max(declared, len(body)) <= MAX_BODY_BYTES:
@@ -230,7 +231,7 @@ async def _read(request: Request) -> bytes | None:
 
 
 class _Connection(H11Protocol):
-    """A connection that is ended if its client is too slow, sends too much or is one too many."""
+    """A connection that is ended if its client is too slow, sends too much, or is one too many."""
 
     def __init__(
         self,
@@ -239,16 +240,16 @@ class _Connection(H11Protocol):
         limits: Limits,
         idle: dict[_Connection, None],
     ) -> None:
-        """`idle` holds the server's connections without an admitted request. The one that has been
-        there for the longest is the first."""
+        """`idle` has the server's connections without an admitted request, the one that has waited
+        longest first."""
         super().__init__(config, state, {_ADMITTED: self.admitted})
         self._limits = limits
         self._idle = idle
         self._num_bytes = 0
-        """Bytes that have come since the last response was sent."""
+        """Number of bytes that the client has sent since the last response."""
         self._awaited: str | None = None
-        """The part of a request that the client has to send next: "head" or "body". None while it
-        is the server's turn."""
+        """The part of a request that the client has to send next: "head" or "body". None while the
+        server has to answer."""
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
@@ -281,11 +282,11 @@ class _Connection(H11Protocol):
         self._look()
 
     def admitted(self) -> None:
-        """Note that the connection's request is being handled."""
+        """Note that the connection's request was admitted and is being handled."""
         self._idle.pop(self, None)
 
     def end(self) -> None:
-        """End the connection at once, whatever was still to be sent."""
+        """End the connection at once, even if a response was not sent whole."""
         self.transport.abort()
         self._forget()
 
@@ -297,7 +298,7 @@ class _Connection(H11Protocol):
             self._timer.cancel()
 
     def _look(self) -> None:
-        """Note what the client has to send next, and start the timer for that."""
+        """Note which part of a request the client has to send next, and start its timer."""
         if self.transport.is_closing():
             return
         if self.cycle is None or self.cycle.response_complete:

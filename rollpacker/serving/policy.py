@@ -1,4 +1,4 @@
-"""An engine as a function: many callers at once, each caller waiting for its own responses."""
+"""An engine as an async function: many callers at once, each of which awaits its own responses."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from rollpacker.engines.engine import (
 
 
 class RequestFailed(Exception):
-    """The engine could not generate; the message says why."""
+    """The engine could not generate the responses to a request; the message says why."""
 
 
 class EnginePolicy:
-    """Has one engine generate responses, as its only listener. Used on one event loop."""
+    """Has one engine generate responses to the prompts of many callers, on one event loop. No other
+    code may listen to the engine."""
 
     def __init__(self, engine: Engine, on_error: Callable[[BaseException], None]) -> None:
-        """`on_error`: called in the loop if the engine dies."""
+        """`on_error` is called in the event loop, with the error, if the engine dies."""
         self._engine = engine
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count()
@@ -37,8 +38,9 @@ class EnginePolicy:
     async def draw(
         self, prompt: Sequence[int], sampling: SamplingParams, *, n: int = 1, turn: int = 1
     ) -> list[Response]:
-        """Returns `n` responses to one prompt. If the call is cancelled, the engine stops
-        generating. Raises `RequestFailed` if the engine cannot generate."""
+        """Returns `n` responses to a prompt (tokens), as message number `turn` of a dialogue.
+        Cancelling the call stops the engine. Raises `RequestFailed` if the engine cannot
+        generate."""
         asked = PromptId("served", 0, next(self._numbers))
         samples = [SampleId(asked, index=index, attempt=0) for index in range(n)]
         tokens = tuple(prompt)

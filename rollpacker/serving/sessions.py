@@ -1,9 +1,8 @@
-"""Calls of a session that extend one another, as one trajectory by its tokens.
+"""Makes one trajectory of tokens from calls of a client that extend one another.
 
-A call whose messages begin with those of an earlier call and the model's answer to it goes on from
-the tokens that were drawn and given then; only what is new is rendered and encoded. Any other call
-begins a trajectory of its own.
-"""
+If the messages of a call begin with those of an earlier call and the model's answer to it, the call
+goes on from the tokens of that time: only what is new is rendered and encoded. Any other call
+begins a new trajectory."""
 
 from __future__ import annotations
 
@@ -21,34 +20,34 @@ from rollpacker.serving import chat
 from rollpacker.serving.chat import ApiError, ChatRequest
 
 MAX_TOKENS = 4 << 20
-"""The most tokens of dialogues that can be continued, about half a GiB. The dialogues that were
-used longest ago are dropped first."""
+"""Maximum number of tokens of all dialogues kept to be continued, about half a GiB. The dialogues
+that were used longest ago are dropped first."""
 RECORDED = "sessions.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A dialogue up to a message of the model, that message included."""
+    """A dialogue up to a message of the model, with that message."""
 
     call: int
     trajectory: Trajectory
     drawn: tuple[int, ...]
-    """The tokens of the model's last message."""
+    """The tokens that the model generated for the last message."""
     num_turns: int
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A call of a client, as tokens."""
+    """A client's call for an answer, as tokens."""
 
     dialogue: Dialogue
     digest: Any
-    """A hash of session, tools and messages, which can be updated with further messages."""
+    """A hash object of the session's name, tools and messages, which takes further messages."""
     session: str | None
     trajectory: Trajectory
-    """The trajectory up to where the model's answer begins, the generation prompt included."""
+    """The trajectory up to the beginning of the model's answer, with the generation prompt."""
     head: Head | None = None
-    """The dialogue that the call continues. None if it continues none."""
+    """The earlier dialogue that the call continues. None: it begins a new one."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -56,7 +55,7 @@ class Asked:
 
     @property
     def turn(self) -> int:
-        """The number of the model's turn in its trajectory, counted from 1."""
+        """The number of the model's next message in its trajectory, counted from 1."""
         return 1 if self.head is None else self.head.num_turns + 1
 
 
@@ -64,14 +63,14 @@ class Sessions:
     """The dialogues of all sessions, which calls can continue, and the record of all answers."""
 
     def __init__(self, dialogue: Dialogue, *, record: Path | None = None) -> None:
-        """`record`: a folder in which the file `RECORDED` gets a line for each answer; None for no
-        record. Raises `ValueError` if that file is there already, and `OSError`."""
+        """`record`: a folder in which the file `RECORDED` gets a line for each answer; None: no
+        record is kept. Raises `OSError`, and `ValueError` if the folder has such a file already."""
         self._dialogue = dialogue
         self._heads: OrderedDict[bytes, Head | None] = OrderedDict()
-        """Dialogues by the hash of all that was said. None in place of a dialogue where several
-        answers read alike, so that it is not known which answer is continued."""
+        """Dialogues by the hash of all their messages. None in place of a dialogue: several answers
+        read alike but differ in their tokens, so it is not known which one a call continues."""
         self._num_held = 0
-        """Number of tokens of all dialogues that are held."""
+        """Number of tokens of all dialogues that are kept."""
         self._num_calls = 0
         self._file: IO[str] | None = None
         if record is not None:
@@ -86,7 +85,7 @@ class Sessions:
             self._file.close()
 
     def asked(self, request: ChatRequest) -> Asked:
-        """Returns the call as tokens. Raises `ApiError` for what the template refuses."""
+        """Returns a client's call as tokens. Raises `ApiError` for what the template refuses."""
         messages = chat.with_names(request.messages)
         if messages[-1]["role"] == "assistant":
             raise ApiError("the last message is the assistant's own", param="messages")
@@ -107,8 +106,8 @@ class Sessions:
     def _found(
         self, request: ChatRequest, messages: Sequence[Mapping[str, Any]], *, grows: bool
     ) -> tuple[Head | None, Any, int]:
-        """The longest dialogue that the messages go on from, the hash of all of them, and how many
-        messages that dialogue has."""
+        """Returns the longest kept dialogue that the messages continue (None: there is none), the
+        hash of all messages, and the number of messages in that dialogue."""
         digest = hashlib.blake2b(digest_size=16)
         digest.update(json.dumps([request.session, request.tools], sort_keys=True).encode())
         found, number = None, 0
@@ -122,7 +121,7 @@ class Sessions:
         return found, digest, number
 
     def answered(self, asked: Asked, response: Response, wire: Mapping[str, Any]) -> None:
-        """Keep the model's answer, so that later calls can go on from it, and record it."""
+        """Keep the model's answer to a call, so that later calls can continue it, and record it."""
         call, self._num_calls = self._num_calls, self._num_calls + 1
         drawn = Segment(response.tokens, response.log_probs)
         digest = asked.digest.copy()
@@ -167,8 +166,8 @@ def _line(call: int, asked: Asked, response: Response) -> dict[str, Any]:
 
 
 def read_recorded(folder: Path) -> list[tuple[str | None, Trajectory]]:
-    """Returns the trajectories that were recorded in the folder, with their sessions; of calls that
-    extend one another only the longest. A last line that is cut off is left out."""
+    """Returns the trajectories in the folder's record, with the names of their sessions; of calls
+    that extend one another only the last. A last line that is cut off is left out."""
     found: dict[int, tuple[str | None, Trajectory]] = {}
     extended = set()
     for text in (folder / RECORDED).read_text().splitlines():

@@ -1,4 +1,4 @@
-"""Limits of one engine's cache, and when the next response finishes if it overflows."""
+"""Limits of an engine's KV cache, and when the next response finishes if the cache overflows."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from dataclasses import dataclass
 from rollpacker.sim.decode_time import UNLIMITED, DecodeTimes
 
 KV_WATERMARK = 0.01
-"""Share of the cache that stays free when a request is admitted beside others, so that it is not
-preempted at once."""
+"""Share of an engine's KV cache that stays free when a request is admitted beside others, so that
+it is not preempted at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of one engine's cache and of its decode steps."""
+    """Limits of a simulated engine's KV cache and decode steps; `UNLIMITED` stands for no limit."""
 
     capacity: int
-    """Most tokens that the cache can hold, prompts included."""
+    """Most tokens that the KV cache can hold, prompts included."""
     admission: int
-    """Most tokens in the cache with which one more request is admitted beside others."""
+    """Most tokens that the KV cache may have for one more request to be admitted beside others."""
     simple: int
-    """Tokens in the cache up to which it neither overflows nor makes a step any longer."""
+    """Tokens in the KV cache up to which it neither overflows nor makes a decode step longer."""
     max_running: int
-    """Most sequences in one step."""
+    """Most sequences that the engine decodes in one step."""
     prompt_tokens: int
     recompute_token_s: float
-    """Seconds to compute one token of a preempted sequence again."""
+    """Seconds to compute the cache of one token again, for a sequence that was preempted."""
 
     @classmethod
     def of(
@@ -37,8 +37,8 @@ class Limits:
         recompute_token_s: float,
         flat_tokens: int,
     ) -> Limits:
-        """Make the limits from an engine's settings, of which None means no limit. `flat_tokens`
-        are the tokens in the cache up to which a step takes its floor time."""
+        """Make the limits from an engine's settings; `kv_tokens` or `max_running` None: no limit.
+        Up to `flat_tokens` tokens in the KV cache, a decode step takes its shortest time."""
         assert kv_tokens is None or kv_tokens > prompt_tokens
         assert max_running is None or max_running >= 1
         admission = UNLIMITED if kv_tokens is None else int(kv_tokens * (1 - KV_WATERMARK))
@@ -52,7 +52,7 @@ class Limits:
         )
 
     def check(self, longest: int) -> None:
-        """Raises `ValueError` if the cache cannot hold one response of `longest` tokens alone."""
+        """Raises `ValueError` if the KV cache cannot hold even one response of `longest` tokens."""
         tokens = longest + self.prompt_tokens
         if tokens > self.capacity:
             raise ValueError(
@@ -62,17 +62,17 @@ class Limits:
             )
 
     def stay_simple(self, lengths: Sequence[int], most_done: int) -> bool:
-        """Whether responses of these lengths, alone in the engine, never have more than `simple`
-        tokens in the cache. They start together, with at most `most_done` tokens each, so that
-        short responses have left when long ones have grown."""
+        """Whether responses of these `lengths` (in tokens), alone in the engine, never have more
+        than `simple` tokens in the KV cache. They start together, each with at most `most_done`
+        tokens already generated, so that short responses have left when long ones have grown."""
         fixed, num = self.prompt_tokens + most_done, len(lengths)
         ends = enumerate(sorted(lengths))
         return max([(num - place) * (fixed + tokens) for place, tokens in ends]) <= self.simple
 
 
 Entry = tuple[int, int, int]
-"""A running sequence: (minus the step number at which it finishes, key, length in tokens). A sorted
-list ends with the sequence that finishes first."""
+"""A running sequence: (minus the number of the decode step that finishes it, its key, its length in
+tokens). The last entry of a sorted list is the sequence that finishes first."""
 
 
 def finish_after_preemptions(
@@ -84,8 +84,8 @@ def finish_after_preemptions(
     time_s: float,
     cached_tokens: int,
 ) -> float:
-    """Returns the time of the next finish in seconds, given that the youngest sequence is preempted
-    whenever a step would overflow the cache. No argument is changed.
+    """Returns the time in seconds at which the engine's next response finishes, where the youngest
+    sequence is preempted whenever a step would overflow the KV cache. No argument is changed.
 
     `running` is in the order of admission. `entries` holds the same sequences sorted, and perhaps
     sequences that have left.

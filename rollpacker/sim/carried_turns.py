@@ -1,10 +1,11 @@
 """Tokens that trajectories of deferred prompts (put off to a later round) had generated, and how
 many of these tokens the next launch of the trajectory can keep.
 
-A message that was drawn before is not decoded again: an engine takes its tokens in, in one pass,
-and keeps those before the first that comes out differently (`carry.mismatch`, for each token drawn
-and each update). The environment is asked anew, with all its seconds. What follows a token that
-comes out differently is decoded; it has the lengths that it had, an approximation.
+A message that was generated before is not decoded again: an engine reads its tokens in one pass,
+and keeps those before the first that comes out differently (with chance `carry.mismatch` for each
+token and weight update). The environment is asked anew, which takes all its seconds again. Tokens
+after the first that differs are decoded; as an approximation, messages and answers keep their
+lengths.
 """
 
 from __future__ import annotations
@@ -21,35 +22,36 @@ from rollpacker.sim.workload import Workload
 
 
 class CarriedTurns:
-    """The port that obeys `Defer` (put a prompt off to a later round) where trajectories keep their
-    tokens. Tokens are counted after the prompt, those of environments' answers included."""
+    """Remembers the tokens of trajectories when the core puts their prompts off to a later round
+    (command `Defer`), so that the next launch can keep them. Tokens are counted after the prompt
+    and include environments' answers."""
 
     def __init__(self, workload: Workload, mismatch: float, responses: Responses) -> None:
         assert workload.trajectories is not None
         self.verified = Verified()
-        """Counts of tokens of earlier launches that newer weights verified, without tokens of
-        environments' answers."""
+        """Counts of the policy's tokens, kept from earlier launches, that newer weights
+        verified."""
         self.same: dict[int, int] = {}
-        """Number of tokens, by key of a launched sample, that come out as in its earlier launch."""
+        """By a sample's key: how many tokens come out the same as in its earlier launch."""
         self._workload, self._mismatch, self._responses = workload, mismatch, responses
         self._trajectories = workload.trajectories
         self._left: dict[tuple[PromptId, int], tuple[int, int]] = {}
-        """By prompt and index of a sample put off to a later round: the number of tokens that it
-        had, and the version of the weights that generated these tokens."""
+        """Mapping from (prompt, sample index), for samples put off to a later round, to the number
+        of tokens generated so far and the version of the weights that generated them."""
         self._version = 0
-        """Version of the weights that the current launches generate with."""
+        """Version of the weights that generate the samples launched last."""
 
     @classmethod
     def of(cls, machine: Machine, workload: Workload, responses: Responses) -> CarriedTurns | None:
-        """The port for a run; None if no tokens are kept, or if samples take no turns."""
+        """Make the object for a run. None: no tokens of deferred trajectories are kept."""
         return cls(workload, machine.mismatch, responses) if machine.carries_turns else None
 
     def routes(self) -> Routes:
         return {Defer: self._defer}
 
     def launch(self, keys: Iterable[int], version: int) -> None:
-        """Begin the trajectories with these keys under weights of this version: draw how many of
-        the tokens that each had in an earlier launch come out the same, and keep it in `same`."""
+        """Begin these trajectories under weights of this version: draw how many tokens of each
+        one's earlier launch come out the same, and store the number in `same`."""
         samples, noises, self._version = self._responses.samples, self._responses.noises, version
         for key in keys:
             self.same[key] = self.take_up(samples[key], noises[key], version)
@@ -63,11 +65,13 @@ class CarriedTurns:
                 self.keep(responses.noises[key], tokens, self._version)
 
     def keep(self, noise: SampleId, tokens: int, version: int) -> None:
-        """Remember that a sample whose prompt is put off had `tokens` tokens of these weights."""
+        """Remember how many tokens a deferred prompt's sample had, and the version of the weights
+        that generated them. `noise` is the id of the sample's random numbers."""
         self._left[noise.prompt, noise.index] = tokens, version
 
     def take_up(self, sample: SampleId, noise: SampleId, version: int) -> int:
-        """Number of tokens of a launched sample that come out as in its earlier launch, if any."""
+        """How many tokens of the sample's earlier launch come out the same under weights of this
+        version; 0 without an earlier launch. `noise` is the id of its random numbers."""
         tokens, drawn_by = self._left.pop((noise.prompt, noise.index), (0, version))
         drawn = self._drawn(noise, tokens) if tokens else 0
         if not drawn:
@@ -80,7 +84,8 @@ class CarriedTurns:
         return tokens if kept == drawn else self._place(noise, kept)
 
     def _drawn(self, noise: SampleId, tokens: int) -> int:
-        """Number of the policy's own tokens among the first `tokens` of the trajectory."""
+        """Number of tokens that the policy generated among the first `tokens` of the trajectory,
+        whose random numbers have the id `noise`; the rest are environments' answers."""
         drawn = 0
         for turn in self._trajectories.turns(noise):
             drawn += min(turn.tokens, tokens)
@@ -90,8 +95,8 @@ class CarriedTurns:
         return drawn
 
     def _place(self, noise: SampleId, drawn: int) -> int:
-        """Tokens of the trajectory, those of environments' answers included, that stand before the
-        policy's own token number `drawn`, counted from 0."""
+        """Number of tokens of the trajectory, environments' answers included, that stand before the
+        policy's token number `drawn` (counted from 0)."""
         place = 0
         for turn in self._trajectories.turns(noise):
             if drawn < turn.tokens:

@@ -1,9 +1,8 @@
-"""The clock of a simulation: which event comes next, and when that is.
+"""The clock of a simulation: it holds the events to come and says which is next, and when.
 
-    at once     events of the present moment, in the order in which they were scheduled
-    the heap    all later events; equal times in the order in which they were scheduled
-
-Time stands still while an event is handled and jumps to the next one after that.
+Events of the present moment come first, in the order in which they were scheduled. All later events
+are in a heap by time; those of equal time come in the order in which they were scheduled. Time
+stands still while an event is handled, and then jumps to the next event.
 """
 
 from __future__ import annotations
@@ -18,24 +17,24 @@ from rollpacker.core.events import Event
 
 
 class Moving(Protocol):
-    """Something whose next event may change its time while it is awaited, such as an engine."""
+    """Something, such as an engine, whose next event may move to another time while awaited."""
 
     @property
     def next_finish(self) -> float:
-        """Time in seconds at which the next event of this thing happens; inf if there is none."""
+        """Time in seconds at which this thing's next event happens; inf if there is none."""
         ...
 
 
 class VirtualClock:
-    """A clock (`bus.Clock`) of simulated seconds that also keeps the events to come, in order."""
+    """The clock of a simulation, in simulated seconds, with all later events in their order."""
 
     def __init__(self) -> None:
         self.time_s = 0.0
         self.last: Event | None = None
-        """`run` returns when this event has been handled. None: no event ends the run."""
+        """Event after which `run` returns. None: no event ends the run."""
         self.passes_over: Callable[[Event], bool] | None = None
-        """Called with every event of the heap; returns True for an event that must not happen.
-        None: every event happens."""
+        """Function that is called with every event of the heap and returns True for an event that
+        must not happen. None: every event happens."""
         self._at_once: deque[Event] = deque()
         self._heap: list[tuple[float, int, Moving | None, Any]] = []
         """Heap of later events: (time, counter, None, event), or (time, counter, moving thing,
@@ -45,12 +44,12 @@ class VirtualClock:
         self._stopped = False
 
     def now(self) -> float:
-        """Seconds since the run began."""
+        """Simulated seconds since the run began."""
         return self.time_s
 
     def stamp(self) -> float:
-        """Seconds since the run began, as the time of an event. They are not rounded here: the core
-        rounds a time as the event log does wherever it measures something by that time."""
+        """Simulated seconds since the run began, for an event's time stamp. They are not rounded
+        here: the core rounds them, as the event log does, wherever it measures by them."""
         return self.time_s
 
     def after(self, seconds: float, event: Event) -> None:
@@ -62,9 +61,9 @@ class VirtualClock:
         heapq.heappush(self._heap, (self.time_s + seconds, self._counter, None, event))
 
     def expect(self, moving: Moving, event: Callable[[], Event | None]) -> None:
-        """Schedule the next event of a moving thing at its `next_finish`. The function `event` then
-        makes the event; if it returns None, nothing happens. Must be called again whenever
-        `next_finish` has changed for another reason than that event."""
+        """Schedule the next event of `moving` at its `next_finish`. The function `event` then makes
+        the event; if it returns None, nothing happens. Call this again whenever `next_finish` has
+        changed for another reason than that event."""
         when = moving.next_finish
         if when != math.inf:
             self._counter += 1
@@ -84,8 +83,9 @@ class VirtualClock:
         return heap[0][0] if heap else math.inf
 
     def run(self, take: Callable[[Event], None], until_s: float | None = None) -> None:
-        """Call `take` with one event after the other, until the event `last` was handled or `stop`
-        was called. `until_s`: events later than this time stay in the clock; None: no limit."""
+        """Call `take` with each event in turn, until the event `last` was handled or `stop` was
+        called. Events later than `until_s` seconds stay in the clock; None: there is no such
+        limit."""
         # One call per event and one heap entry per engine: benchmarks/sim_speed.py.
         heap, at_once = self._heap, self._at_once
         while not self._stopped:

@@ -1,8 +1,8 @@
-"""How long decode steps take while nothing joins or leaves an engine, in closed form.
+"""How long decode steps take while no sequence joins or leaves an engine, in closed form.
 
-With n running sequences, each step makes the cache grow by n tokens. Up to `flat_tokens` in the
-cache a step takes its floor time, which depends on n alone; beyond, each step takes a little longer
-than the one before, so that many of them are a quadratic, which has an inverse.
+With n running sequences, each step adds n tokens to the KV cache. Up to `flat_tokens` in the cache
+a step takes its shortest time, which depends on n alone. Beyond, each step takes a little longer
+than the one before, so that the seconds of many steps are a quadratic, which can be inverted.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import NamedTuple
 from rollpacker.sim.latency import StepCost
 
 STEP_TOLERANCE = 1e-6
-"""Share of a step by which a time may miss the end of a step through rounding."""
+"""Share of a decode step by which rounding may make a time miss the end of the step."""
 
 UNLIMITED = 1 << 60
-"""A number of steps, tokens or sequences that stands for no limit: more than any engine reaches."""
+"""Stands for no limit on steps, tokens or sequences: more than any engine reaches."""
 
 
 class _Beyond(NamedTuple):
-    """Times of decode steps that are bound by reading the cache, for one number of running
+    """Times of decode steps that are bound by reading the KV cache, for one number of running
     sequences. With K tokens in the cache a step takes (empty_s + per_cached_token_s * K +
-    sequences_s) / speedup seconds."""
+    sequences_s) / speedup seconds, of which `sequences_s` are for sampling."""
 
     empty_s: float
     sequences_s: float
     speedup: float
     growth_s: float
-    """Seconds by which each step is longer than the step before."""
+    """Seconds by which each decode step takes longer than the step before."""
 
 
 class DecodeTimes:
@@ -41,10 +41,10 @@ class DecodeTimes:
         self._cost = cost
         self._per_token_s = cost.per_cached_token_s
         self.flat_tokens = _flat_tokens(cost)
-        """Tokens in the cache up to which a step takes its shortest time (its floor)."""
+        """Tokens in the KV cache up to which a decode step takes its shortest time."""
         self.flat_s, self._beyond = _tables(cost)
-        """`flat_s` lists the shortest seconds of a step, indexed by the number of running
-        sequences; `extend` makes the list longer."""
+        """`flat_s[n]` is the shortest time of a decode step with n running sequences, in seconds.
+        `extend` makes the list longer."""
 
     def extend(self, num: int) -> None:
         """Add the times of steps with up to `num` running sequences to `flat_s` and `_beyond`."""
@@ -60,8 +60,8 @@ class DecodeTimes:
                 self._beyond.append(_Beyond(cost.bytes_s, sequences_s, speedup, growth_s))
 
     def seconds(self, steps: int, num: int, cached: int) -> float:
-        """Seconds of `steps` steps of `num` sequences, the first with `cached` tokens in the
-        cache."""
+        """Seconds that `steps` decode steps of `num` sequences take, the first of them with
+        `cached` tokens in the KV cache."""
         num_flat = (self.flat_tokens - cached) // num + 1  # steps that take their floor time
         if steps <= num_flat:
             return steps * self.flat_s[num]
@@ -74,8 +74,8 @@ class DecodeTimes:
         return num_flat * self.flat_s[num] + rest * (first_s + growth_s * (rest - 1) / 2)
 
     def steps_by(self, seconds: float, num: int, cached: int) -> int:
-        """The fewest steps that take at least `seconds`, for `num` sequences and `cached` tokens in
-        the cache at first: the inverse of the method `seconds`."""
+        """Returns the fewest decode steps that take at least `seconds`, for `num` sequences and at
+        first `cached` tokens in the KV cache. It is the inverse of the method `seconds`."""
         num_flat = max(0, (self.flat_tokens - cached) // num + 1)
         flat_s = self.flat_s[num]
         if seconds <= num_flat * flat_s:
@@ -91,7 +91,7 @@ class DecodeTimes:
 
 
 def _flat_tokens(cost: StepCost) -> int:
-    """Tokens in the cache up to which a step takes its shortest time, which is then constant."""
+    """Tokens in the KV cache up to which a decode step takes its shortest time."""
     if not cost.per_cached_token_s:
         return UNLIMITED
     beyond_bytes_s = max(0.0, cost.launch_s - cost.bytes_s)
@@ -100,5 +100,5 @@ def _flat_tokens(cost: StepCost) -> int:
 
 @lru_cache(maxsize=64)
 def _tables(cost: StepCost) -> tuple[list[float], list[_Beyond]]:
-    """Two empty lists, `flat_s` and `_beyond`, that all engines of this cost share and extend."""
+    """Two empty lists, for `flat_s` and `_beyond`, which all engines with this cost share."""
     return [], []

@@ -15,19 +15,20 @@ MAX_GPUS = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """The GPUs (`cluster.*`). Rollout and training use all GPUs in turn, or each has its own."""
+    """The GPUs of a scenario (`cluster.*`), which generation and training share in turn or
+    divide."""
 
     gpu: str | GpuSpec
-    """Name of a GPU preset, or the numbers of a datasheet."""
+    """Name of a GPU preset, or the numbers of a GPU's datasheet."""
     gpus: int
-    """Number of GPUs of the cluster: at most one node, or several whole nodes."""
+    """Number of GPUs of the cluster, which must fit in one node or fill several whole nodes."""
     gpus_per_node: int = 8
-    """Number of GPUs of a node, in which an engine or a trainer's tensor-parallel group stays."""
+    """Number of GPUs of a node; no engine or trainer's tensor-parallel group spans two nodes."""
     train_gpu: str | GpuSpec | None = None
-    """GPU of the trainer, if it has devices of its own; null: the same as `gpu`."""
+    """Kind of the trainer's GPUs, if the trainer has GPUs of its own; null: the same as `gpu`."""
     train_gpus: int | None = None
-    """Number of devices of the trainer alone; then `gpus` are the rollout's. null: as many as
-    `gpus` where `train_gpu` is set, else the trainer shares the rollout's devices."""
+    """Number of devices that only train; then all `gpus` only generate. null: as many as `gpus` if
+    `train_gpu` is set, else the trainer shares the engines' devices."""
 
     def __post_init__(self) -> None:
         at_least_one(self, "gpus", "gpus_per_node")
@@ -62,7 +63,7 @@ class Cluster:
 
     @property
     def is_apart(self) -> bool:
-        """Whether the trainer has devices of its own."""
+        """Whether the trainer has devices of its own, so that the engines keep theirs."""
         return self.train_gpu is not None or self.train_gpus is not None
 
     @property
@@ -80,7 +81,7 @@ class Cluster:
 
 def check_training_memory(params: float, cluster: Cluster) -> None:
     """Raises `ValueError` if the trainer's GPUs together cannot hold the weights, gradients and
-    optimizer state of `params` parameters; activations are not counted."""
+    optimizer state of a model with `params` parameters; activations are not counted."""
     gpus, gpus_per_node = cluster.trainer_gpus, cluster.gpus_per_node
     key = "train_gpus" if cluster.is_apart else "gpus"
     gpu_gb = cluster.trainer_gpu_spec.memory_gb

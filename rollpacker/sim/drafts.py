@@ -1,6 +1,6 @@
-"""Tokens that are guessed and then verified in one decode step: drafts, guessed from other
-responses to the prompt or the response's own text, and speculation as a property of the engine.
-Both change only the time of a step, not the tokens."""
+"""Tokens that are guessed and then verified in one decode step (speculative decoding). `Drafts` are
+guessed from other responses to the prompt or from the response's own text; `Speculation` is a given
+speed-up of the engine. Both change only the time of a step, not the tokens."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from rollpacker.sim.scenario_checks import at_least_one, check_known
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafts:
-    """How many tokens are guessed and how often the guess is right (`rollout.drafts.*`)."""
+    """Number of tokens guessed in a decode step, and chance that a guess is right
+    (`rollout.drafts.*`)."""
 
     acceptance: float = 0.41
     """Chance that a guessed token is right. Published for long guesses (Seer, arXiv 2511.14617):
     1.70 tokens per step from a response's own text, which is a chance of 0.41, and 2.32 with five
     other responses to the prompt, which is 0.57."""
     max_depth: int = 4
-    """Most tokens guessed for one sequence in a step."""
+    """Most tokens guessed for one sequence in a decode step."""
     max_positions: int = 64
     """Most tokens guessed in one step of an engine: with many sequences, fewer for each."""
     overhead: float = 0.1
-    """Share by which a step that verifies guessed tokens takes longer."""
+    """Share by which a decode step takes longer when it verifies guessed tokens."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.acceptance < 1:
@@ -38,7 +39,7 @@ class Drafts:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
 
     def tokens_per_step(self, num_running: int) -> float:
-        """Mean tokens that each of `num_running` sequences gains in a step."""
+        """Mean number of tokens that each of `num_running` sequences gains in one decode step."""
         depth = min(self.max_depth, self.max_positions // num_running)
         tokens = chance = 1.0
         for _ in range(depth):
@@ -47,8 +48,8 @@ class Drafts:
         return tokens
 
     def speedup(self, num_running: int) -> float:
-        """How many times faster decoding is with `num_running` sequences. At least 1: where guesses
-        would slow decoding down, no tokens are guessed."""
+        """Factor by which decoding is faster with `num_running` sequences. At least 1: where
+        guesses would slow decoding down, no tokens are guessed."""
         if not num_running:
             return 1.0
         return max(1.0, self.tokens_per_step(num_running) / (1 + self.overhead))
@@ -56,14 +57,14 @@ class Drafts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
-    """Speculative decoding as a property of the engine (`rollout.speculation.*`)."""
+    """Speculative decoding as a given speed-up of an engine (`rollout.speculation.*`)."""
 
     speedup: float
-    """Factor, at least 1, by which decode steps are faster."""
+    """Factor, at least 1, by which decode steps are faster with speculation."""
     max_live: int
-    """Most running sequences of an engine with which its steps are faster."""
+    """Most running sequences of an engine at which speculation still makes its steps faster."""
     kinds: tuple[str, ...] = ("long", "flush")
-    """Kinds of round in which steps are faster."""
+    """Kinds of round (one batch of generation) in which speculation makes decode steps faster."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.speedup) and self.speedup >= 1):

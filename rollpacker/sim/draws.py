@@ -14,11 +14,11 @@ import numpy as np
 from rollpacker.core.portable import log, on_circle
 
 _WIDTH = 1.7155277699214135
-"""4 * exp(-1/2) / sqrt(2): width of the box of random points whose ratios `normal_ratio` takes."""
+"""Width of the box of random points in `normal_ratio`: 4 * exp(-1/2) / sqrt(2)."""
 
 
 def normal_ratio(rng: random.Random) -> float:
-    """A standard normal score as a ratio of uniforms (Kinderman and Monahan, 1977)."""
+    """A standard normal random number, by the ratio of uniforms (Kinderman and Monahan, 1977)."""
     while True:
         first, second = rng.random(), 1.0 - rng.random()
         score = _WIDTH * (first - 0.5) / second
@@ -27,15 +27,15 @@ def normal_ratio(rng: random.Random) -> float:
 
 
 class NormalPairs:
-    """Standard normal scores, two from each pair of uniforms (Box and Muller)."""
+    """Draws standard normal random numbers, two from each pair of uniforms (Box and Muller)."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._second: float | None = None
-        """The second score of the last pair; None if it was returned already."""
+        """The second number of the last pair; None if `draw` has returned it already."""
 
     def draw(self) -> float:
-        """Returns the next score."""
+        """Returns the next standard normal random number."""
         if self._second is not None:
             score, self._second = self._second, None
             return score

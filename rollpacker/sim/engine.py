@@ -1,14 +1,14 @@
-"""One engine in virtual time: an event per finished response, not per decode step.
+"""One simulated inference engine, with an event per finished response, not per decode step.
 
-Every running sequence gains one token per step, so the engine is a *token clock*: a response
-finishes when the clock shows its admission plus its length. While nothing joins or leaves, the time
-of s steps has a closed form (flat while a step is bound by kernel launches, quadratic once reading
-the growing cache takes longer), and so has its inverse.
+Every running sequence gains one token per step, so the engine is a *token clock*, which counts
+steps: a response finishes when the clock shows its admission plus its length. While no sequence
+joins or leaves, the seconds of s steps have a closed form (flat while a step is bound by kernel
+launches, quadratic once reading the growing cache takes longer), which can be inverted.
 
-What arrives during a step takes effect when that step ends; the clock always stands at such a
-boundary, which may lie a step ahead of the last call. Sequences that the cache has no room for are
-preempted when the next step begins, youngest first, and wait in front of the queue until there is
-room to compute their cache again.
+A request that arrives during a step takes effect when that step ends. The clock always stands at
+the end of a step, which may lie up to one step after the time of the last call. Sequences that the
+cache has no room for are preempted when the next step begins, youngest first. They wait in front of
+the queue until there is room to compute their cache again.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from rollpacker.sim.latency import StepCost
 
 
 class Request(NamedTuple):
-    """A response to generate. `submit` also accepts a plain tuple of the same three numbers."""
+    """A response to generate. `submit` also accepts a plain tuple of the three fields."""
 
     key: int
-    """A number that the caller chose for the request. No other request in the engine has it."""
+    """Number by which the caller names the request. No other request in the engine has the same."""
     length: int
-    """Tokens of the whole response, which the caller of this simulated engine knows beforehand."""
+    """Tokens of the whole response, which the caller of a simulated engine knows beforehand."""
     done_tokens: int = 0
-    """Tokens that were generated elsewhere already; fewer than `length`."""
+    """Number of these tokens that were generated elsewhere already; fewer than `length`."""
 
 
 @dataclass(slots=True)
 class _Totals:
-    """Counts of an engine since it was made."""
+    """Counts of one simulated engine since it was made."""
 
     tokens: int = 0
-    """Tokens of all sequences that were running and have left, minus the tokens that any sequence
-    had already when it began to run here."""
+    """Tokens of all sequences that ran here and have left, minus the tokens that any sequence,
+    running ones too, brought along when it began to run here."""
     num_preemptions: int = 0
     idle_s: float = 0.0
 
@@ -67,9 +67,9 @@ class TokenClockEngine:
         prompt_tokens: int,
         recompute_token_s: float = 0.0,
     ) -> None:
-        """`kv_tokens` is the capacity of the cache in tokens, prompts included, and `max_running`
-        the most sequences in one step; None means no limit for either. `recompute_token_s` are the
-        seconds to prefill one token of a preempted sequence again."""
+        """`kv_tokens` is the capacity of the KV cache in tokens, prompts included, and
+        `max_running` the most sequences in one step; None means no limit for either.
+        `recompute_token_s` are the seconds to prefill one token of a preempted sequence again."""
         self.next_finish = math.inf
         """Time at which the next response finishes, in seconds; inf when the engine is idle."""
         self._times = DecodeTimes(cost)
@@ -87,23 +87,23 @@ class TokenClockEngine:
         self._running: dict[int, Entry] = {}
         """Running sequences by key, in the order of admission."""
         self._entries: list[Entry] = []
-        """Entries of the running sequences, and of some sequences that have left, sorted."""
+        """Sorted entries of the running sequences, and of some sequences that have left."""
         self._births = 0
-        """Sum over the running sequences of the step number at which the sequence had no token yet.
+        """Sum, over running sequences, of the step number at which the sequence had no token yet.
         The tokens in the cache follow from this sum and the clock."""
         self._simple = True
-        """Whether the cache can neither overflow nor make a step longer, even when every sequence
-        in the engine has its full length."""
+        """Whether the KV cache can neither overflow nor make a step longer, even when every
+        sequence in the engine has its full length."""
         self._peak = 0
-        """Tokens in the cache if every sequence in the engine had its full length at once."""
+        """Tokens in the KV cache if every sequence in the engine had its full length at once."""
         self._direct = True
-        """Whether no sequence is preempted before `next_finish`."""
+        """Whether no sequence will be preempted before `next_finish`."""
         self._waiting: deque[tuple[int, int, int, float]] = deque()
-        """Queue of requests that do not run yet, or not any more: (key, length, tokens that are
-        done, prefill seconds)."""
+        """Queue of requests that wait for admission or were preempted: (key, length, tokens
+        generated so far, prefill seconds)."""
         self._joined: dict[int, int] = {}
-        """Step number at which a request was admitted, by its key, for requests that were admitted
-        while that step was still in flight."""
+        """Mapping from a request's key to the step number at which it was admitted, for requests
+        that were admitted while that step was still going on."""
         self._preemptions: dict[int, int] = {}
 
     # -- what goes in --------------------------------------------------------------------
@@ -111,10 +111,10 @@ class TokenClockEngine:
     def submit(
         self, now: float, requests: Sequence[Request | tuple[int, int, int]], prefill_s: float
     ) -> None:
-        """Queue `requests`, first come first served. Their prefills take `prefill_s` seconds in
-        all, in equal shares, and delay the engine when the requests are admitted.
+        """Queue `requests`, which are admitted in this order. Their prefills take `prefill_s`
+        seconds in all, in equal shares, and delay the engine when the requests are admitted.
 
-        Raises `ValueError` for a request that the cache cannot hold even alone.
+        Raises `ValueError` for a request that the KV cache cannot hold even alone.
         """
         if not requests:
             return
@@ -136,8 +136,8 @@ class TokenClockEngine:
         self._schedule()
 
     def abort(self, now: float, keys: Iterable[int]) -> list[int]:
-        """Take requests out of the engine. Returns the tokens that each request had reached,
-        without a token of the step in flight."""
+        """Take requests out of the engine at the time `now`. Returns how many tokens each request
+        had reached, without the token of the step that is going on."""
         self._advance(now)
         reached = self._remove(now, keys)
         if self._waiting:
@@ -146,8 +146,8 @@ class TokenClockEngine:
         return reached
 
     def drain(self, now: float) -> list[Request]:
-        """Take every request out of the engine and return it as it is now, ready for `submit` to
-        another engine: running requests in order of admission, then waiting requests."""
+        """Take every request out of the engine and return them with the tokens that they have,
+        ready for another engine: running requests in order of admission, then waiting requests."""
         keys = [*self._running, *(request[0] for request in self._waiting)]
         lengths = [entry[2] for entry in self._running.values()]
         lengths += [request[1] for request in self._waiting]
@@ -157,9 +157,9 @@ class TokenClockEngine:
     # -- what comes out ------------------------------------------------------------------
 
     def pop(self) -> tuple[int, int, int]:
-        """Take out the response that finishes at `next_finish`: its key, its length in tokens and
-        how often it was preempted here. Of several that finish with the same step, the one with the
-        largest key comes first."""
+        """Take out the response that finishes at `next_finish`. Returns its key, its length in
+        tokens, and how often it was preempted here. If several finish in the same step, the one
+        with the largest key comes first."""
         if not self._direct:
             self._walk_to_finish()
         entries, running, limits = self._entries, self._running, self._limits
@@ -193,13 +193,13 @@ class TokenClockEngine:
         return key, length, self._preemptions.get(key, 0) if self._preemptions else 0
 
     def preemptions(self, key: int) -> int:
-        """How often the request with this key was preempted in this engine. The counts are deleted
+        """How often the request with this key was preempted in this engine. The counts are reset
         when requests come to an empty engine."""
         return self._preemptions.get(key, 0)
 
     @property
     def num_preemptions(self) -> int:
-        """Number of preemptions since the engine was made."""
+        """Number of preemptions of any request since the engine was made."""
         return self._totals.num_preemptions
 
     @property
@@ -208,24 +208,24 @@ class TokenClockEngine:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests that are not admitted yet, or were preempted."""
+        """Number of requests that wait, since they were not admitted yet or were preempted."""
         return len(self._waiting)
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens in the KV cache, prompts included, as of the last call."""
+        """Number of tokens in the KV cache as of the last call, prompts included."""
         running = len(self._running)
         return running * (self._limits.prompt_tokens + self._clock) - self._births
 
     @property
     def tokens_generated(self) -> int:
-        """Tokens generated up to the last call, including those of aborted requests."""
+        """Number of tokens generated up to the last call, including those of aborted requests."""
         return self._totals.tokens + len(self._running) * self._clock - self._births
 
     @property
     def last_activity(self) -> float:
-        """Time in seconds at which the last step or prefill ends that the last call computed. The
-        later steps of running sequences are computed by the next call."""
+        """Time in seconds up to which the engine is computed: the end of the last step or prefill
+        that a call has looked at. Later steps of running sequences are computed by later calls."""
         return self._start
 
     @property
@@ -236,8 +236,8 @@ class TokenClockEngine:
     # -- admission -----------------------------------------------------------------------
 
     def _measure(self, lengths: Sequence[int], most_done: int) -> None:
-        """Count the full lengths of new requests in `_peak` and set `_simple`. `most_done`: most
-        tokens that a new request has already. Raises `ValueError` if the cache cannot hold one."""
+        """Add new requests' full lengths to `_peak` and set `_simple`; each has at most `most_done`
+        tokens already. Raises `ValueError` if the KV cache cannot hold one of them alone."""
         self._limits.check(max(lengths))
         self._peak += sum(lengths) + len(lengths) * self._limits.prompt_tokens
         self._simple = self._peak <= self._limits.simple
@@ -245,17 +245,18 @@ class TokenClockEngine:
             self._simple = self._limits.stay_simple(lengths, most_done)
 
     def _leave(self, length: int) -> None:
-        """Subtract a request of `length` tokens that has left from `_peak`; update `_simple`."""
+        """Subtract a request of `length` tokens that left the engine from `_peak`."""
         self._peak -= self._limits.prompt_tokens + length
         self._simple = self._simple or self._peak <= self._limits.simple
 
     def _has_room_for(self, num: int) -> bool:
-        """Whether `num` requests that `_measure` counted can join, with no preemption ever."""
+        """Whether `num` new requests, whose full lengths `_peak` has already, can all run at once
+        and none will be preempted later."""
         fits = self._simple or self._peak <= self._limits.admission
         return fits and len(self._running) + num <= self._limits.max_running
 
     def _admit(self, now: float) -> None:
-        """Let waiting requests join, in order, as long as there is room."""
+        """Let waiting requests run, first come first served, while the cache has room."""
         waiting = self._waiting
         admitted: list[tuple[int, int, int]] = []
         num = len(self._running)
@@ -276,7 +277,7 @@ class TokenClockEngine:
     def _join(
         self, now: float, keys: Sequence[int], lengths: Sequence[int], done: Sequence[int]
     ) -> None:
-        """Let requests run from the step boundary on at which the clock stands."""
+        """Let these requests run, beginning with the step that the clock shows."""
         clock = self._clock
         columns = zip(keys, lengths, done, strict=True)
         new = [(tokens - length - clock, key, length) for key, length, tokens in columns]
@@ -298,8 +299,8 @@ class TokenClockEngine:
             self._joined.update(dict.fromkeys(keys, clock))
 
     def _remove(self, now: float, keys: Iterable[int]) -> list[int]:
-        """Take out the requests with these keys, running or waiting, and return the tokens that
-        each request had reached."""
+        """Take out the requests with these keys, running or waiting. Returns how many tokens each
+        had reached."""
         running = self._running
         in_flight = now < self._reached
         clock = self._clock
@@ -329,7 +330,6 @@ class TokenClockEngine:
         raise AssertionError(f"request {key} is not in the engine")
 
     def _preempt(self) -> None:
-        """Send the youngest running sequence back to the front of the queue."""
         key, (negative_finish, _, length) = self._running.popitem()
         self._births += negative_finish + length
         done = self._clock + negative_finish + length
@@ -385,7 +385,7 @@ class TokenClockEngine:
                 self._preempt()
 
     def _advance(self, now: float) -> None:
-        """Move the clock to the first end of a step at or after `now`."""
+        """Move the clock to the end of the first step that ends at or after the time `now`."""
         if now <= self._start:
             return
         if not self._running:
@@ -418,19 +418,18 @@ class TokenClockEngine:
                 self._preempt()
 
     def _steps_to_finish(self) -> int:
-        """Steps until the next running sequence finishes. Removes entries of sequences that have
-        left from the end of `_entries`."""
+        """Number of decode steps until the next running sequence finishes. Entries of sequences
+        that have left are removed from the end of `_entries`."""
         entries = self._entries
         while self._running.get(entries[-1][1]) is not entries[-1]:
             entries.pop()
         return -entries[-1][0] - self._clock
 
     def _room(self) -> int:
-        """Number of steps that the running sequences can take until the cache overflows."""
+        """Number of decode steps that the running sequences can take before the cache overflows."""
         return (self._limits.capacity - self.cached_tokens) // len(self._running)
 
     def _step(self, steps: int) -> None:
-        """Move the clock on by `steps` steps of the sequences that run now."""
         self._start += self._times.seconds(steps, len(self._running), self.cached_tokens)
         self._reached = self._start
         self._clock += steps

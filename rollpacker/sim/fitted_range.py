@@ -1,8 +1,6 @@
-"""Sentences on how far a simulation lies outside of what its constants were fitted to.
-
-The sentences are printed below a table. A scenario is compared with the set-ups of the calibration,
-a recorded run's simulation with the run.
-"""
+"""Sentences, printed below a table, on how far a simulation lies outside of what its constants were
+fitted to. A scenario is compared with the set-ups of the calibration; a recorded run's simulation
+is compared with the run."""
 
 from __future__ import annotations
 
@@ -21,20 +19,23 @@ from rollpacker.sim.whatif import RunModel
 FITTED = "Qwen2.5 of 7B, 14B and 32B, 16 to 128 H800s, caps of 8k to 32k"
 FITTED_PARAMS = (7.6e9, 14.8e9, 32.8e9)
 PARAMS_SLACK = 0.1
-"""Share by which a model's number of parameters may differ from that of a fitted model."""
+"""Share by which the parameters of a model may differ from those of a fitted model."""
 FITTED_NUM_GPUS = (16, 128)
 FITTED_CAPS = (8 * 1024, 32 * 1024)
 OUR_PRESET = "rollpacker"
 OUTSIDE_STEPS = 20
-"""Number of steps of a plan's best setting that are simulated for the sentences of this module."""
+"""Number of steps of a plan's best setting that are simulated to see what of it the run
+did not measure."""
 LEAST = 0.005
-"""Share of a step's time above which longer training is mentioned."""
+"""Tokens beyond the largest measured step are mentioned if training on them takes at least this
+share of a step's time."""
 
 
 def outside_of_scenario(scenario: Scenario, *, step_s: float, whose: str, given: str = "") -> str:
-    """Sentences for below the table of a scenario, on what lies outside of the fit and how much of
-    a step comes from power laws. The step of `whose` takes `step_s` seconds. `given`: a sentence on
-    constants of the scenario's file for another model (`sim.given_constants`), or empty."""
+    """Returns sentences to print below a scenario's table: what lies outside of the fitted range,
+    and how many of a step's `step_s` seconds come from power laws. `whose` names that step or its
+    system in the text. `given` is a sentence on the file's constants (`GivenConstants.describe`),
+    or empty."""
     places = [*_places(scenario)]
     if places:
         where = f"Outside of what the constants were fitted to ({FITTED}): {', '.join(places)}."
@@ -60,7 +61,7 @@ def outside_of_scenario(scenario: Scenario, *, step_s: float, whose: str, given:
 
 
 def _places(scenario: Scenario) -> Iterator[str]:
-    """A few words on each part of the scenario that lies outside of what was fitted."""
+    """Yields a few words on each part of the scenario that is outside of what was fitted."""
     shape, cluster = scenario.shape, scenario.cluster
     cap = scenario.rollout.max_response_tokens
     if not any(abs(shape.params / params - 1) <= PARAMS_SLACK for params in FITTED_PARAMS):
@@ -90,7 +91,7 @@ def _is_fitted(gpu: GpuSpec) -> bool:
 
 
 def assumed(scenarios: Mapping[str, Scenario], results: Mapping[str, SystemResult]) -> str:
-    """Sentences for below the table of these systems, on assumptions that were never fitted."""
+    """Returns sentences, for below the systems' table, on assumptions that were never fitted."""
     told = []
     carrying = [
         name
@@ -126,8 +127,8 @@ def assumed(scenarios: Mapping[str, Scenario], results: Mapping[str, SystemResul
 
 
 def outside_of_run(model: RunModel, config: RunConfig, predicted: SystemResult) -> str:
-    """Sentences for below the table of a recorded run's simulation, on what the run did not
-    measure. `config` was simulated, with the result `predicted`."""
+    """Returns sentences to print below the table of a recorded run's simulation, on what the run
+    did not measure. `config` was simulated, with the result `predicted`."""
     told = "; ".join(_beyond_the_run(model, config, predicted))
     if told:
         text = f"Outside of what the run measured: {told}."
@@ -142,7 +143,7 @@ def outside_of_run(model: RunModel, config: RunConfig, predicted: SystemResult) 
 
 
 def _beyond_the_run(model: RunModel, config: RunConfig, predicted: SystemResult) -> Iterator[str]:
-    """A few words on each part of the simulation that the run did not measure."""
+    """Yields a few words on each part of the simulation that the recorded run did not measure."""
     own = model.config
     engines, before = config.rollout.engines, own.rollout.engines
     if engines != before:
@@ -181,7 +182,8 @@ def _beyond_the_run(model: RunModel, config: RunConfig, predicted: SystemResult)
 
 
 def _launched(config: RunConfig) -> tuple[int, int]:
-    """The number of prompts that a round launches, and of samples of each prompt."""
+    """Number of prompts that a round of generation launches, and number of samples of each
+    prompt."""
     prompts, samples = config.rollout.prompts_per_step, config.rollout.samples_per_prompt
     factors = config.tail_batching.factors
     if not config.tail_batching.enabled:
@@ -190,7 +192,7 @@ def _launched(config: RunConfig) -> tuple[int, int]:
 
 
 def _most_at_once(config: RunConfig) -> int:
-    """Most samples that an engine decodes at once, if all engines have equal shares."""
+    """Most samples that one engine decodes at once, if all engines have equal shares of a round."""
     prompts, samples = _launched(config)
     launched = -(-prompts * samples // config.rollout.engines)
     return min(launched, config.rollout.engine.max_slots or launched)

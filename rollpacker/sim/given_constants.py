@@ -1,4 +1,4 @@
-"""Constants that a scenario's file gives, where an override changes the file's model or GPU.
+"""What becomes of measured constants in a scenario's file if an override changes its model or GPU.
 
 A file's `train.fixed_s` and `sync_s` were measured or fitted for the file's model. For another
 model they would be wrong by several times, so they are left out and power laws are used instead.
@@ -14,7 +14,7 @@ from typing import Any
 from rollpacker.config.document import parse_document, parse_value, read_text
 
 CONSTANTS = ("train.fixed_s", "sync_s")
-"""Keys of a scenario that hold for one model on one kind of GPU."""
+"""Keys of a scenario whose values hold only for one model on one kind of GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,16 +28,17 @@ class GivenConstants:
     """Names of two language models: the one whose constants the scenario's file gives, and the one
     that overrides put in its place. None: it is the same model."""
     gpu: tuple[str, str] | None
-    """Names of the file's GPU and of the overrides' GPU. None: they are the same."""
+    """Names of the file's GPU and of the one that overrides set. None: it is the same GPU."""
 
     @property
     def resets(self) -> list[str]:
-        """Overrides that remove the file's constants if the model is another; else none."""
+        """Overrides that set the file's constants to null; empty if the model is the file's own."""
         return [] if self.model is None else [f"{key}=null" for key in self.values]
 
     def describe(self) -> str:
-        """A sentence, printed below a table, on whether these constants are used for the other
-        model or GPU. Empty if model and GPU are the file's own, or if there are no constants."""
+        """Returns a sentence, for below a table, on whether the file's constants are used for the
+        other model or GPU. Empty: model and GPU are the file's own, or the file gives no
+        constants."""
         if not self.values:
             return ""
         named = " and ".join(f"{key}={value:g}" for key, value in self.values.items())
@@ -60,8 +61,8 @@ class GivenConstants:
 
 
 def given_constants(path: str | Path, overrides: Sequence[str]) -> GivenConstants:
-    """Find the constants that a scenario's file gives, and compare its model and GPU with those of
-    the overrides. Raises `ConfigError` if the file cannot be read."""
+    """Returns the constants that a scenario's file gives, and whether the overrides change its
+    model or GPU. Raises `ConfigError` if the file cannot be read."""
     tree, _ = parse_document(read_text(path), str(path))
     changed = dict(text.split("=", 1) for text in overrides if "=" in text)
     values = {}
@@ -81,7 +82,7 @@ def given_constants(path: str | Path, overrides: Sequence[str]) -> GivenConstant
 def _difference(
     tree: Mapping[str, Any], key: str, changed: Mapping[str, str]
 ) -> tuple[str, str] | None:
-    """The file's value of a key and the overrides' value, in words; None if they are the same."""
+    """The file's and the overrides' value of a key, as texts; None if they are the same."""
     before = _at(tree, key)
     for name, text in reversed(list(changed.items())):
         inside = name.startswith(f"{key}.")

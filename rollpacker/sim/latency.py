@@ -1,8 +1,6 @@
-"""How long things take: from datasheets and a few fitted constants, or from a measured run.
-
-Both kinds of model answer the same questions (`LatencyModel`), so the simulator does not know which
-one it has. Rewards are not here: their pools belong to the scenario.
-"""
+"""Models of how long generation and training take on a machine: from datasheets and a few fitted
+constants, or from a measured run. Both kinds have the methods of `LatencyModel`, so the simulator
+does not know which it has. Seconds and workers of rewards are not here but in the scenario."""
 
 from __future__ import annotations
 
@@ -18,26 +16,26 @@ from rollpacker.sim.hardware import GpuSpec, ModelShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
-    """Seconds of one decode step of one engine, in which each of its n running sequences gains one
-    token: max(launch_s, bytes_s + per_cached_token_s * K) + per_sequence_s * n, with K tokens in
+    """Cost of one engine's decode step, in which each of n running sequences gains one token:
+    max(launch_s, bytes_s + per_cached_token_s * K) + per_sequence_s * n seconds, with K tokens in
     the KV cache before the step."""
 
     launch_s: float
-    """Least seconds of a step: the host's time to start the kernels of all layers."""
+    """Least seconds of a decode step: the host's time to start the kernels of all layers."""
     bytes_s: float
-    """Seconds of a step to read the weights, and of other work that no batch makes longer."""
+    """Seconds of a decode step to read the weights, and of other work that no batch lengthens."""
     per_cached_token_s: float
-    """Seconds to read the keys and values of one token."""
+    """Seconds of a decode step to read the keys and values of one cached token."""
     per_sequence_s: float
-    """Seconds of sampling and bookkeeping of one sequence."""
+    """Seconds of a decode step for sampling and bookkeeping of one sequence."""
     speculation: Speculation | None = None
-    """Speed-up of steps while few sequences run, whatever the kind of round. None: no speed-up."""
+    """Speed-up of decode steps while few sequences run, in rounds of every kind. None: none."""
     drafts: Drafts | None = None
-    """Guessed tokens that steps verify, instead of `speculation`. None: no tokens are guessed."""
+    """Guessed tokens that decode steps verify, instead of `speculation`. None: no guesses."""
     knots: tuple[tuple[float, float], ...] = ()
-    """Measured points (n, seconds of a step of n sequences with nothing cached), with straight
-    lines between and beyond. If not empty, they replace every field above but `per_cached_token_s`.
-    For a machine whose time is no straight line in n, such as one that guesses tokens."""
+    """Measured points (n, seconds of a step of n sequences with an empty cache), with straight
+    lines between and beyond, for machines whose time is no straight line in n. Unless empty, they
+    replace every field above but `per_cached_token_s`."""
 
     def __post_init__(self) -> None:
         for name in ("launch_s", "bytes_s", "per_cached_token_s", "per_sequence_s"):
@@ -48,12 +46,13 @@ class StepCost:
             raise ValueError("a decode step must take time: launch_s, bytes_s or per_sequence_s")
 
     def step_s(self, num_running: int, cached_tokens: int) -> float:
-        """Seconds of one step with `num_running` sequences and `cached_tokens` in the cache."""
+        """Seconds of a decode step of `num_running` sequences, with these tokens in the KV
+        cache."""
         read_s = self.reading_step_s(num_running, cached_tokens)
         return max(self.empty_step_s(num_running), read_s) / self.speedup(num_running)
 
     def empty_step_s(self, num_running: int) -> float:
-        """Seconds of one step with nothing in the cache, without speculation."""
+        """Seconds of a decode step with an empty KV cache, without speculation."""
         if not self.knots:
             return max(self.launch_s, self.bytes_s) + self.per_sequence_s * num_running
         place = bisect_left(self.knots, (num_running, -math.inf), 1, len(self.knots) - 1)
@@ -61,14 +60,14 @@ class StepCost:
         return low_s + (high_s - low_s) * max(0.0, num_running - low) / (high - low)
 
     def reading_step_s(self, num_running: int, cached_tokens: int) -> float:
-        """Seconds of one step that is bound by reading the cache, without speculation."""
+        """Seconds of a decode step that is bound by reading the KV cache, without speculation."""
         read_s = self.per_cached_token_s * cached_tokens
         if self.knots:
             return self.empty_step_s(num_running) + read_s
         return self.bytes_s + read_s + self.per_sequence_s * num_running
 
     def speedup(self, num_running: int) -> float:
-        """Factor, at least 1, by which speculation speeds up steps of `num_running` sequences."""
+        """Factor, at least 1, by which guessed tokens speed up steps of `num_running` sequences."""
         if self.drafts is not None:
             return self.drafts.speedup(num_running)
         if self.speculation is not None and num_running <= self.speculation.max_live:
@@ -77,7 +76,7 @@ class StepCost:
 
 
 class LatencyModel(Protocol):
-    """Times and limits of a machine, as the simulator needs them. All times are in seconds."""
+    """What the simulator asks of a machine: times in seconds, and limits."""
 
     @property
     def train_fixed_s(self) -> float:
@@ -93,24 +92,24 @@ class LatencyModel(Protocol):
 
     @property
     def stop_s(self) -> float:
-        """Seconds from the order to stop samples until an engine has released them."""
+        """Seconds from the order to abort samples until an engine has released them."""
 
     def step_cost(self, tensor_parallel: int) -> StepCost:
         """Cost of the decode steps of one engine on `tensor_parallel` GPUs."""
 
     def kv_tokens(self, tensor_parallel: int) -> int | None:
-        """Tokens that the KV cache of one engine holds; None if that never limits anything. Raises
-        `ValueError` if the engine has no room for its weights."""
+        """Number of tokens that the KV cache of one engine holds; None: the cache is never a limit.
+        Raises `ValueError` if the engine has no room for its weights."""
 
     def prefill_s(self, num_samples: int, tensor_parallel: int) -> float:
-        """Seconds of one engine's prefill of the prompts of `num_samples` samples."""
+        """Seconds that one engine takes to prefill the prompts of `num_samples` samples."""
 
     def recompute_token_s(self, tensor_parallel: int) -> float:
-        """Seconds of prefill per token of a sequence that comes back after it was preempted or
-        moved."""
+        """Seconds of prefill per token for a sequence that was preempted or moved and comes
+        back."""
 
     def train_s(self, tokens: float, gpus: int) -> float:
-        """Seconds of a training step on `gpus` GPUs that grow with its tokens."""
+        """Seconds of a training step on `gpus` GPUs, as far as they depend on its `tokens`."""
 
 
 def _fitted(default: float, unit: str, fitted_to: str) -> Any:
@@ -123,15 +122,16 @@ _STEPS = f"{_PAPER}, Fig. 4, 9, 10, 11 and 13 and Table 2, all at once"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Every constant of the machine that no datasheet gives, most of them fitted. `constants()`
-    lists them with unit and source."""
+    """Constants of a machine that no datasheet gives, most of them fitted. `constants()` lists each
+    with its unit and source."""
 
     launch_layer_s: float = _fitted(0.273e-3, "s per layer", _STEPS)
-    """Host seconds to launch the kernels of a layer; a decode step takes no less for each layer."""
+    """Host seconds to launch one layer's kernels, which are the least that the layer takes in a
+    step."""
     per_sequence_s: float = _fitted(0.214e-3, "s per sequence", _STEPS)
     """Seconds of sampling and bookkeeping per running sequence of a decode step."""
     bandwidth_share: float = _fitted(0.8, "share of the datasheet's", "assumed, not fitted")
-    """Share of the memory bandwidth that decoding reaches."""
+    """Share of the datasheet's memory bandwidth that decoding reaches."""
     tensor_parallel_layer_s: float = _fitted(0.02e-3, "s per layer", "assumed, not fitted")
     """Seconds of the all-reduces of one layer of a decode step, on two GPUs or more."""
     prefill_utilization: float = _fitted(
@@ -140,21 +140,21 @@ class Calibration:
     train_utilization: float = _fitted(
         0.43, "share of the datasheet's FLOP/s", f"{_STEPS}, and Fig. 4b, training time"
     )
-    """Model FLOP utilisation of training and of the log-prob passes before it."""
+    """Share of the datasheet's FLOP/s that training and the log-prob passes before it reach."""
     train_fixed_scale_s: float = _fitted(
         1.1179, "s at 1e9 parameters", "17.9, 45 and 132 s at 7B, 14B and 32B"
     )
-    """Scale a of the fixed time of a training step, a * (params / 1e9)**b: 1 % too high at 7B,
-    1 % too low at 14B, 0 % too high at 32B."""
+    """Scale a of the power law a * (params / 1e9)**b of a training step's fixed seconds: 1 % too
+    high at 7B, 1 % too low at 14B, 0 % too high at 32B."""
     train_fixed_exponent: float = _fitted(
         1.3687, "power of the parameters", "17.9, 45 and 132 s at 7B, 14B and 32B"
     )
-    """Exponent b of the fixed time of a training step."""
+    """Exponent b of the power law of a training step's fixed seconds."""
     sync_scale_s: float = _fitted(
         0.55558, "s at 1e9 parameters", f"5, 15 and 27 s at 7B, 14B and 32B ({_PAPER}, Fig. 10c)"
     )
-    """Scale a of the seconds of the weight sync, a * (params / 1e9)**b: 13 % too high at 7B, 20 %
-    too low at 14B, 11 % too high at 32B."""
+    """Scale a of the power law a * (params / 1e9)**b of the weight sync's seconds: 13 % too high at
+    7B, 20 % too low at 14B, 11 % too high at 32B."""
     sync_exponent: float = _fitted(
         1.14179, "power of the parameters", f"5, 15 and 27 s at 7B, 14B and 32B ({_PAPER})"
     )
@@ -162,8 +162,8 @@ class Calibration:
     synchronous_judge_share: float = _fitted(
         0.62, "share of its rate", f"{_PAPER}, Fig. 4b, rewards of verl, and Fig. 9"
     )
-    """Share of its rate that a judge reaches when a step's calls come as one batch after the
-    rollout."""
+    """Share of its rate that a judge model reaches when all calls of a step come as one batch after
+    the rollout."""
 
     def __post_init__(self) -> None:
         for constant in fields(self):
@@ -190,11 +190,11 @@ class Calibration:
 
 
 TRAIN_FLOPS_PER_PARAM = 10.0
-"""FLOP of training per token and parameter: 6 for forward and backward, 2 each for the log-probs of
+"""Training FLOP per token and parameter: 6 for forward and backward, 2 each for the log-probs of
 the policy and of the reference model."""
 SHARED_PREFILL_SHARE = 0.6
-"""Share of the prompt tokens that are found in the cache because a sample of the same prompt was
-there."""
+"""Share of prompt tokens that are found in the KV cache, since another sample of the same prompt
+was there."""
 KV_MEMORY_SHARE = 0.9
 """Share of a GPU's memory that weights and KV cache may fill together; 0.9 is vLLM's default."""
 
@@ -206,14 +206,14 @@ class DatasheetModel:
     model: ModelShape
     gpu: GpuSpec
     train_gpu: GpuSpec | None = None
-    """GPU of the trainer. None: the trainer has the same kind."""
+    """Datasheet of the trainer's GPUs. None: the trainer has the same kind, `gpu`."""
     calibration: Calibration = Calibration()
     prompt_tokens: int = 200
-    """Mean length of a prompt."""
+    """Mean length of a prompt, in tokens."""
     train_fixed_given_s: float | None = None
     """Seconds of a training step that do not depend on its tokens. None: by a power law."""
     sync_given_s: float | None = None
-    """Seconds of the weight sync. None: by a power law of the parameters."""
+    """Seconds to bring new weights into the engines. None: computed by a power law."""
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1:
@@ -283,25 +283,25 @@ class DatasheetModel:
         return tokens * TRAIN_FLOPS_PER_PARAM * self.model.params / flops_per_s
 
     def _kv_token_bytes(self, tensor_parallel: int) -> float:
-        """Bytes of a token's keys and values on each GPU. With more GPUs than key-value heads, each
-        GPU keeps a whole head."""
+        """Bytes of one token's keys and values on each GPU. With more GPUs than key-value heads,
+        each GPU keeps a whole head."""
         return self.model.kv_token_bytes / min(tensor_parallel, self.model.kv_heads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredModel:
-    """Times of a machine whose run was measured: plain constants, for the degree of tensor
-    parallelism and the number of devices of that run."""
+    """Times of a machine, measured in a run: plain constants, which hold for that run's degree of
+    tensor parallelism and number of devices."""
 
     step: StepCost
     prefill_sample_s: float = 0.0
-    """Seconds of the prefill of each sample of a launch."""
+    """Seconds of prefill for each sample that is launched."""
     prefill_token_s: float = 0.0
-    """Seconds per token to compute the cache of a sequence again."""
+    """Seconds per token to compute the KV cache of a sequence again."""
     train_fixed_s: float = 0.0
     """Seconds of a training step that do not depend on its tokens."""
     train_token_s: float = 0.0
-    """Seconds per trained response token on one device."""
+    """Seconds of training per response token, on one device."""
     sync_s: float = 0.0
     commit_s: float = 0.0
     stop_s: float = 0.0
@@ -313,11 +313,11 @@ class MeasuredModel:
                 raise ValueError(f"{constant.name} must be 0 or more, not {value}")
 
     def step_cost(self, tensor_parallel: int) -> StepCost:
-        """The measured cost of decode steps, whatever the degree of tensor parallelism."""
+        """The measured cost of decode steps, whatever `tensor_parallel` is."""
         return self.step
 
     def kv_tokens(self, tensor_parallel: int) -> int | None:
-        """None: the cache of a measured machine is never a limit."""
+        """Returns None: the KV cache of a measured machine is never a limit."""
         return None
 
     def prefill_s(self, num_samples: int, tensor_parallel: int) -> float:

@@ -1,4 +1,4 @@
-"""Where the lengths of responses come from: a law over normal scores, or recorded lengths."""
+"""Sources of response lengths: laws (distributions) over normal scores, or recorded lengths."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 CHUNK = 16
-"""Number of responses to a prompt that are drawn at once."""
+"""Number of responses to one prompt that are drawn at once."""
 
 _STEPS_PER_UNIT = 2048
 _MAX_SCORE = 8.0
 _SCORES = np.arange(-_MAX_SCORE, _MAX_SCORE + 1e-9, 1 / _STEPS_PER_UNIT)
-"""Grid of normal scores, on which length laws are tabulated."""
+"""Grid of standard normal scores at which laws of response lengths are tabulated."""
 
 
 class Lengths(Protocol):
-    """Draws the lengths of the responses to a part of the prompts (those of one reward stage)."""
+    """Draws lengths of responses to the prompts of one reward stage (one way to check answers)."""
 
     cap: int
     hard_prompts: float
@@ -43,21 +43,22 @@ class Lengths(Protocol):
     def draw(
         self, ranks: IntArray, attempt: int, chunk: int, u: FloatArray, e: FloatArray
     ) -> IntArray:
-        """Lengths of `CHUNK` responses to each of N prompts, from index chunk * CHUNK on, of shape
-        (N, CHUNK). `ranks` (N,) are the prompts' places among the part's prompts, `u` (N,) the
-        prompts' normal scores, `e` (N, CHUNK) the normal scores of the responses."""
+        """Returns the tokens of `CHUNK` responses, from index chunk * CHUNK on, to each of N
+        prompts: an array (N, CHUNK). `ranks` (N,) are the prompts' places among the stage's
+        prompts, `u` (N,) the prompts' normal scores, `e` (N, CHUNK) those of the responses."""
 
     def beyond(self, rank: int, u: float, tokens: int) -> tuple[float, Callable[[float], int]]:
         """The chance that a response to the prompt of place `rank` and normal score `u` is longer
-        than `tokens`, and a function from a uniform number in [0, 1) to the length of such a longer
-        response. Hard prompts are left out."""
+        than `tokens`, and a function from a uniform number in [0, 1) to such a longer response's
+        length. Hard prompts, whose responses often run to the cap, are left out."""
 
     def law(self) -> tuple[IntArray, FloatArray]:
-        """All possible lengths in tokens and their probabilities, without hard prompts."""
+        """All possible lengths in tokens, and their probabilities, without hard prompts, whose
+        responses often run to the cap."""
 
 
 class _TableLengths:
-    """Lengths drawn from a table over normal scores."""
+    """Draws lengths from a table that has a length for every normal score of a grid."""
 
     def __init__(self, table: IntArray, law: LengthLaw, cap: int) -> None:
         self.cap = cap
@@ -99,8 +100,8 @@ class _TableLengths:
 
 
 class PoolLengths:
-    """Lengths from each prompt's recorded ones: the first launch of a prompt gets its recorded
-    lengths in order, everything else is drawn from the same lengths."""
+    """Draws lengths from those recorded of each prompt: a prompt's first launch gets its recorded
+    lengths in order, every other response one of them at random."""
 
     hard_prompts = 0.0
     hard_prompt_cap_probability = 0.0
@@ -150,12 +151,12 @@ def lengths_of(law: LengthLaw, cap: int) -> Lengths:
 
 
 def _place(score: float) -> int:
-    """Index of a normal score on the grid of `_SCORES`."""
+    """Index on the grid `_SCORES` of the score nearest to this one."""
     return round((score + _MAX_SCORE) * _STEPS_PER_UNIT)
 
 
 def _quantile_table(quantiles: Mapping[float, int]) -> IntArray:
-    """Tokens at each of `_SCORES`: log-linear between quantiles, down to one token at 0."""
+    """Response tokens at each score of `_SCORES`: log-linear between quantiles, one token at 0."""
     at = sorted(quantiles)
     known = np.append(0.0, logs(np.array([float(quantiles[q]) for q in at])))
     tokens = exps(interpolated(_phi(_SCORES), np.array([0.0, *at]), known))
@@ -164,7 +165,7 @@ def _quantile_table(quantiles: Mapping[float, int]) -> IntArray:
 
 
 def _empirical_table(lengths: Sequence[int]) -> IntArray:
-    """Tokens at each of `_SCORES`: the recorded length of that rank."""
+    """Response tokens at each score of `_SCORES`: the recorded length of the same rank."""
     ordered = np.sort(np.asarray(lengths, dtype=np.int64))
     ranks = np.ceil(_phi(_SCORES) * ordered.size).astype(np.int64) - 1
     return ordered[np.clip(ranks, 0, ordered.size - 1)]
@@ -176,5 +177,5 @@ def _phi_table() -> FloatArray:
 
 
 def _phi(scores: FloatArray) -> FloatArray:
-    """The standard normal distribution function of each score, with an error up to 3e-8."""
+    """Standard normal distribution function of each score, with an error of at most 3e-8."""
     return interpolated(scores, _SCORES, _phi_table(), below=0.0, above=1.0)

@@ -13,16 +13,16 @@ from rollpacker.config.document import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """Contents of a trace file: either `lengths`, tokens of each response, or `pools`, the tokens
-    of the responses to each prompt."""
+    """Contents of a trace file: either `lengths`, the tokens of each response, or `pools`, for each
+    prompt the tokens of its responses."""
 
     lengths: tuple[int, ...] = ()
     pools: tuple[tuple[int, ...], ...] = ()
 
 
 def read_trace(path: str) -> Trace:
-    """Read a trace file. Raises `ConfigError` that names the first wrong line and says what can
-    still be used."""
+    """Read the trace file at `path`. Raises `ConfigError` that names the first wrong line and says
+    which lines can still be used."""
     try:
         content = Path(path).read_bytes()
     except (OSError, ValueError) as error:
@@ -76,7 +76,7 @@ def _lines(content: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _trace_line(line: bytes) -> int | tuple[str, tuple[int, ...]] | str:
-    """Returns the line's length, or its prompt's name and lengths, or a text on what is wrong."""
+    """Returns the response's length, or a prompt's name and lengths, or a text on what is wrong."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The machine that a run is simulated on."""
+"""The machine (devices, their speed, and delays) that a run is simulated on."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from rollpacker.sim.latency import LatencyModel
 from rollpacker.sim.recorded_checks import RecordedChecks
 
 MIGRATION_S = 3.0
-"""Seconds until released devices can train: the upper bound of the RollPacker paper, section
-4.4."""
+"""Seconds until devices that engines released can train: the upper bound of the RollPacker paper,
+section 4.4."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Devices, their speed, and everything else of a machine that takes time in a simulation."""
+    """The simulated devices, with their speed and all else that takes time in a simulation."""
 
     latency: LatencyModel
     gpus: int
-    """Number of devices that generate."""
+    """Number of devices that generate responses."""
     train_gpus: int | None = None
     """Number of devices that only train. None: the devices that generate train as well."""
     prompt_tokens: int
@@ -30,22 +30,22 @@ class Machine:
     speculation: Speculation | None = None
     drafts: Drafts | None = None
     migration_s: float = MIGRATION_S
-    """Seconds from a release until the trainer can use the devices."""
+    """Seconds from the release of engines until the trainer can use their devices."""
     resize_s: float = 0.0
     """Seconds until engines with a new tensor-parallel degree have started."""
     check_slowdown: Mapping[str, float] = field(default_factory=dict)
-    """Mapping from a source of prompts to the factor by which a check takes longer than the
-    workload's seconds; 1 for a missing source."""
+    """Mapping from a source of prompts to the factor by which its checks take longer than the
+    workload says; 1 if missing."""
     pipeline: Pipeline | None = None
-    """The trainer's stages; None: its work is shared out evenly over the devices."""
+    """The trainer's pipeline stages. None: its work is shared out evenly over the devices."""
     checks: RecordedChecks | None = None
-    """Recorded checks of a run, used instead of the workload's. None: checks are the workload's."""
+    """Checks recorded in a run, used instead of drawn ones. None: the workload draws checks."""
     keep_rows: bool = True
-    """Whether engines keep a sample in their cache while its environment answers."""
+    """Whether engines keep a sample in their KV cache while its environment answers."""
     carries_turns: bool = False
-    """Whether trajectories of prompts put off to a later round keep their tokens."""
+    """Whether trajectories of prompts put off to a later round keep the tokens generated so far."""
     mismatch: float = 0.0
-    """Chance per token and weight update that a kept token comes out differently."""
+    """Chance, per weight update, that a token kept from an earlier launch comes out differently."""
 
     @property
     def trainer_gpus(self) -> int:

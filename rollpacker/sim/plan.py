@@ -1,18 +1,17 @@
 """The search for settings that make a step fast without training on shorter responses than allowed.
 
-Searched are ideas that can be switched on one by one (`plan_ideas.py`), and the factors of the
-races. There is one search, over candidates x seeds:
+It tries ideas that can be switched on one by one (`plan_ideas.py`), and factors by which a round
+launches more prompts and samples than it needs, in stages that drop the slower candidates:
 
     each idea alone  ->  all ideas that may help together, with each factor of a grid  ->  the
         better candidates and their neighbours, in which a factor is moved  ->  neighbours that lack
         one idea, as long as they are no slower  ->  finalists on fresh seeds  ->  the best
         candidate's neighbours that lack one idea: what each idea is worth
 
-Two settings are always compared on the same seeds, so that they differ by their decisions alone and
-the uncertainty is that of the paired difference. What is compared is the *long-run* step time (on
-shared pools: `plan_shared.py`), the mean of each kind of round, weighted by how often that kind
-comes round. A dozen steps hold too many or too few long rounds by chance; the weights are known
-exactly.
+Candidates (settings) are compared on the same seeds, so that they differ by decisions alone and the
+uncertainty is that of the paired difference. What is compared is the *long-run* step time (or
+what a step costs, `plan_shared.py`): the mean of each kind of round, weighted by that kind's share
+of rounds. This share is known exactly, but a dozen steps hold too many or too few long rounds.
 """
 
 from __future__ import annotations
@@ -50,44 +49,48 @@ from rollpacker.sim.plan_workers import interrupt_held, work, workers
 from rollpacker.sim.result import SystemResult
 
 Progress = Callable[[str, int, int, float], None]
-"""Called with a stage's name, the number of its simulations that are done, the number of all its
-simulations, and about which share of all stages together is done."""
+"""Function that is called with the name of a stage of the search, the number of its simulations
+that are done, the number of all its simulations, and about which share of all stages is done."""
 
 
 MAX_LOSS = 0.01
-"""An idea that alone lengthens the step by less than this share may still help beside others."""
+"""Share by which an idea may lengthen the step alone and still be tried with other ideas."""
 SCREEN_SLACK = 0.02
-"""Amount by which a length shift may exceed its bound in the early stages, of few steps."""
+"""Amount by which a length shift (mean trained length over the policy's own, minus 1) may exceed
+its bound in the early stages of a search, which simulate few steps."""
 FINAL_MARGIN = 0.002
-"""Amount by which a finalist's length shift must be inside its bound before the fresh seeds."""
+"""Amount by which a setting's length shift must keep within its bound to become a finalist."""
 MOST_DONE = 0.99
 """Largest share of a plan's work that is reported as done before the plan has ended."""
 FINAL_SEED = 1000
-"""First seed of the finalists' simulations, beyond all seeds that the search has used."""
+"""First seed of the finalists' simulations, which the search before has not used."""
 MAX_STRETCH = 4
-"""Factor by which a simulation may be longer than asked for, to see every kind of round."""
+"""Largest factor by which a simulation is made longer, so that every kind of round occurs."""
 WARM_STEPS = 8
-"""Steps at the begin of a simulation that do not count where unfinished prompts wait in a pool,
-because the pool is empty at first."""
+"""Number of steps at the beginning of a simulation that do not count where unfinished prompts wait
+in a pool, because the pool is empty at first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """How much a search simulates."""
+    """How many settings, seeds and steps a search simulates."""
 
     fine: bool
-    """Whether more values of the factors of tail batching are tried."""
+    """Whether the search tries more values of the factors of tail batching (how many more prompts
+    and samples a round launches than it needs)."""
     screen_steps: int
-    """Steps of each simulation of an idea alone, and of a candidate of the grid."""
+    """Number of steps of each simulation of an idea alone, or of a setting from the grid of
+    factors."""
     kept: int
-    """Most candidates that pass a stage."""
+    """Most candidates (settings to compare) that pass one stage of the search."""
     second_steps: int
-    """Steps of each simulation of the better candidates and their neighbours."""
+    """Number of steps of each simulation of the better candidates, and of settings close to
+    them."""
     finalists: int
     seeds: int
-    """Number of seeds that each finalist is simulated with."""
+    """Number of seeds with which each finalist (setting that the search has left) is simulated."""
     steps: int
-    """Steps of each simulation of a finalist; more if long rounds are rare."""
+    """Number of steps that each simulation of a finalist has; more if long rounds are rare."""
 
 
 BUDGETS = {
@@ -104,7 +107,7 @@ BUDGETS = {
 
 
 def expected_steps(base: Base, budget: Budget) -> int:
-    """About how many steps a plan will simulate; the exact number depends on which ideas help."""
+    """About how many steps a plan will simulate. The exact number depends on which ideas help."""
     warm = WARM_STEPS if base.order_only else 0
     grid = factor_grid(base, fine=budget.fine)
     num_slots = len({idea.slot for idea in base.ideas})
@@ -132,7 +135,7 @@ def plan(
 ) -> Plan:
     """Search for the best settings and return the plan. `max_shift`: share by which trained
     responses may be shorter than the policy's own; None: as much as at the current settings. With
-    `tail_batching.debias` any shift is allowed, since weights of the samples undo it.
+    `tail_batching.debias` they may be shorter by any share, since samples' weights undo that.
 
     The result does not depend on `jobs`, the number of processes that simulate. Raises `ValueError`
     for a `max_shift` outside of [0, 1).
@@ -157,9 +160,9 @@ def compare(
     steps: int,
     jobs: int = 1,
 ) -> list[Finding]:
-    """Simulate these candidates on the same seeds (added to the base's own seed) and return a
-    finding for each candidate, with its saving against the first candidate. More than `steps` are
-    simulated where a kind of round would not come up otherwise."""
+    """Simulate these candidates on the same seeds (each added to the base's own seed) and return a
+    `Finding` (result) for each, compared with the first. More than `steps` steps are simulated
+    where some kind of round would not occur otherwise."""
     with workers(evaluate, jobs) as pool:
         simulations = _Simulations(base, evaluate, pool, lambda *of: None, 1)
         return simulations.compare(candidates, seeds, steps, "comparison")
@@ -210,7 +213,7 @@ class _Search:
         )
 
     def so_far(self) -> str:
-        """A clause on the fastest setting so far, for the message of an interrupted search."""
+        """Words on the fastest setting so far, for the message of an interrupted search."""
         best = self._fastest_so_far
         if best is None or best.saved_s <= 0:
             return "nothing faster was found so far"
@@ -219,7 +222,7 @@ class _Search:
         return f"fastest so far, by {share:.1%} in few steps, nothing confirmed: {changes}"
 
     def _try_alone(self) -> list[tuple[Idea, float]]:
-        """Every idea with the share of a step's time that it saves by itself, largest first."""
+        """Every idea with the share of a step's time that it saves alone, largest first."""
         ideas, steps = self._base.ideas, self._budget.screen_steps
         candidates = [Candidate(), *(Candidate(ideas=(idea,)) for idea in ideas)]
         now, *found = self._simulations.compare(candidates, range(1), steps, "ideas alone")
@@ -227,8 +230,8 @@ class _Search:
         return sorted(saved, key=lambda item: -item[1])
 
     def _search(self, together: Candidate) -> list[Candidate]:
-        """The fastest candidates that keep the bound on the length shift, each with the ideas of
-        the fastest candidate and factors of its own."""
+        """Returns the fastest candidates that keep the bound on the length shift, each with its own
+        factors and the other ideas of the fastest. `together` has all ideas that may help."""
         budget = self._budget
         grid = factor_grid(self._base, fine=budget.fine)
         tried = [together, *(together.with_idea(idea) for idea in grid)]
@@ -254,9 +257,9 @@ class _Search:
     def _fastest(
         self, tried: list[Candidate], steps: int, stage: str, slack: float
     ) -> list[Candidate]:
-        """The fastest candidates whose length shift keeps its bound within `slack`, fastest first,
-        at most as many as the budget keeps. A candidate's time is raised by the share `MIN_GAIN`
-        for each idea, so that an idea must gain at least that."""
+        """Returns the fastest candidates whose length shift keeps its bound within `slack`, fastest
+        first, at most `Budget.kept`. A candidate's time is raised by the share `MIN_GAIN` for each
+        of its ideas, so that an idea must gain at least that."""
         # Of several candidates with the same changes, the one with the fewest ideas is kept.
         by_ideas = sorted(tried, key=lambda candidate: -candidate.num_switches)
         distinct = {candidate.key: candidate for candidate in by_ideas}.values()
@@ -271,9 +274,10 @@ class _Search:
     def _finals(
         self, finalists: Sequence[Candidate], seeds: Sequence[int]
     ) -> tuple[Finding, Finding, list[Finding]]:
-        """Findings on fresh seeds: of the current settings, of the first finalist without tail
-        batching, and of the finalists, the fastest first. A batch of `Budget.finalists` is
-        simulated after the other until a finalist keeps the bound."""
+        """Returns findings (results of settings) on seeds that the search has not used: of the
+        current settings, of the first finalist without tail batching, and of the finalists, fastest
+        first. Finalists are simulated in groups of `Budget.finalists` until one keeps the bound on
+        the length shift."""
         num, steps = self._budget.finalists, self._budget.steps
         first = finalists[0] if finalists else Candidate()
         found = list[Finding]()
@@ -287,8 +291,8 @@ class _Search:
         return now, untailed, sorted(found, key=lambda f: f.cost_s)
 
     def _keeps_at_ends(self, found: Finding, bound: Bound, seeds: Sequence[int]) -> bool:
-        """Whether the candidate keeps the bound on the length shift, also with the lowest and the
-        highest rate of `Base.mismatch_band`."""
+        """Whether the candidate keeps the bound on the length shift, also if the chance that a kept
+        token comes out differently is at either end of `Base.mismatch_band`."""
         ends = [
             Idea(f"mismatch {rate:g}", "mismatch", {"carry.mismatch": rate})
             for rate in self._base.mismatch_band
@@ -302,8 +306,8 @@ class _Search:
         return all(bound.keeps(end.shift, end.shift_error) for end in at_ends)
 
     def _reasons(self, best: Finding, seeds: Sequence[int]) -> tuple[Reason, ...]:
-        """The worth of each idea of the best setting: what is lost when the setting lacks only this
-        idea."""
+        """The worth of each idea of the best setting: the seconds lost if only this idea is left
+        out."""
         ideas = best.candidate.ideas
         tried = [best.candidate, *(best.candidate.without(idea) for idea in ideas)]
         found = self._simulations.compare(tried, seeds, self._budget.steps, "reasons")[1:]
@@ -318,8 +322,9 @@ class _Search:
         )
 
     def _bound(self, now: Finding) -> Bound:
-        """The bound on the length shift. Without `max_shift` the shift of `now`, the current
-        settings on the same seeds, is allowed."""
+        """The bound on the length shift (mean trained length over the policy's own, minus 1).
+        Without `max_shift`, the shift of `now`, the current settings on the same seeds, is the
+        bound."""
         tail, most = self._base.tail_batching, self._max_shift
         if tail.debias != "none":
             return Bound(most=None, both_ways=self._base.order_only)
@@ -331,7 +336,7 @@ class _Search:
 
 
 class _Simulations:
-    """Simulates candidates, each once for a seed and a number of steps."""
+    """Simulates candidates; none is simulated twice for the same seed and number of steps."""
 
     def __init__(
         self,
@@ -343,7 +348,7 @@ class _Simulations:
     ) -> None:
         self.base = base
         self.num_steps = 0
-        """Number of steps that were simulated so far, in all simulations."""
+        """Number of steps simulated so far, in all simulations together."""
         self._evaluate = evaluate
         self._workers = workers
         self._progress = progress
@@ -353,8 +358,8 @@ class _Simulations:
     def compare(
         self, candidates: Sequence[Candidate], seeds: Sequence[int], steps: int, stage: str
     ) -> list[Finding]:
-        """Simulate all candidates on the same seeds and return a finding for each candidate, with
-        its saving against the first candidate."""
+        """Simulate all candidates on the same seeds and return a `Finding` (result) for each,
+        compared with the first."""
         base, prices = self.base, self.base.prices
         keys = [
             [(c.key, base.seed + seed, self._num_steps(c, steps)) for seed in seeds]
@@ -382,15 +387,15 @@ class _Simulations:
         return [finding(c, row, rows[0]) for c, row in zip(candidates, rows, strict=True)]
 
     def sees_all(self, candidate: Candidate, steps: int) -> bool:
-        """Whether every kind of round of this candidate comes up within `MAX_STRETCH * steps`."""
+        """Whether every kind of round of this candidate occurs in `MAX_STRETCH * steps` steps."""
         return self._least_steps(candidate) <= MAX_STRETCH * steps
 
     def _say(self, stage: str, done: int, total: int) -> None:
         self._progress(stage, done, total, min(self.num_steps / self._num_expected, MOST_DONE))
 
     def _num_steps(self, candidate: Candidate, steps: int) -> int:
-        """Steps to simulate: `steps`, or more if a round of some kind would not come up, and those
-        at the begin that do not count."""
+        """Number of steps to simulate: `steps`, or more so that every kind of round occurs, and the
+        steps at the beginning that do not count."""
         return max(steps, self._least_steps(candidate)) + self._num_warm(candidate)
 
     def _num_warm(self, candidate: Candidate) -> int:
@@ -423,8 +428,9 @@ class _Simulations:
 
 
 def _together(alone: Sequence[tuple[Idea, float]], base: Base) -> Candidate:
-    """A candidate of all ideas that may help, one for each slot (ideas with the same slot exclude
-    one another). `alone` has each idea with the share that it saves by itself, the best first."""
+    """A candidate of all ideas that may help, but only the best of each slot (group of ideas that
+    exclude one another). `alone` has each idea with the share of a step's time that it saves alone,
+    best first."""
     best: dict[str, Idea] = {}
     for idea, saved in alone:
         if saved > -MAX_LOSS:
@@ -433,7 +439,8 @@ def _together(alone: Sequence[tuple[Idea, float]], base: Base) -> Candidate:
 
 
 def _with_ideas_of_the_first(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Each candidate with its own factors and the ideas of the first one, without repetitions."""
+    """The candidates with the first one's ideas, except that each keeps its own factors of tail
+    batching. Candidates that are then equal come once."""
     found: dict[str, Candidate] = {}
     for candidate in candidates:
         own = [idea for idea in candidate.ideas if idea.slot == FACTORS]

@@ -1,8 +1,7 @@
 """Ideas that a plan can try on a scenario or a recorded run, each a few config keys set together.
-
-The search (`sim/plan.py`) knows a system only by `Base` and `Evaluate`, so that both are planned by
-the same code. Every idea is a setting of the core, keeps training on-policy, and fits a config.
-"""
+The search (`sim/plan.py`) knows a system only by `Base` and `Evaluate`, so that both kinds are
+planned by the same code. Every idea is a setting of the core, keeps training on-policy, and fits a
+config."""
 
 from __future__ import annotations
 
@@ -29,30 +28,30 @@ from rollpacker.sim.workload import Workload
 Config = TypeVar("Config")
 
 FULLER_SHARE = 0.95
-"""Largest share of a step's samples whose gradients are computed during a rollout, in the idea
+"""Largest share of a step's samples whose gradients are computed during generation, in the idea
 "fuller streaming": all samples but those that finish last."""
 EVERY_KIND = ["plain", "short", "cascade", "long", "flush"]
-"""Every kind of round of generation, as a config lists them."""
+"""Every kind of round (one batch of generation), as a config lists the kinds."""
 FACTORS = "factors"
-"""The slot of all ideas on how many prompts and samples a round launches beyond its need. Ideas of
-the same slot exclude one another."""
+"""The slot (group of ideas that exclude one another) of ideas on how many more prompts and samples
+a round launches than it needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Idea:
-    """A few keys of the config that are changed together."""
+    """A few config keys that a plan changes together."""
 
     name: str
-    """A few words that name the idea in tables."""
+    """Words that name the idea in tables."""
     slot: str
     """Name of what the idea sets. Ideas with the same slot exclude one another."""
     changes: Mapping[str, Any]
-    """Dotted keys of the config and their new values, as plain values."""
+    """Mapping from dotted config keys to their new values, as plain values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """The current settings with some ideas applied; without ideas the settings as they are."""
+    """The current settings, changed by some ideas; unchanged without ideas."""
 
     ideas: tuple[Idea, ...] = ()
 
@@ -65,7 +64,7 @@ class Candidate:
 
     @property
     def key(self) -> str:
-        """A text that is equal for candidates with equal changes."""
+        """A text that is equal for candidates with equal changes of the config."""
         return json.dumps(self.changes, sort_keys=True)
 
     @property
@@ -74,11 +73,12 @@ class Candidate:
 
     @property
     def num_switches(self) -> int:
-        """Number of ideas, without the idea in the slot `FACTORS`."""
+        """Number of the candidate's ideas, the one on factors of tail batching not counted."""
         return sum(idea.slot != FACTORS for idea in self.ideas)
 
     def with_idea(self, idea: Idea) -> Candidate:
-        """The candidate with this idea instead of any other idea of the same slot."""
+        """The candidate with this idea, in place of its idea of the same slot (group of ideas that
+        exclude one another) if it has one."""
         kept = tuple(other for other in self.ideas if other.slot != idea.slot)
         return Candidate(ideas=(*kept, idea))
 
@@ -87,53 +87,55 @@ class Candidate:
 
 
 class Evaluate(Protocol):
-    """A function that simulates a system with a candidate's changes, for `steps` steps. Must be
-    picklable, since it is sent to other processes."""
+    """Type of a function that simulates a system, changed by a candidate, for `steps` steps. It
+    must be picklable, since it is sent to other processes."""
 
     def __call__(self, candidate: Candidate, seed: int, steps: int) -> SystemResult: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """A system, simulated or recorded, with everything that the search needs to know of it."""
+    """A scenario's or a recorded run's system, with all that the search needs to know."""
 
     prompts_per_step: int
     samples_per_prompt: int
     tail_batching: TailBatchingConfig
     """The current settings of tail batching."""
     ideas: tuple[Idea, ...]
-    """Ideas worth a try, without those of the slot `FACTORS`."""
+    """Ideas that the search tries, besides those on the factors of tail batching."""
     oracle: Candidate | None = None
-    """A system that knows all lengths beforehand, only for comparison. None: there is none."""
+    """Changes that make the system an oracle, which knows all lengths. None: it is not
+    simulated."""
     oracle_period: int = 1
-    """The oracle is simulated for a multiple of this number of steps."""
+    """The oracle (system that knows all lengths) is simulated for a multiple of this number of
+    steps."""
     seed: int = 0
-    """The first seed of the simulations; the others follow."""
+    """First seed of the simulations; further seeds count on from this one."""
     mismatch: float = 0.0
-    """Chance per token and weight update that a kept token of an unfinished response comes out
-    differently when its prompt is launched again."""
+    """Chance per token and weight update that a token, kept of an unfinished response, comes out
+    differently when the response's prompt is launched again."""
     mismatch_band: tuple[float, ...] = ()
-    """Lower and upper end of the interval that `mismatch` lies in. Empty: `mismatch` is known."""
+    """Lower and upper end of the interval that `mismatch` lies in. Empty: `mismatch` is exact."""
     has_turns: bool = False
-    """Whether samples are trajectories, for which `tail_batching.complement` has no effect."""
+    """Whether samples are trajectories, on which `tail_batching.complement` has no effect."""
     capped_share: float | None = None
-    """Share of the policy's own responses that run to the cap. None: not known."""
+    """Share of the policy's own responses that reach the cap of tokens. None: not known."""
     trust: float | None = None
-    """Share by which the simulated step differs from the measured step. A setting must gain more
-    than that in trained tokens per second. None: not known."""
+    """Share by which a simulated step's seconds differ from a measured step's. A setting must gain
+    more than that in trained tokens per second. None: not known."""
     measured_shift: float | None = None
-    """Mean trained length over the policy's own, minus 1, as a run with the current settings
-    measured it. None: it is simulated."""
+    """Mean trained length over the policy's own, minus 1, as measured in a run with the current
+    settings. None: the search uses the simulated value."""
     prices: PoolPrices | None = None
     """Prices of shared pools of devices, by which settings are compared. None: by seconds."""
 
     @property
     def order_only(self) -> bool:
-        """Whether settings may change only the order of training, and never drop a response."""
+        """Whether settings may change only the order of training and drop no response."""
         return self.tail_batching.selection == "none"
 
     def tail_of(self, candidate: Candidate) -> TailBatchingConfig:
-        """The settings of tail batching with the candidate's changes."""
+        """The settings of tail batching after the candidate's changes."""
         changes: dict[str, Any] = {}
         for key, value in candidate.changes.items():
             section, _, name = key.partition(".")
@@ -145,8 +147,8 @@ class Base:
 
 
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:
-    """A copy of the config with dotted keys set to plain values. Raises `ConfigError` if the checks
-    of the config refuse the result."""
+    """A copy of the config with dotted keys set to these plain values. Raises `ConfigError` if the
+    config's checks refuse the result."""
     tree = to_plain(config)
     for key, value in changes.items():
         *sections, name = key.split(".")
@@ -164,7 +166,7 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScenarioEvaluate:
-    """An `Evaluate` that simulates a scenario."""
+    """Simulates a scenario with a candidate's changes; an `Evaluate`."""
 
     scenario: Scenario
 
@@ -174,7 +176,7 @@ class ScenarioEvaluate:
 
 
 def plan_base(scenario: Scenario) -> Base:
-    """The base of a plan for a scenario, with every idea that can be tried on the scenario."""
+    """What a plan for this scenario starts from, with every idea that can be tried on it."""
     rollout, scheduler = scenario.rollout, scenario.reward_scheduler
     ideas = _tail_and_stream_ideas(scenario)
     if scheduler.order != "closest" and scenario.rewards:
@@ -225,8 +227,8 @@ def _oracle(scenario: Scenario) -> Candidate:
 
 
 def plan_base_of_run(config: RunConfig, model: RunModel) -> Base:
-    """The base of a plan for a recorded run, with every idea that can be tried on the run. `model`
-    has the lengths of its responses and its rate of mismatches."""
+    """What a plan for a recorded run starts from, with every idea that can be tried on the run.
+    `model` is the fitted run, with its lengths and rate of mismatches."""
     ideas = _tail_and_stream_ideas(config)
     return Base(
         prompts_per_step=config.rollout.prompts_per_step,
@@ -239,7 +241,7 @@ def plan_base_of_run(config: RunConfig, model: RunModel) -> Base:
 
 
 def _tail_and_stream_ideas(config: Scenario | RunConfig) -> list[Idea]:
-    """Ideas for `tail_batching` and `stream_trainer`, sections that both kinds of config have."""
+    """Ideas that set keys of `tail_batching` and `stream_trainer`, which both configs have."""
     tail, stream = config.tail_batching, config.stream_trainer
     on = {} if stream.enabled else {"stream_trainer.enabled": True}
     ideas = []
@@ -261,7 +263,7 @@ def _tail_and_stream_ideas(config: Scenario | RunConfig) -> list[Idea]:
 
 
 def _degree_ideas(scenario: Scenario) -> list[Idea]:
-    """Ideas for other degrees of tensor parallelism, and for leaving the degree to the planner."""
+    """Ideas that set other degrees of tensor parallelism, or let the planner choose the degree."""
     own, planner = scenario.rollout.tensor_parallel, scenario.parallelism_planner.enabled
     ideas = []
     if not planner:
@@ -284,8 +286,8 @@ def _is_possible(config: Scenario | RunConfig, idea: Idea) -> bool:
 
 
 def factors_idea(factors: tuple[float, float], *tiers: tuple[float, float]) -> Idea:
-    """The idea of tail batching with `factors`, a pair (prompt_factor, sample_factor), and with
-    further tiers of short rounds at their own pairs."""
+    """The idea to use tail batching with `factors`, a pair (prompt_factor, sample_factor), and with
+    further tiers (short rounds of prompts left over by earlier ones), each with such a pair."""
     return Idea(
         name="factors " + " then ".join(f"({p:g}, {s:g})" for p, s in (factors, *tiers)),
         slot=FACTORS,
@@ -308,8 +310,8 @@ def order_idea(
     max_deferrals: int = 4,
     complement: bool = True,
 ) -> Idea:
-    """The idea of tail batching that only changes the order of training, with this prompt factor
-    and these settings for prompts that are put off to a later round."""
+    """The idea to use tail batching that only changes the order of training, with prompt factor
+    `factor` and these settings for deferred prompts (put off to a later round)."""
     treated = ["tokens carried" if carry == "exact" else "drawn from scratch"]
     if stragglers == "pool":
         treated.append(f"awaited after {max_deferrals}")
@@ -338,8 +340,9 @@ OFF = Idea(
 
 
 def factor_grid(base: Base, *, fine: bool) -> list[Idea]:
-    """Ideas of the slot `FACTORS` to try: factors of one and of two tiers, or pools and queues
-    where only the order may change; and at last no tail batching. `fine`: a larger grid."""
+    """Ideas on tail batching to try, the last of which turns it off. They set factors of one or two
+    short rounds or, where only the order of training may change, a prompt factor and where deferred
+    prompts wait. `fine`: try more of them."""
     return [*(_order_grid if base.order_only else _published_grid)(base, fine), OFF]
 
 
@@ -364,7 +367,7 @@ def _order_grid(base: Base, fine: bool) -> list[Idea]:
 
 
 def _published_grid(base: Base, fine: bool) -> list[Idea]:
-    """Ideas of one and of two tiers. Every sample factor makes a whole number of samples."""
+    """Ideas with factors of one and of two tiers, each of which gives a whole number of samples."""
     num_samples = base.samples_per_prompt
     samples = [(num_samples + more) / num_samples for more in (0, 1, 2, 4)]
     few = samples[:3] if fine else samples[1:3]
@@ -377,7 +380,7 @@ def _published_grid(base: Base, fine: bool) -> list[Idea]:
 
 
 def neighbours(base: Base, candidate: Candidate) -> list[Idea]:
-    """Ideas whose factors differ from the candidate's in one number, by a little."""
+    """Ideas whose factors differ a little from the candidate's, in one number."""
     tail = base.tail_of(candidate)
     if not tail.enabled or tail.chooses:
         return []
@@ -421,8 +424,8 @@ STREAMING = "stream_trainer."
 
 
 def on_shared_pools(base: Base, prices: PoolPrices) -> Base:
-    """The base with settings compared by the cost of the pools, and without ideas that train during
-    a rollout, since no job holds both pools at once."""
+    """The base, changed so that settings are compared by what they cost on pools of devices shared
+    by jobs. Ideas that train during generation are left out: no job holds devices of both kinds."""
     ideas = tuple(
         idea for idea in base.ideas if not any(key.startswith(STREAMING) for key in idea.changes)
     )

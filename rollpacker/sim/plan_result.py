@@ -1,4 +1,4 @@
-"""Results of a plan: long-run step times, comparisons with the current settings, and reasons."""
+"""Results of a plan: long-run step times, comparisons of settings, and reasons."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from rollpacker.sim.plan_ideas import Base, Candidate, Idea
 from rollpacker.sim.result import StepResult, SystemResult
 
 MIN_GAIN = 0.005
-"""Share of a step's time that an idea must save for a plan to include it."""
+"""Share of a step's time that an idea must save to be part of a plan's best setting."""
 PAYS_GAIN = 0.02
-"""Share of a step's time that tail batching must save to be worth having."""
+"""Share of a step's time that tail batching must save to be called worth having."""
 NOISE_ERRORS = 3.0
-"""Number of standard errors by which a gain must exceed 0 to count as a gain."""
+"""Number of standard errors that a gain must exceed to count as more than noise."""
 
 
 def round_shares(tail: TailBatchingConfig, prompts_per_step: int) -> dict[str, float] | None:
-    """Mapping from each kind of round to its share of all rounds in the long run; None if the
-    factors of tail batching change during a run.
-
-    Every prompt that a round launches beyond what it trains on is launched again by a round of the
-    next tier, or at last by a long round."""
+    """Mapping from each kind of round (one batch of generation) to its share of all rounds in the
+    long run; None if the factors of tail batching change during a run. Every prompt launched beyond
+    those that a round trains on is launched again by a round of the next tier, or at last by a long
+    round."""
     if not tail.enabled:
         return {"plain": 1.0}
     if tail.chooses:
@@ -50,20 +49,21 @@ class Measure:
     """The numbers of one simulation by which settings are compared."""
 
     cost_s: float
-    """The quantity that settings are compared by, as a long-run mean: seconds of a step, or
-    `busy_s` on shared pools."""
+    """The seconds that settings are compared by, as a long-run mean: those of a whole step, or on
+    shared pools those of holding all nodes that cost as much as a step (`PoolPrices.busy_s`)."""
     step_s: float
-    """Seconds of a step, as a long-run mean."""
+    """Seconds of a step, as a long-run mean over steps."""
     shift: float
-    """Mean trained length over the policy's own, minus 1, as a long-run mean."""
+    """Length shift: mean length of trained responses divided by that of the policy's own responses,
+    minus 1, as a long-run mean."""
     kinds_s: Mapping[str, float]
-    """Mean of the compared quantity for each kind of round, in seconds."""
+    """Mapping from a kind of round to the mean, over its steps, of the seconds behind `cost_s`."""
     tokens: float
-    """Response tokens that a step trains on, as a long-run mean."""
+    """Number of response tokens that a step trains on, as a long-run mean."""
 
 
 def total_s(step: StepResult) -> float:
-    """Seconds of the whole step, waits included."""
+    """Seconds of a whole step, waits included."""
     return step.total_s
 
 
@@ -75,10 +75,10 @@ def measure(
     paired: bool = False,
     cost_s: Callable[[StepResult], float] = total_s,
 ) -> Measure:
-    """A simulation's means over steps, with each kind of round weighted by its share in `shares`.
-    If that is None or names other kinds than the simulation had, the means are plain. `paired`: the
-    first `num_warm` steps do not count, and the length shift is against responses to the same
-    prompts. `cost_s` returns of a step what is compared."""
+    """Returns a simulation's means over steps, each kind of round weighted by its share in
+    `shares`, or plain means if `shares` is None or lists other kinds than occurred. With `paired`,
+    the first `num_warm` steps do not count, and trained lengths are compared with responses to the
+    same prompts. `cost_s` returns the seconds of a step by which settings are compared."""
     by_kind: dict[str, list[StepResult]] = {}
     for step in result.steps[num_warm if paired else 0 :]:
         by_kind.setdefault(step.kind, []).append(step)
@@ -117,32 +117,32 @@ def _trained_length(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding(Measure):
-    """A candidate simulated on several seeds and compared with the current settings on the same
+    """A candidate, simulated on several seeds and compared with the current settings on the same
     seeds. The fields of `Measure` are means over the seeds."""
 
     candidate: Candidate
     saved_s: float
-    """Seconds by which `cost_s` of the current settings is larger."""
+    """Seconds by which the current settings' `cost_s` is larger than this candidate's."""
     saved_error_s: float
-    """Standard error of `saved_s` over the seeds; nan with one seed."""
+    """Standard error of `saved_s` over the seeds, in seconds; nan with one seed."""
     shift_error: float
-    """Standard error of the difference to the current settings' shift; 0 with one seed."""
+    """Standard error of the difference from the current settings' `shift`; 0 with one seed."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Response tokens trained on per second of `cost_s`."""
+        """Response tokens trained on per second of `cost_s`; nan if that is 0."""
         return self.tokens / self.cost_s if self.cost_s else math.nan
 
     @property
     def is_clear(self) -> bool:
-        """Whether the setting is faster than the current settings by more than noise."""
+        """Whether this setting is faster than the current settings by more than noise."""
         return self.saved_s > max(NOISE_ERRORS * self.saved_error_s, MIN_GAIN * self.cost_s)
 
 
 def finding(
     candidate: Candidate, measures: Sequence[Measure], against: Sequence[Measure]
 ) -> Finding:
-    """Compares a candidate's simulations with those of the current settings, seed by seed."""
+    """Compares a candidate's `measures` with those of the current settings, seed by seed."""
     saved = [other.cost_s - own.cost_s for own, other in zip(measures, against, strict=True)]
     shifted = [other.shift - own.shift for own, other in zip(measures, against, strict=True)]
     is_known = len(saved) > 1
@@ -170,9 +170,9 @@ def _standard_error(values: Sequence[float]) -> float:
 def choose(
     now: Finding, kept: Sequence[Finding], *, current_keeps: bool, trust: float | None
 ) -> tuple[Finding, Finding | None]:
-    """The best of `kept` (finalists that keep the bound on the length shift, fastest first) or else
-    `now`; and the fastest finalist if it was refused because its trained tokens per second gain no
-    more than `trust`, or else None."""
+    """Returns two findings: the best of `kept` (finalists that keep the bound on lengths, fastest
+    first) or else `now`; and the fastest finalist if it was refused, because its trained tokens per
+    second gain no more than the share `trust`, or else None."""
     if not kept or not current_keeps:
         return (kept[0] if kept else now), None
     if trust is None:
@@ -185,16 +185,16 @@ def choose(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """How far the trained lengths may be from the policy's own."""
+    """Bound on how far the mean length of trained responses may be from the policy's own."""
 
     most: float | None
-    """Share by which trained responses may be shorter; None: any."""
+    """Share by which trained responses may be shorter than the policy's own; None: any share."""
     both_ways: bool
-    """Whether `most` also limits how much longer trained responses may be."""
+    """Whether `most` also bounds by how much trained responses may be longer."""
 
     def keeps(self, shift: float, error: float = 0.0, slack: float = 0.0) -> bool:
-        """Whether a length shift keeps the bound, which may be missed by `slack`. `error`, the
-        standard error of the shift, is first subtracted from the shift."""
+        """Whether a length shift keeps the bound, or misses it by at most `slack`. First `error`,
+        the standard error of the shift, is subtracted from the shift."""
         if self.most is None:
             return True
         if self.both_ways and shift - error > self.most + slack:
@@ -204,58 +204,60 @@ class Bound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
-    """The worth of one idea inside the best setting."""
+    """What one idea contributes to a plan's best setting."""
 
     idea: Idea
     left_out_s: float
-    """Seconds per step that are lost if the best setting goes without this idea."""
+    """Seconds per step that are lost if the best setting is used without this idea."""
     left_out_error_s: float
-    """Standard error of `left_out_s`."""
+    """Standard error of `left_out_s`, in seconds."""
     left_out_shift: float
-    """Length shift of the best setting without this idea."""
+    """Length shift (as `Measure.shift`) of the best setting without this idea."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The outcome of a search."""
+    """The outcome of a search for better settings."""
 
     base: Base
-    """The system that was searched."""
+    """The system that settings were searched for."""
     current: Finding
     best: Finding
-    """The setting to take: `current` if none that keeps the bound on lengths is clearly faster."""
+    """The setting to use: `current` if no other that keeps the bound on lengths is clearly
+    faster."""
     ranked: tuple[Finding, ...]
-    """The finalists that keep the bound on the length shift, fastest first."""
+    """The finalists that keep the bound on the length shift (trained lengths against the policy's
+    own), fastest first."""
     too_short: tuple[Finding, ...]
-    """The finalists that do not keep the bound on the length shift."""
+    """The finalists whose trained lengths are too far from the policy's own."""
     reasons: tuple[Reason, ...]
-    """The worth of each idea of the best setting."""
+    """What each idea of the best setting contributes to it."""
     rejected: tuple[tuple[Idea, float], ...]
-    """Ideas that the best setting lacks, with the share of a step's time that each saved alone."""
+    """Ideas that the best setting lacks, with the share of a step's time that each saves alone."""
     oracle: Finding | None
-    """The system that knows all lengths beforehand, for comparison; None: not simulated."""
+    """Result of a system that knows all lengths, for comparison; None: not simulated."""
     max_shift: float | None
-    """Share by which trained responses may be shorter, and where only the order may change longer
-    as well; None: any share, since `tail_batching.debias` undoes the effect by weights."""
+    """Share by which trained responses may be shorter than the policy's own, or longer where only
+    the order may change. None: any share, since `tail_batching.debias` undoes the effect."""
     untailed: Finding | None = None
-    """The best setting without tail batching; None: not known."""
+    """Finding on the best setting with tail batching turned off; None: not known."""
     refused: Finding | None = None
-    """A setting whose step is clearly shorter, but which was refused because its trained tokens per
-    second gain no more than `Base.trust`. None: there was none."""
+    """A setting with a clearly shorter step that was refused, because its trained tokens per second
+    gain no more than the share `Base.trust`. None: there was none."""
     num_seeds: int
     num_steps: int
-    """Number of steps of each final simulation."""
+    """Number of steps that each final simulation had."""
     num_simulated: int
-    """Number of steps of all simulations together."""
+    """Number of steps that all simulations had together."""
 
     @property
     def has_tail_batching(self) -> bool:
-        """Whether the best setting has tail batching."""
+        """Whether the best setting uses tail batching."""
         return self.base.tail_of(self.best.candidate).enabled
 
     @property
     def pays(self) -> bool:
-        """Whether tail batching saves more than the share `PAYS_GAIN` of a step's time."""
+        """Whether tail batching saves more of a step's time than the share `PAYS_GAIN`."""
         best, without = self.best, self.untailed
         if without is None or not self.has_tail_batching:
             return self.has_tail_batching
@@ -267,16 +269,16 @@ class Plan:
 
     @property
     def current_keeps(self) -> bool:
-        """Whether the current settings keep the bound on the length shift, by the measured shift or
-        else by the simulated one."""
+        """Whether the current settings keep the bound on the length shift. The measured shift is
+        used, or the simulated one if none was measured."""
         bound = Bound(most=self.max_shift, both_ways=self.base.order_only)
         measured = self.base.measured_shift
         return bound.keeps(self.current.shift if measured is None else measured)
 
     @property
     def given_up(self) -> str | None:
-        """A sentence on what is lost if the best setting turns `tail_batching.complement` off.
-        None: it does not."""
+        """A sentence on what the best setting loses by turning off `tail_batching.complement` (it
+        keeps lengths of continued responses unbiased). None: it does not turn that off."""
         if self.best.candidate.changes.get("tail_batching.complement") is not False:
             return None
         return (
@@ -286,7 +288,7 @@ class Plan:
         )
 
     def to_plain(self) -> dict[str, Any]:
-        """The plan as `rollpacker plan --json` prints it."""
+        """The plan as plain values, as `rollpacker plan --json` prints it."""
         prices = self.base.prices
         return {
             "current": self._plain(self.current),

@@ -1,9 +1,7 @@
-"""Planning for a recorded run: its final simulations are those of `simulate --from`.
-
-The search simulates a few steps with the prompts in a random order, which is enough to rank
-settings. The final simulations have as many steps as the run had, in its order: lengths drift, and
-early steps also pay for the first calls of the rewards.
-"""
+"""Planning for a recorded run, whose final simulations are those of `simulate --from`. The search
+simulates a few steps with the prompts in a random order, which is enough to rank settings. The
+final simulations have the run's number of steps and its order of prompts, since lengths drift, and
+early steps also pay for the first calls of the rewards."""
 
 from __future__ import annotations
 
@@ -16,12 +14,13 @@ from rollpacker.sim.result import SystemResult
 from rollpacker.sim.whatif import RunModel, asked_steps
 
 MAX_FINAL_STEPS = 250
-"""Most steps of a final simulation. Of a longer run only every second, third, ... row is used."""
+"""Most steps of a final simulation, which uses only every second, third, ... row of a longer
+run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEvaluate:
-    """An `Evaluate` that simulates a recorded run."""
+    """Simulates a recorded run with a candidate's changes; an `Evaluate`."""
 
     model: RunModel
     config: RunConfig
@@ -52,7 +51,7 @@ class RunEvaluate:
         return asked_steps(self.model, self.config) or self.model.fitted.num_steps
 
     def budget(self, budget: Budget) -> Budget:
-        """The budget with as many steps in each final simulation as the run had."""
+        """The budget, with as many steps in each final simulation as the run had."""
         return replace(budget, steps=min(self._num_steps, MAX_FINAL_STEPS))
 
 
@@ -66,12 +65,12 @@ class AsMeasured:
 
     @property
     def offset(self) -> float:
-        """Mean seconds of a simulated step over those of a measured step, minus 1."""
+        """Mean seconds of a simulated step over the mean of a measured step, minus 1."""
         return self.simulated.mean["total_s"] / self.measured.mean["total_s"] - 1
 
 
 def as_measured(model: RunModel) -> AsMeasured:
-    """Measure a run from its event log, and simulate it as the final simulations of its plan."""
+    """The run's result from its event log, and the result of a simulation of the same length."""
     own = RunEvaluate(model=model, config=model.config)
     steps = min(model.fitted.num_steps, MAX_FINAL_STEPS)
     simulated = own(Candidate(), FINAL_SEED, steps)
@@ -79,8 +78,8 @@ def as_measured(model: RunModel) -> AsMeasured:
 
 
 def measured_base(config: RunConfig, model: RunModel, real: AsMeasured) -> Base:
-    """The base of a plan for a recorded run, with two numbers that the run measured: `trust`, and
-    at the run's own settings `measured_shift`."""
+    """What a plan for a recorded run starts from, with two measured numbers: `trust`, and, if
+    `config` is the run's own, `measured_shift`."""
     return replace(
         plan_base_of_run(config, model),
         trust=abs(real.offset),

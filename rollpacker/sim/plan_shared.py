@@ -21,37 +21,37 @@ from rollpacker.sim.result import StepResult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolPrices:
-    """Prices that a job pays per hour in which it holds its nodes, in the currency of the pools."""
+    """Prices that a job pays per hour while it holds its nodes, in the currency of the pools."""
 
     rollout_per_h: float
-    """Price of all rollout nodes of the job for an hour."""
+    """Price per hour of all nodes on which the job generates."""
     train_per_h: float
     prompts_per_step: int
 
     @property
     def per_h(self) -> float:
-        """Price of all nodes of the job for an hour."""
+        """Price per hour of all nodes of the job."""
         return self.rollout_per_h + self.train_per_h
 
     def to_plain(self) -> dict[str, float]:
-        """The prices as `rollpacker plan --json` prints them."""
+        """The prices as plain values, as `rollpacker plan --json` prints them."""
         return {"rollout_per_h": self.rollout_per_h, "train_per_h": self.train_per_h}
 
     def busy_s(self, step: StepResult) -> float:
-        """Seconds for which holding all nodes costs as much as this step. Waits cost nothing."""
+        """Seconds in which holding all nodes costs as much as this step (its waits are free)."""
         rollout, train = step.rollout_s, step.train_s + step.sync_s
         return (rollout * self.rollout_per_h + train * self.train_per_h) / self.per_h
 
     def price_of_1k_prompts(self, busy_s: float) -> float:
-        """Price of training on a thousand prompts, where a step takes `busy_s`."""
+        """Price of training on 1000 prompts, if a step costs `busy_s` seconds of all nodes."""
         return busy_s * self.per_h / 3600 / self.prompts_per_step * 1000
 
 
 def pool_prices(
     pools: tuple[Pool, ...], devices: Mapping[Phase, int], prompts_per_step: int
 ) -> PoolPrices:
-    """Prices of a job's nodes in the first pool of each phase. `devices` maps each phase to the
-    job's number of devices, which is rounded up to whole nodes."""
+    """Prices of the nodes that a job takes in the first pool of each phase (rollout and train).
+    `devices` maps each phase to the job's number of devices, which is rounded up to whole nodes."""
     per_h = {}
     for phase, count in devices.items():
         pool = next(pool for pool in pools if pool.phase == phase)

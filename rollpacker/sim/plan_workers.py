@@ -1,4 +1,4 @@
-"""The processes that simulate for a plan."""
+"""The worker processes that run a plan's simulations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _evaluate: Evaluate | None = None
 @contextmanager
 def interrupt_noted() -> Iterator[threading.Event]:
     """Inside this context SIGINT (Ctrl-C) only sets the yielded event; `KeyboardInterrupt` is
-    raised at the end. An earlier exception could leave a lock taken that other processes need."""
+    raised at the end. Raised earlier, it could leave a lock taken that other processes need."""
     noted = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield noted
@@ -67,8 +67,8 @@ def work(candidate: Candidate, seed: int, steps: int) -> SystemResult:
 
 @contextmanager
 def workers(evaluate: Evaluate, jobs: int) -> Iterator[Executor | None]:
-    """A pool of `jobs` processes of one thread each that call `evaluate`. None if `jobs` is 1: the
-    caller then simulates by itself. Raises `ValueError` for less than 1."""
+    """Yields a pool of `jobs` single-threaded processes that call `evaluate`; None if `jobs` is 1,
+    so that the caller simulates by itself. Raises `ValueError` for less than 1."""
     if jobs < 1:
         raise ValueError(f"--jobs must be at least 1, not {jobs}")
     if jobs == 1:

@@ -1,7 +1,5 @@
-"""Names that a scenario may use: systems, length laws and kinds of reward.
-
-The numbers and where they come from are in `presets.yaml`; models and GPUs are in `hardware.yaml`.
-"""
+"""The names that a scenario may use for systems, length laws and kinds of reward. The numbers and
+their sources are in `presets.yaml`; models and GPUs are in `hardware.yaml`."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ SWITCHES = (
     *("tail_batching", "reward_scheduler", "parallelism_planner"),
     *("stream_trainer", "oracle"),
 )
-"""The sections of a scenario that a system's preset sets."""
+"""Names of the sections of a scenario that a system's preset sets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +22,7 @@ class RewardKind:
 
     text: str
     seconds_quantiles: Mapping[float, float] | None = None
-    """Mapping from quantile to seconds of one check without a time limit. None: no seconds."""
+    """Mapping from quantile to the seconds of one check, before any time limit. None: not set."""
     workers: int | None = None
     calls_per_s: float | None = None
     limit_s: float | None = None
@@ -42,25 +40,26 @@ SYSTEMS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 
 _STREAM = SYSTEMS["rollpacker-published"]["stream_trainer"]
 RELEASE_WINDOW: list[float] = _STREAM["window"]
-"""Lowest and highest share of finished samples at which devices are released within a round."""
+"""Lowest and highest share of a round's samples that are finished when devices of engines are
+released to the trainer."""
 STREAMED_SHARE: float = _STREAM["max_share"]
-"""Largest share of a step's samples whose gradients are computed during the rollout."""
+"""Largest share of a step's samples whose gradients are computed during generation."""
 
 _LENGTHS = _TABLES["lengths"]
 _CAP: int = _LENGTHS["cap"]
-"""Longest response of the paper's length measurement, in tokens."""
+"""Longest response in the RollPacker paper's measurement of lengths, in tokens."""
 LONGER_SHARE: float = _LENGTHS["longer_share"]
-"""Share of the responses beyond the cap of the paper's measurement, by luck and not for a hard
-prompt, that are assumed to be longer than twice that cap."""
+"""Of responses that exceed the paper's cap by luck, the share taken to exceed twice the cap."""
 LUCKY_SHARE: float = _LENGTHS["lucky_share"]
-"""Share of the responses beyond the paper's cap that are so long by luck, not for a hard prompt."""
+"""Of the responses that exceed the paper's cap, the share that does so by luck, and not because the
+prompt is hard (its responses often run to the cap)."""
 PROMPTS: dict[str, float] = _LENGTHS["prompts"]
-"""Values of three fields of `LengthLaw` that describe how a length depends on its prompt."""
+"""Values of the three fields of `LengthLaw` that say how a length depends on its prompt."""
 
 
 def length_laws(longer_share: float, lucky_share: float) -> dict[str, Mapping[float, int]]:
-    """Mapping from the name of each length law to tokens of a response by quantile, without hard
-    prompts: the paper's figure, and an assumed tail above the figure's highest quantile."""
+    """Mapping from a length law's name to its mapping from quantile to response tokens, for prompts
+    that are not hard: the paper's figure, and an assumed tail above its highest quantile."""
     laws: dict[str, Mapping[float, int]] = {}
     for name, law in _LENGTHS["laws"].items():
         capped = lucky_share * law["capped_share"]
@@ -74,13 +73,13 @@ LENGTH_LAWS = length_laws(LONGER_SHARE, LUCKY_SHARE)
 REWARD_KINDS: Mapping[str, RewardKind] = {
     name: RewardKind(**facts) for name, facts in _TABLES["rewards"].items()
 }
-"""Mapping from the `kind` of a reward stage to its defaults, whatever the number of GPUs."""
+"""Mapping from the `kind` of a reward stage (a way to check answers) to its defaults."""
 
 # -- listing -----------------------------------------------------------------------
 
 
 def describe_presets() -> str:
-    """A text that lists every preset with its numbers."""
+    """Returns a text that lists every preset with its numbers."""
     return "\n\n".join(
         f"{title}\n" + "\n".join(f"  {line}" for line in lines)
         for title, lines in (

@@ -1,8 +1,6 @@
-"""Checks as a run recorded them, drawn again for another simulated response or call.
-
-Both classes are picklable and hold no state: `luck` is a number in [0, 1) that chooses among what
-was recorded.
-"""
+"""Draws a run's recorded checks again, for simulated responses and calls of a reward. Both classes
+are picklable and hold no state: `luck` is a number in [0, 1) that chooses among what was
+recorded."""
 
 from __future__ import annotations
 
@@ -13,19 +11,19 @@ from functools import cached_property
 from rollpacker.report.reward_fit import Call, Calls, Check
 
 NEIGHBOURS = 0.1
-"""Share of the recorded calls, those nearest in number of samples, that a call is drawn from."""
+"""Share of recorded calls, the nearest in number of samples, that a simulated one is drawn from."""
 MIN_NEIGHBOURS = 8
-"""Fewest recorded calls that a call is drawn from, unless fewer were recorded."""
+"""Fewest recorded calls that a simulated call is drawn from, unless fewer were recorded."""
 
 
 class RecordedChecks:
-    """A run's verdicts on its responses, and the calls of rewards that gave the verdicts."""
+    """A run's recorded verdicts, and the calls of rewards that gave these verdicts."""
 
     def __init__(
         self, by_row: Mapping[int, Sequence[Check]], calls: Calls | None, *, warm: bool = False
     ) -> None:
         """`by_row` maps a row of the data to its recorded checks. `calls` None: every check is a
-        call of its own. `warm`: the first calls, which are slower, are over."""
+        call of its own. `warm`: rewards run already, so the slower first calls are left out."""
         self.calls = None if calls is None else RecordedCalls(calls, warm=warm)
         self._by_row = {row: sorted(checks, key=_length) for row, checks in by_row.items()}
 
@@ -34,8 +32,9 @@ class RecordedChecks:
         return sorted((c for checks in self._by_row.values() for c in checks), key=_length)
 
     def check(self, row: int, num_tokens: int, luck: float) -> Check | None:
-        """A recorded check of a response of nearly `num_tokens` tokens, to this row of the data or
-        else to any row. None if the run has no check. `luck` chooses among equal lengths."""
+        """A recorded check of a response of nearly `num_tokens` tokens to this row of the data, or
+        to any row if this one has none. None: the run has no check. `luck` chooses among equal
+        lengths."""
         checks = self._by_row.get(row) or self._all
         if not checks:
             return None
@@ -48,13 +47,12 @@ class RecordedChecks:
 
 
 class RecordedCalls:
-    """Seconds of a run's calls of a reward, each of which checked one or more samples."""
+    """Recorded seconds of a run's calls of a reward, each of which checked one or more samples."""
 
     def __init__(self, calls: Calls, *, warm: bool = False) -> None:
         self.num_workers = calls.num_workers
         self.warm_ups = () if warm else calls.warm_ups
-        """Seconds of each of the first calls, which include starting up; empty if these are
-        over."""
+        """Seconds of each of the first calls, which include starting up; empty if they are over."""
         self._line_s = calls.line_s
         alone = [call for call in calls.recorded if call.alone]
         beside = [call for call in calls.recorded if not call.alone]
@@ -62,12 +60,12 @@ class RecordedCalls:
             is_alone: some if len(some) >= MIN_NEIGHBOURS else calls.recorded
             for is_alone, some in ((True, alone), (False, beside))
         }
-        """Recorded calls by whether nothing was generated meanwhile (True) or something was
-        (False); all recorded calls under both keys that would have too few."""
+        """Recorded calls, by whether nothing was generated during the call. A key with too few
+        calls has all recorded calls instead."""
 
     def call_s(self, num_samples: int, luck: float, *, alone: bool) -> float:
         """Seconds of a call that checks `num_samples` samples, scaled from a recorded call of about
-        as many, which `luck` chooses. `alone`: whether nothing is generated meanwhile."""
+        as many, which `luck` chooses. `alone`: whether nothing is generated during the call."""
         recorded = self._recorded[alone]
         num = min(len(recorded), max(MIN_NEIGHBOURS, int(NEIGHBOURS * len(recorded))))
         at = bisect_left(recorded, num_samples, key=_size)

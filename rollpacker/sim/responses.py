@@ -1,17 +1,18 @@
 """Lengths and progress of the current step's responses, and the unfinished responses of deferred
 prompts (prompts that were put off to a later round).
 
-A response's length belongs to its (prompt, place), not to the attempt (`tail_batching.selection=
-none`): launched again, it is the one that was cut off. Under newer weights each token that was
-drawn before may come out differently, with a chance given per token and update (`carry.mismatch`);
-what stands before the first such token is kept, and the rest is a fresh draw from the prompt's own
-law, given what is kept (`Workload.redrawn`, an approximation).
+With `tail_batching.selection=none` a response's length belongs to its prompt and sample index, not
+to the attempt: launched again, the response continues the one that was cut off. Under newer weights
+each earlier token may come out differently, with a chance given per token and weight update
+(`carry.mismatch`). The tokens before the first such token are kept, and the rest is drawn anew from
+the prompt's own law, given what is kept (`Workload.redrawn`, an approximation).
 
-    kept tokens | the token that came out differently, and a new end    (redraw 0)
-                | another end, if that one came at or before the floor  (redraw 1, ...)
+    kept tokens | the token that came out differently, and a new end    (first draw)
+                | another end, if that one came at or before the floor  (drawn again, ...)
 
-The floor is the furthest place where the response was ever cut off; one that had ended before its
-siblings were cut off has a ceiling instead (`tail_batching.complement`).
+The floor is the largest number of tokens at which the response was ever cut off. A response that
+had ended by itself has a ceiling: the length of its prompt's longest response at that time. An end
+beyond it is drawn again as well. Both bounds hold with `tail_batching.complement` only.
 """
 
 from __future__ import annotations
@@ -30,33 +31,34 @@ from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 from rollpacker.sim.workload import Workload
 
 MAX_REDRAWS = 16
-"""Most times that a response's end is refused and drawn again, as in a real engine."""
+"""Most times that a response's end is refused, as too early or too late, and drawn again."""
 
 
 class Draw(msgspec.Struct, frozen=True, gc=False):
-    """A response as it was when its prompt was deferred (put off to a later round)."""
+    """A response as it was when its prompt was put off to a later round of generation."""
 
     length: int
-    """Tokens that the whole response would have if it went on under the same weights."""
+    """Number of tokens that the whole response would have if it went on under the same weights."""
     tokens: int
-    """Tokens generated so far."""
+    """Number of tokens of the response generated so far."""
     version: int
     """Version of the weights that generated these tokens."""
     attempt: int
-    """Attempt of the launch whose random numbers decided the response's length."""
+    """Attempt number of the launch (from 0) whose random numbers decided the response's length."""
     floor: int
-    """Largest number of tokens at which the response was cut off; 0: it was never cut off."""
+    """Largest number of tokens at which the response was cut off; 0: never cut off."""
     ceiling: int
-    """Most tokens that the response may get if a token comes out differently and `floor` is 0."""
+    """Most tokens that the response may have after a token comes out differently, if it had ended
+    by itself (`floor` is 0): those of its prompt's longest response."""
 
 
 @dataclass(slots=True)
 class Verified:
-    """Counts over the whole run of tokens of earlier launches that newer weights verified."""
+    """Counts, over a whole run, of tokens of earlier launches that newer weights verified."""
 
     num_tokens: int = 0
     num_mismatches: int = 0
-    """Number of these tokens that came out differently; of a response at most the first."""
+    """Number of verified tokens that came out differently; at most one of each response."""
 
     @property
     def mismatch(self) -> float:
@@ -66,48 +68,49 @@ class Verified:
 # A list or a dict per fact of a response, since every event reads some.
 class Responses:
     """The samples launched since the last commit of a step, each with a key (a small number) and
-    the length in tokens that the policy would write: of trajectories, up to the end of the current
+    the length in tokens that the policy would write; for a trajectory, up to the end of its current
     message. One step may train on responses of several rounds."""
 
     def __init__(
         self, workload: Workload, tail: TailBatchingConfig | None = None, mismatch: float = 0.0
     ) -> None:
-        """`mismatch`: chance per token and update that a token comes out differently."""
+        """`mismatch`: chance per token and update that a kept token comes out differently."""
         self.samples: list[SampleId] = []
         """Sample of each key. The lists below are indexed by key too."""
         self.lengths: list[int] = []
-        """Tokens of each response with the end that it has now."""
+        """Number of tokens of each response; another if its end is refused and drawn again."""
         self.noises: list[SampleId] = []
-        """Id by which each response's random numbers are drawn, with the attempt of its length."""
+        """Id that each response's random numbers belong to, with the attempt that set its
+        length."""
         self.done: list[int] = []
-        """Tokens that each response begins with, which are not generated anew."""
+        """Number of tokens that each response begins with, which are not generated anew."""
         self.reached: dict[int, int] = {}
-        """Number of tokens that each stopped response had, by key."""
+        """Number of tokens that each aborted response had, by key."""
         self.kept: dict[int, int] = {}
-        """Tokens of an earlier launch that came out the same, by key of a verified response."""
+        """Number of tokens that came out as in an earlier launch, by key of a verified response."""
         self.redraws: dict[int, int] = {}
-        """How often a response's end was refused and drawn again. No entry: never."""
+        """By key: how often the response's end was refused and drawn again. No entry: never."""
         self.keys: dict[SampleId, int] = {}
         self._bounds: dict[int, tuple[int, int]] = {}
-        """`floor` and `ceiling` of each response that was deferred (see `Draw`)."""
+        """`floor` and `ceiling` (see `Draw`), by key of a response that was put off before."""
         self.verified = Verified()
         self.redraws_to_come: dict[int, list[int]] = {}
-        """Lengths that a response will have after each refusal of its end, the next length last."""
+        """By key: lengths that the response gets, one at each refusal of its end, the next last."""
         self._keys_of: dict[PromptId, list[int]] = {}
-        """Keys of each prompt's samples."""
+        """Keys of the samples of each prompt."""
         self._workload = workload
         self._tail = tail or TailBatchingConfig(enabled=False, selection="published")
         self._mismatch = mismatch
         self._left: dict[PromptId, dict[int, Draw]] = {}
-        """For every prompt put off to a later round its unfinished responses, by sample index."""
+        """For every prompt put off to a later round: its unfinished responses, by sample index."""
         self._version = 0
-        """Version of the weights of the current step."""
+        """Version of the weights that generate the current step's samples."""
 
     def routes(self) -> Routes:
         return {Defer: self._keep}
 
     def add(self, command: Launch) -> range:
-        """Add the samples of a launch and return their keys."""
+        """Add the samples of a launch and return their keys (small numbers in order)."""
         samples = command.samples
         keys = range(len(self.samples), len(self.samples) + len(samples))
         self._version = command.version
@@ -140,12 +143,12 @@ class Responses:
         self._keys_of.clear()
 
     def lengths_of(self, groups: Iterable[Iterable[SampleId]]) -> list[int]:
-        """Lengths of all samples of these groups."""
+        """Lengths in tokens of all samples of these groups."""
         keys, lengths = self.keys, self.lengths
         return [lengths[keys[sample]] for group in groups for sample in group]
 
     def own_tokens(self, groups: Iterable[Sequence[SampleId]]) -> int:
-        """Tokens that as many samples of these groups' prompts would have together if no response
+        """Sum of the tokens that as many samples of these groups' prompts would have if no response
         was left out and no weights changed."""
         if self._workload.trajectories is not None:
             return self._workload.trajectories.own_tokens([*groups])
@@ -153,8 +156,9 @@ class Responses:
         return sum([sum(lengths(group[0].prompt, 0)[: len(group)]) for group in groups])
 
     def next_redraw(self, key: int) -> bool:
-        """Called when the response ends. Returns True if this end is refused, and gives the
-        response the length of its next end; False if the end stands."""
+        """Called when the response of this key ends. If the end is refused, because its length is
+        not above `floor` or not within `ceiling` (see `Draw`), gives the response the length of its
+        next end and returns True; returns False if the end stands."""
         redraws = self.redraws_to_come.get(key)
         if not redraws:
             return False
@@ -185,14 +189,14 @@ class Responses:
             lengths.append(known[index])
 
     def _repeat(self, keys: range, failed: Sequence[int]) -> None:
-        """Give launches that replace failed ones the same responses once more."""
+        """Give each sample that replaces a failed one (of the keys `failed`) the same response."""
         for key, before in zip(keys, failed, strict=True):
             self.lengths[key] = self.lengths[before]
             if before in self.kept and self.done[key]:
                 self.kept[key] = self.done[key] = self.kept[before]
 
     def _take_up(self, keys: range, carried: bool) -> None:
-        """Let responses go on from what earlier launches of the same samples had generated."""
+        """Let responses continue what earlier launches of the same samples had generated."""
         exact = carried and self._tail.carry == "exact"
         noises = self.noises
         prompt, left = None, dict[int, Draw]()
@@ -217,8 +221,8 @@ class Responses:
                 self._verify(key, tokens, self._version - draw.version)
 
     def _verify(self, key: int, num_tokens: int, num_updates: int) -> None:
-        """Decide how many of `num_tokens` earlier tokens come out the same under weights that are
-        `num_updates` newer, and how the response goes on after the first that does not."""
+        """Decide how many of a response's `num_tokens` earlier tokens come out the same under
+        weights `num_updates` newer, and how the response goes on after the first that does not."""
         noise, kept = self.noises[key], num_tokens
         noise = SampleId(noise.prompt, noise.index, self.samples[key].attempt)
         if self._mismatch:
@@ -245,7 +249,7 @@ class Responses:
             self.redraws_to_come[key] = redraws[:0:-1]
 
     def _keep(self, command: Defer) -> None:
-        """Remember the responses of prompts that will be launched again."""
+        """Remember the unfinished responses of prompts that are put off to a later round."""
         if self._tail.selection == "published" or self._workload.trajectories is not None:
             return
         for prompt in command.prompts:

@@ -1,4 +1,4 @@
-"""The result of a simulation: one record per step, their mean, and idle device time by cause."""
+"""The result of a simulation: a record per step, their mean, and idle device time by cause."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ BUBBLE_CAUSES: dict[str, str] = {
     "migration": "devices that handed their requests over and waited for them to settle",
     "sync": "new weights on their way to the engines, and engines laid out anew",
 }
-"""Every cause of idle device time that each simulation has, with its meaning."""
+"""Mapping from each cause of idle device time, which every simulation has, to its meaning."""
 PIPELINE = "pipeline"
-"""A further cause of idle device time, where the trainer has pipeline stages: stages that waited
-for a message, or for the end of another replica's step."""
+"""A further cause of idle device time: pipeline stages of the trainer that waited for a message, or
+for the end of another replica's step."""
 OTHER_POOL = "other_pool"
-"""A further cause of idle device time, where the trainer has devices of its own: devices that only
-train during a rollout, and devices that only generate during training."""
+"""A further cause of idle device time, where the trainer has devices of its own: the trainer's
+devices during generation, and the engines' devices during training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """One optimizer step. Its four stages add up to `total_s`; `reward_s` is only the wait for
-    verdicts after the last response of a round was generated."""
+    """Seconds and counts of one optimizer step. Its four stages add up to `total_s`; `reward_s` is
+    only the wait for verdicts after the last response of a round was generated."""
 
     kind: str
     rollout_s: float
@@ -38,14 +38,14 @@ class StepResult:
     tensor_parallel: int
     preemptions: int
     max_response_tokens: int
-    """Tokens of the longest response that the step trained on."""
+    """Number of tokens of the longest response that the step trained on."""
     tokens_generated: int
-    """Tokens that were generated, including those of samples that were stopped."""
+    """Number of tokens that were generated for the step, including those of aborted samples."""
     tokens_trained: int
     num_trained: int
     """Number of samples that the step trained on."""
     num_streamed: int
-    """Number of samples whose gradients began before the round was over."""
+    """Number of samples whose gradients began while other samples were still generated."""
 
 
 JSON_STEP_KEYS = (
@@ -63,29 +63,29 @@ class SystemResult:
     tokens_trained: int
     trained_length_mean: float
     policy_length_mean: float
-    """Mean of the scenario's length law: tokens of a response if no response was left out."""
+    """Mean tokens of a response by the scenario's length law, as if no response was left out."""
     policy_length_p95: float
     tail_trained_share: float
-    """Share of the trained responses that are longer than `policy_length_p95`; 0.05 if no response
-    is left out."""
+    """Share of trained responses that are longer than `policy_length_p95`; 0.05 if no response is
+    left out."""
     bubble: Mapping[str, float]
-    """Idle device-seconds by cause: `BUBBLE_CAUSES`, and further causes that came up."""
+    """Mapping from cause to idle device-seconds: `BUBBLE_CAUSES`, and further causes if any."""
     device_seconds: float
-    """Number of devices times the run's seconds, of which `bubble` is a part."""
+    """Number of devices times the run's seconds; `bubble` is a part of them."""
     num_releases: int
-    """How often devices of the rollout were released to the trainer within a round."""
+    """How often engines' devices were released to the trainer within a round."""
     own_length_mean: float = math.nan
-    """Mean tokens of as many responses to the trained prompts, if no response was left out and no
-    weights changed. nan: not known."""
+    """Mean tokens of as many responses to the trained prompts as were trained on, if no response
+    was left out and no weights changed. nan: not known."""
     mismatch: float = 0.0
-    """Share of the tokens kept from an earlier launch that came out differently when they were
-    verified."""
+    """Share of tokens, kept from earlier launches, that came out differently when newer weights
+    verified them."""
     pipeline: PipelineResult | None = None
-    """Result of the trainer's pipeline stages. None: the trainer has no stages."""
+    """Result of the trainer's pipeline stages. None: the trainer has no pipeline stages."""
 
     @property
     def mean(self) -> dict[str, float]:
-        """Means over the steps of every number of `StepResult`."""
+        """Mapping from the name of each number of `StepResult` to its mean over the steps."""
         names = [f.name for f in fields(StepResult) if f.name != "kind"]
         return {
             name: sum(getattr(step, name) for step in self.steps) / len(self.steps)
@@ -94,24 +94,24 @@ class SystemResult:
 
     @property
     def trained_tokens_per_s(self) -> float:
-        """Response tokens trained on per second, over all steps. A step that is shorter because it
-        trains on less does not raise this number."""
+        """Response tokens trained on per second, over all steps; nan without any time. A step that
+        is shorter because it trains on less does not raise this number."""
         seconds = sum(step.total_s for step in self.steps)
         return sum(step.tokens_trained for step in self.steps) / seconds if seconds else math.nan
 
     @property
     def length_shift(self) -> float:
-        """Mean trained length over the policy's own, minus 1: -0.3 is 30 % shorter."""
+        """Mean trained length over the policy's own mean length, minus 1: -0.3 is 30 % shorter."""
         return self.trained_length_mean / self.policy_length_mean - 1
 
     @property
     def paired_shift(self) -> float:
-        """Mean trained length over `own_length_mean`, the mean for the same prompts, minus 1. 0 if
-        only the order of training changed, without noise of chance."""
+        """Mean trained length over `own_length_mean`, the mean for the same prompts, minus 1. It is
+        0 if only the order of training changed, without noise of chance."""
         return self.trained_length_mean / self.own_length_mean - 1
 
     def to_plain(self) -> dict[str, Any]:
-        """The result as `rollpacker simulate --json` prints it."""
+        """The result as plain values, as `rollpacker simulate --json` prints it."""
         mean = self.mean
         return {
             "steps": [

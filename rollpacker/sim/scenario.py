@@ -1,8 +1,6 @@
 """A scenario is what is simulated: a model on a cluster, its workload, and the system that runs it.
-
-A scenario is a YAML file, checked like a run's config. `system` names a preset of the switches
-(`presets.SYSTEMS`); what the file or an override says of a switch wins over the preset.
-"""
+A scenario is a YAML file, checked like a run's config. `system` names a preset for some sections
+(the switches); values that the file or an override sets there win over the preset."""
 
 from __future__ import annotations
 
@@ -42,32 +40,32 @@ from rollpacker.sim.workload_spec import LengthLaw, RewardStage
 SHARE_TOLERANCE = 0.01
 """Amount by which the sum of shares may differ from 1, so that three times 0.333 is accepted."""
 MAX_SAMPLES = 10_000_000
-"""Most samples of a step, and of the steps that an oracle sorts together: more do not fit into
+"""Most samples of one step, or of the steps that an oracle sorts together; more do not fit into
 memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSpec:
-    """How responses are generated (`rollout.*`)."""
+    """How responses are generated in a simulation (`rollout.*`)."""
 
     prompts_per_step: int
     """P0: number of prompts that each optimizer step trains on."""
     samples_per_prompt: int
-    """R0: number of responses per prompt."""
+    """R0: number of responses to each prompt."""
     max_response_tokens: int
-    """The cap: number of tokens at which a longer response is cut."""
+    """The cap: number of tokens at which a longer response is cut off."""
     tensor_parallel: int = 1
-    """Number of GPUs of one engine; with the parallelism planner, the number at the start."""
+    """Number of GPUs of one engine; with the parallelism planner, that number at the start."""
     prompt_tokens: int = 200
-    """Mean length of a prompt."""
+    """Mean length of a prompt, in tokens."""
     max_running: int | None = None
-    """Most sequences that an engine decodes at once; None: as many as its cache holds."""
+    """Most sequences that an engine decodes at once; None: as many as its KV cache holds."""
     speculation: Speculation | None = None
     drafts: Drafts | None = None
     """Guessed tokens that every decode step verifies; None: no tokens are guessed."""
     routing: Routing = "turns"
-    """Engine that a sample goes to. `turns`: the next engine in turn; `spread`: the engine with the
-    least work; `group`: all samples of a prompt to the same engine."""
+    """Rule for the engine that a sample goes to. `turns`: the next engine in turn; `spread`: the
+    engine with the least work; `group`: one engine for all samples of a prompt."""
     moves: bool = True
     """Whether unfinished samples can move between engines: to the replacement of a lost engine, and
     away from engines whose devices are released."""
@@ -93,28 +91,28 @@ class RolloutSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardScheduler:
-    """When and for how long answers are checked (`reward_scheduler.*`)."""
+    """When responses are checked, and for how long (`reward_scheduler.*`)."""
 
     overlap: bool = True
-    """Whether each answer is checked as soon as it is generated. False: all after the rollout."""
+    """Whether each response is checked as soon as it is generated. False: all after the rollout."""
     adaptive_timeout: bool = True
-    """Whether the time limit of a check follows the slowest check of a correct answer so far."""
+    """Whether a check's time limit follows the slowest check of a correct response so far."""
     colocated_judge: bool = True
-    """Whether the judge shares the GPUs of the rollout. False: it has devices of its own."""
+    """Whether the judge model shares the GPUs of the rollout. False: it has devices of its own."""
     order: Literal["fifo", "closest", "longest"] = "fifo"
-    """The response that is checked next: the first to come, a response whose prompt lacks the
-    fewest verdicts, or the response whose check is expected to take longest."""
+    """The response that is checked next. fifo: the first to come; closest: one whose prompt lacks
+    the fewest verdicts; longest: the one whose check is expected to take longest."""
     cancel: bool = False
     """Whether running checks of samples that are not needed any more are ended, as in real runs.
-    Off by default, since the constants were calibrated without."""
+    Off by default, since the constants were calibrated without it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelismSwitch:
-    """The planner of the rollout's tensor-parallel degree (`parallelism_planner.*`)."""
+    """The planner of the engines' tensor-parallel degree (`parallelism_planner.*`)."""
 
     enabled: bool = True
-    """Whether the planner may change the degree. False: every round has the degree of
+    """Whether the planner may change the degree between rounds. False: it stays
     `rollout.tensor_parallel`."""
     resize_s: float = 0.0
     """Seconds until engines with a new tensor-parallel degree have started."""
@@ -125,13 +123,13 @@ class ParallelismSwitch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CarrySpec:
-    """How newer weights change tokens of prompts that were put off to a later round (`carry.*`)."""
+    """How newer weights change tokens kept for prompts put off to a later round (`carry.*`)."""
 
     mismatch: float = 0.0
     """Chance per token and weight update that a kept token comes out differently."""
     mismatch_band: tuple[float, float] | None = None
-    """Lowest and highest value that `mismatch` can have; a plan keeps its bound on the length shift
-    at both. None: `mismatch` is known."""
+    """Lowest and highest value that `mismatch` may have; a plan keeps its bound on the length shift
+    at both. None: `mismatch` is exact."""
 
     def __post_init__(self) -> None:
         for name, rate in (
@@ -149,7 +147,7 @@ class CarrySpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OracleSpec:
-    """What a system does that knows all lengths beforehand, as only a simulator can
+    """What a system does that knows all response lengths beforehand, as only a simulator can
     (`oracle.*`)."""
 
     reorder_window: int = 0
@@ -164,25 +162,25 @@ class OracleSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """Everything that a simulation depends on."""
+    """Everything that a simulation depends on: model, cluster, workload and system."""
 
     name: str
-    """Title of the pictures and tables."""
+    """Title of pictures and tables of the simulation."""
     model: str | ModelShape
-    """Name of a preset, or the shape of a model (its layers, width, heads and parameters)."""
+    """Name of a model preset, or the shape of a model (its layers, width, heads and parameters)."""
     cluster: Cluster
     rollout: RolloutSpec
     lengths: LengthLaw | None = None
-    """Length law of every response, unless its reward stage has lengths of its own."""
+    """Length law of every response whose reward stage has none. None: each stage has its own."""
     rewards: tuple[RewardStage, ...] = ()
-    """Ways in which answers are checked, mixed by share; none: every verdict is there at once."""
+    """Ways to check responses, mixed by share of prompts; empty: every verdict is there at once."""
     turns: TurnsSpec | None = None
     """How samples take turns with environments; None: a sample is one response."""
     train: TrainSpec = field(default_factory=TrainSpec)
     sync_s: float | None = None
-    """Seconds to bring new weights into the engines; None: a power law of the parameters."""
+    """Seconds to bring new weights into the engines; None: by a power law of the parameters."""
     system: str = "rollpacker"
-    """Name of a preset that sets the sections `tail_batching` to `oracle` below."""
+    """Name of a system's preset, which sets the sections from `tail_batching` to `oracle` below."""
     tail_batching: TailBatchingConfig = field(default_factory=TailBatchingConfig)
     reward_scheduler: RewardScheduler = field(default_factory=RewardScheduler)
     parallelism_planner: ParallelismSwitch = field(default_factory=ParallelismSwitch)
@@ -190,9 +188,9 @@ class Scenario:
     oracle: OracleSpec = field(default_factory=OracleSpec)
     carry: CarrySpec = field(default_factory=CarrySpec)
     unkind: UnkindConfig | None = None
-    """Faults that happen, such as engines that fail and verdicts that get lost; None: no faults."""
+    """Faults to simulate, such as engines that fail and verdicts that get lost; None: no faults."""
     steps: int = 40
-    """Optimizer steps that are simulated."""
+    """Number of optimizer steps to simulate."""
     seed: int = 0
     """Seed of prompts, lengths, verdicts and faults."""
 
@@ -244,24 +242,23 @@ class Scenario:
 
     @property
     def trainer(self) -> Trainer:
-        """The parts of the scenario that the cost and the memory of the trainer's stages depend
-        on."""
+        """The parts of the scenario on which the trainer's time and memory depend."""
         return Trainer(self.train, self.cluster, self.shape)
 
     @property
     def stages(self) -> tuple[RewardStage, ...]:
-        """The ways in which answers are checked: `rewards`, or one stage without a check."""
+        """The ways to check responses: `rewards`, or a single stage without a check."""
         return self.rewards or (RewardStage(kind="none", share=1.0),)
 
     def law_of(self, stage: RewardStage) -> LengthLaw:
-        """Response lengths of the stage's prompts."""
+        """Length law of responses to the prompts of this reward stage."""
         law = stage.lengths or self.lengths
         assert law is not None
         return law
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens of a response, or with turns of a trajectory."""
+        """Most tokens of a response, or of a whole trajectory if samples have turns."""
         return self.rollout.max_response_tokens if self.turns is None else self.turns.max_tokens
 
     @property
@@ -366,13 +363,11 @@ class Scenario:
 def load_scenario(
     path: str | Path, overrides: Sequence[str] = (), system: str | None = None
 ) -> Scenario:
-    """Read a scenario from a file and apply the overrides. `system` None: the file's own system.
-
-    Switches in the file or the overrides belong to the file's own system; another system is its
-    pure preset on the same workload and cluster. Constants that the file gives for its own model
-    are left out if an override takes another model (`given_constants`). Raises `ConfigError` with
-    one message.
-    """
+    """Read a scenario from a file and apply the overrides. `system` is simulated instead of the
+    file's own system; None: the file's own. What file and overrides set in the sections of presets
+    is for the file's own system; another has its preset alone, on the same workload and cluster.
+    Constants that the file gives for its own model are left out if an override sets another model
+    (`given_constants`). Raises `ConfigError` with one message."""
     _refuse_run_config(path)
     overrides = [*overrides, *given_constants(path, overrides).resets]
     scenario = load_config(path, overrides, Scenario, below=_preset)
@@ -385,7 +380,7 @@ def load_scenario(
 
 
 def _refuse_run_config(path: str | Path) -> None:
-    """Raises `ConfigError` for a file that is a run's config and no scenario."""
+    """Raises `ConfigError` if the file is a run's config and no scenario."""
     tree, _ = parse_document(read_text(path), str(path))
     if {"data", "rollout"} <= tree.keys() and "cluster" not in tree:
         raise ConfigError(
@@ -396,10 +391,8 @@ def _refuse_run_config(path: str | Path) -> None:
 
 
 def with_system(scenario: Scenario, system: str) -> Scenario:
-    """The scenario unchanged if `system` is its system, else with that preset's switches.
-
-    Raises `ValueError` for an unknown system.
-    """
+    """The scenario with the sections that this system's preset sets, or unchanged if it is the
+    scenario's own system. Raises `ValueError` for an unknown system."""
     if system == scenario.system:
         return scenario
     check_known("system", system, SYSTEMS)
@@ -413,10 +406,8 @@ def with_system(scenario: Scenario, system: str) -> Scenario:
 
 
 def with_pipeline(scenario: Scenario, name: str) -> Scenario:
-    """The scenario with the schedule of pipeline stages (order and links) that `PIPELINES` has
-    under this name.
-
-    Raises `ValueError` if the scenario has no pipeline."""
+    """The scenario with the schedule of pipeline stages (order and links) of this name in
+    `PIPELINES`. Raises `ValueError` if the scenario's trainer has no pipeline."""
     if scenario.train.pipeline is None:
         raise ValueError(
             f"{name} is the order of a pipeline, and the scenario has none: set "
@@ -429,6 +420,6 @@ def with_pipeline(scenario: Scenario, name: str) -> Scenario:
 
 
 def _preset(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The switches of the system that a scenario file names; nothing if there is no such system."""
+    """Preset values of the system that a scenario file names; empty if it is unknown."""
     name = tree.get("system", "rollpacker")
     return SYSTEMS.get(name, {}) if isinstance(name, str) else {}

@@ -1,4 +1,4 @@
-"""Checks that the parts of a scenario share. Each check raises `ValueError` and names the key."""
+"""Checks of values in a scenario's parts. Each check raises `ValueError` and names the key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulates a scenario: makes the machine and the core's configuration, and runs both."""
+"""Simulates a scenario: makes the machine and the core's configuration from it, and runs them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from rollpacker.sim.workload import Workload
 from rollpacker.sim.workload_spec import RewardStage
 
 DEDICATED_JUDGE_SHARE = 0.8
-"""Share of its rate that a judge on devices of its own reaches, compared with one that shares all
-devices. Assumed so that the step times of Fig. 13a of the paper (without the sharing 0.82 to 0.98
-of the steps' speed) come out in their middle."""
+"""Share of its rate that a judge model reaches on devices of its own, compared with one that shares
+all devices. This value is assumed: it puts the speed of steps without sharing in the middle of the
+paper's Fig. 13a, which has 0.82 to 0.98 of the speed with sharing."""
 
 
 def simulate(
@@ -35,11 +35,9 @@ def simulate(
     observe: Sink | None = None,
     progress: Callable[[int], None] = lambda steps: None,
 ) -> SystemResult:
-    """Run `scenario.steps` steps of the scenario's system.
-
-    `observe` is called with every event and the core's answer, `progress` with the number of steps
-    done. Raises `ConfigError` if a trace cannot be read.
-    """
+    """Simulate `scenario.steps` steps of the scenario's system. `observe` is called with every
+    event and the core's answer, `progress` with the number of steps done. `calibration` None: the
+    default constants. Raises `ConfigError` if a trace of lengths cannot be read."""
     machine = machine_of(scenario, calibration or Calibration())
     simulation = Simulation(
         job_config(scenario, machine),
@@ -53,7 +51,7 @@ def simulate(
 
 
 def machine_of(scenario: Scenario, calibration: Calibration) -> Machine:
-    """The machine of a scenario, with times from datasheets and the fitted constants."""
+    """The simulated machine of a scenario, with times from datasheets and the fitted constants."""
     rollout, scheduler = scenario.rollout, scenario.reward_scheduler
     share = 1.0
     if not scheduler.overlap:
@@ -87,7 +85,7 @@ def machine_of(scenario: Scenario, calibration: Calibration) -> Machine:
 
 
 def job_config(scenario: Scenario, machine: Machine) -> JobConfig:
-    """The core's configuration for a scenario. It has no limit of steps: the simulation counts."""
+    """The core's configuration for a scenario, without a limit of steps (the simulation counts)."""
     rollout, scheduler = scenario.rollout, scenario.reward_scheduler
     layouts = _layouts(scenario, machine)
     degrees = tuple(sorted(layout.tensor_parallel for layout in layouts))
@@ -128,8 +126,8 @@ def job_config(scenario: Scenario, machine: Machine) -> JobConfig:
 
 
 def _tail(scenario: Scenario) -> TailBatchingConfig:
-    """The core's settings of tail batching. With turns the core must start trajectories put off to
-    a later round anew, since the machine keeps their tokens (`Machine.carries_turns`)."""
+    """The core's settings of tail batching. If samples have turns, the core starts trajectories put
+    off to a later round anew, since the machine keeps their tokens (`Machine.carries_turns`)."""
     tail = scenario.tail_batching
     return replace(tail, carry="none") if scenario.turns is not None and tail.carries else tail
 
@@ -145,8 +143,9 @@ def _reward_kind(stage: RewardStage, adaptive: bool) -> RewardKindConfig:
 
 
 def _layouts(scenario: Scenario, machine: Machine) -> tuple[DeviceLayout, ...]:
-    """One layout for every degree that the planner may choose, the scenario's own first. Degrees at
-    which an engine leaves a node, or cannot hold a response of full length, are left out."""
+    """Layouts (which devices form an engine) for the tensor-parallel degrees that the planner may
+    choose, the scenario's own first, except degrees at which an engine leaves its node or cannot
+    hold a response of full length."""
     cluster, rollout = scenario.cluster, scenario.rollout
     longest = rollout.prompt_tokens + scenario.max_tokens
     own = rollout.tensor_parallel

@@ -1,4 +1,5 @@
-"""A run in virtual time: the bus of a real run, with ports that know only how long things take.
+"""A simulated run: the bus (event loop) of a real run, with ports that only know how long things
+take. Ports carry out the core's commands (above each line) and answer with events (beside it).
 
       ports/rollout    ports/rewards    ports/training    simulation      responses
         Launch, Abort,   Score,           StartGradients,   FetchPrompts    Defer
@@ -6,7 +7,7 @@
         Replace, Release                  SyncWeights, Commit
            |  finishes      |  verdicts       |  Trained, ...   |  prompts
            v                v                 v                 v
-        +--------- clock: what comes next, ties in the order of saying ---------+
+        +------- clock: earliest event first, ties in order of scheduling ------+
         |          (sim/unkind: what goes wrong on the way, if anything)        |
         +----> bus.take(event): job.handle(event), each command at its port ----+
 
@@ -50,7 +51,7 @@ from rollpacker.sim.workload import Workload
 
 
 class Simulation:
-    """One run in virtual time. `run` may be called once."""
+    """One simulated run. `run` may be called only once."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class Simulation:
     ) -> None:
         """`unkind`: rates of faults, drawn by `seed`; None: no faults. `observe` is called with
         every event and the core's answer, as a real run logs them. `pools` obeys `Enter` and
-        `Leave` of a job that shares its pools; None: the job has its devices at once."""
+        `Leave` of a job that shares pools of devices; None: the job has its devices at once."""
         self.job = make_job(config)
         self.clock = clock = VirtualClock()
         self._tally = tally = Tally(machine.gpus, workload, machine.train_gpus or 0)
@@ -109,7 +110,7 @@ class Simulation:
         )
         self._pipeline, self._verified = machine.pipeline, (carried or responses).verified
         self._num_steps = 0
-        """Number of steps to simulate."""
+        """Number of optimizer steps to simulate."""
         self._progress: Callable[[int], None] = lambda steps: None
         self._finished: str | None = None
 
@@ -132,19 +133,19 @@ class Simulation:
         return self.result()
 
     def begin(self, steps: int) -> None:
-        """Start a run of `steps` steps that is then driven by `advance`."""
+        """Start a run of `steps` steps, to be driven by `advance`."""
         self._num_steps = steps
         self.clock.after(0.0, RunStarted(time_s=0.0))
         self.rollout.begin()
 
     def advance(self, until_s: float | None = None) -> None:
-        """Handle all events up to `until_s` seconds, or to the end of the run if that is None."""
+        """Handle all events up to the time `until_s` in seconds; None: up to the end of the run."""
         take = self._bus.take_alone if self._unkind is None else self._take_unkindly
         self.clock.run(take, until_s)
 
     def result(self) -> SystemResult:
-        """The result of a run that is over. Its seconds contain waits for pools. Raises
-        `ValueError` as `run` does."""
+        """The result of a run that is over. Its seconds include waits for shared pools of devices.
+        Raises `ValueError` if the run ended too early, as `run` does."""
         done, steps = len(self._tally.steps), self._num_steps
         if done < steps:
             hint = "lower the rates of unkind" if self._unkind else "simulate fewer steps"

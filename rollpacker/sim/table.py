@@ -1,5 +1,4 @@
-"""Plain tables of at most 100 columns of what was simulated, and a few sentences on what they
-mean."""
+"""Plain tables, at most 100 columns wide, of simulation results, and sentences on their meaning."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ from rollpacker.sim.result import (
 )
 
 Results = Mapping[str, SystemResult]
-"""Mapping from a system's name to its result, in the order of the tables. Every system is compared
-with the first."""
+"""Mapping from a system's name to its result, in the order of tables. Systems are compared with the
+first."""
 
 STAGES = {
     "rollout": "rollout_s",
@@ -27,18 +26,18 @@ STAGES = {
     "training": "train_s",
     "weight sync": "sync_s",
 }
-"""Mapping from each stage of a step, in their order, to the stage's field of `StepResult`."""
+"""Mapping from each stage of a step, in order, to the field of `StepResult` with its seconds."""
 ORACLE = "oracle"
 MIN_FASTER = 0.02
-"""Share by which steps, or tokens per second, must differ to be called different."""
+"""Share by which seconds of steps, or tokens per second, must differ to be called different."""
 MANY_TIMES = 2.0
-"""Ratio of two durations from which on the text has the ratio instead of a percentage."""
+"""Ratio of two durations from which on the text shows the ratio, not a percentage."""
 MIN_FEWER = 0.08
 """Share of tokens by which a system must train on less for the text to mention it. Smaller
-differences come about in a few dozen steps, which begin with short responses."""
+differences also come about by chance in a few dozen steps, which begin with short responses."""
 _NOTABLE_SHIFT = 0.03
-"""Share by which trained lengths must differ from the policy's own to be called shorter or longer.
-Smaller differences come about by chance in a few dozen steps."""
+"""Share by which mean trained lengths must differ from the policy's own to be called shorter or
+longer. Smaller differences come about by chance in a few dozen steps."""
 
 
 def render(
@@ -48,9 +47,9 @@ def render(
     idle: bool = True,
     last_stage: str = "weight sync",
 ) -> str:
-    """Tables of seconds, rounds, lengths and, if `idle`, idle time, with a row per system.
-    `reference` is the system whose speed is 1 (None: the first). `last_stage` names what follows
-    the optimizer step, which in a real run is more than the weight sync."""
+    """Returns tables of seconds, rounds, lengths and, if `idle`, idle time, with a row per system.
+    `reference` is the system whose speed counts as 1 (None: the first). `last_stage` names what
+    follows the optimizer step, which in a real run is more than the weight sync."""
     tables = [
         _seconds_table(results, reference or next(iter(results)), last_stage),
         _rounds_table(results),
@@ -62,7 +61,7 @@ def render(
 
 
 def _seconds_table(results: Results, reference: str, last_stage: str) -> list[list[str]]:
-    """Mean seconds of a step and of its stages, and response tokens trained on per second."""
+    """Rows of a table: mean seconds of a step and its stages, and trained tokens per second."""
     stages = [*[*STAGES][:-1], last_stage]
     rows = [["seconds of a step, mean", "step", "speed", "tokens/s", *stages]]
     base = results[reference].mean["total_s"]
@@ -78,15 +77,15 @@ def _seconds_table(results: Results, reference: str, last_stage: str) -> list[li
 
 
 def _flattered(results: Results, reference: str) -> set[str]:
-    """Names of systems whose speed is marked in the table, since in its steps or in those of the
-    reference the longest responses are still to come."""
+    """Names of systems whose speed is marked in the table, since in the system's steps or in the
+    reference's the longest responses are still to come."""
     if _misses_the_longest(results[reference]):
         return set(results) - {reference}
     return {name for name, result in results.items() if _misses_the_longest(result)}
 
 
 def _rounds_table(results: Results) -> list[list[str]]:
-    """Mean seconds of each kind of round and how many there were, and what the engines did."""
+    """Rows of a table: mean seconds and number of each kind of round, and what the engines did."""
     digits = _digits(results)
     met = {step.kind for result in results.values() for step in result.steps}
     kinds = [kind.value for kind in RoundKind if kind.value in met]
@@ -102,8 +101,8 @@ def _rounds_table(results: Results) -> list[list[str]]:
 
 
 def _lengths_table(results: Results) -> list[list[str]]:
-    """Mean lengths and their shift, against the policy's own and, "paired", against the responses
-    that the same prompts would have if no response was left out, which chance does not change."""
+    """Rows of a table: mean lengths of trained and of the policy's own responses, and by what share
+    they differ ("shift"). "paired" compares with the same prompts only, so without chance."""
     rows = [
         [
             *("tokens of a response", "trained", "own", "shift", "paired"),
@@ -143,8 +142,8 @@ def _idle_table(results: Results) -> list[list[str]]:
 
 
 def explain(results: Results) -> str:
-    """A few sentences on the fastest system but the oracle, which nobody can build: what its step's
-    time is spent on, how long the step is beside others, and what it trains on."""
+    """A few sentences on the fastest system except the oracle, which nobody can build: where its
+    step's time goes, how long its step is beside others', and what it trains on."""
     name = min(
         (name for name in results if name != ORACLE or len(results) == 1),
         key=lambda name: results[name].mean["total_s"],
@@ -160,8 +159,8 @@ def explain(results: Results) -> str:
 
 
 def explain_what_if(results: Results) -> str:
-    """A few sentences on a run as it was measured, the run simulated, and the run simulated with
-    other settings, in this order. The last one is missing where nothing was changed."""
+    """A few sentences on three results in this order: a run as measured, the run simulated, and the
+    run simulated with other settings. The third is missing if nothing was changed."""
     measured, same, *others = results.values()
     changed = others[0] if others else same
     before, after = same.mean["total_s"], changed.mean["total_s"]
@@ -191,8 +190,8 @@ def _mark_explained(results: Results, reference: str) -> list[str]:
 
 
 def _trains_on_less(results: Results, reference: str) -> list[str]:
-    """A sentence for every system whose step is shorter than the reference's, where part of that
-    or all of it is that it trains on fewer tokens."""
+    """A sentence for every system whose step is shorter than the reference's at least in part
+    because it trains on fewer tokens."""
     base = results[reference]
     told = []
     for name, result in results.items():
@@ -215,8 +214,8 @@ def _trains_on_less(results: Results, reference: str) -> list[str]:
 
 
 def _faster_than_the_oracle(results: Results) -> list[str]:
-    """A sentence on why systems are faster than the oracle; none if no system is. The oracle bounds
-    only systems that await every response of a round and train on all responses."""
+    """A list of one sentence on why systems are faster than the oracle; empty if none is. The
+    oracle bounds only systems that await every response of a round and train on all responses."""
     oracle = results.get(ORACLE)
     if oracle is None or len(results) == 1:
         return []
@@ -240,7 +239,7 @@ def _faster_than_the_oracle(results: Results) -> list[str]:
 
 
 def _shift(result: SystemResult) -> float:
-    """Mean trained length over the policy's own, minus 1; against the same prompts where known."""
+    """Mean trained length over the policy's own (for the same prompts if known), minus 1."""
     return result.paired_shift if math.isfinite(result.paired_shift) else result.length_shift
 
 
@@ -304,7 +303,7 @@ def _not_yet_trained(name: str, result: SystemResult) -> str:
 
 
 def _compared(seconds: float, others: float) -> str:
-    """A text such as "12% shorter than", to be followed by the name of what `others` belongs to."""
+    """Two durations compared in a text such as "12% shorter than", without the second's name."""
     ratio = _over(seconds, others)
     if abs(ratio - 1) < 0.005:
         return "as long as"
@@ -317,7 +316,7 @@ def _compared(seconds: float, others: float) -> str:
 
 
 def _digits(results: Results) -> int:
-    """Number of decimals of seconds in a whole table, by the shortest mean step."""
+    """Number of decimals of seconds in all tables, chosen by the shortest mean step."""
     shortest = min(result.mean["total_s"] for result in results.values())
     return 1 if shortest >= 10 else 2 if shortest >= 1 else 3
 

@@ -1,14 +1,15 @@
-"""Counts of a simulated run: the seconds of every step, and idle device-seconds by cause.
+"""Counts of a simulated run: the seconds of every step, and idle device-seconds by cause. Time goes
+from left to right, with a step's stages below the moments at which the tally is called:
 
     committed     launch       engines empty   (launch ...)    train on   trained   committed
         |--- sync ---|---- rollout ---|-- reward wait --|--- ... ---|-- train --|--- sync ---|
 
-A test holds that the steps are those of the history of the event log. They are counted here all the
-same: a simulation that keeps the history as well takes 1.4 times as long
+A report made from the event log gives the same numbers, which a test checks. They are counted here
+all the same, since a simulation that keeps what a report needs takes 1.4 times as long
 (`benchmarks/sim_speed.py --history`).
 
-A step that is filled up (dynamic sampling) has several rollouts. A step without anything to train
-on is no step here: its time belongs to the next one.
+A step that dynamic sampling fills up has several rollouts. A step that trains on nothing is not
+counted: its time belongs to the next step.
 """
 
 from __future__ import annotations
@@ -27,26 +28,26 @@ from rollpacker.sim.workload import Workload
 
 
 class Tally:
-    """Counts steps and idle time by calls of the ports, in the order of time."""
+    """Counts steps and idle time, by calls from the simulated parts in the order of time."""
 
     def __init__(self, gpus: int, workload: Workload, train_gpus: int = 0) -> None:
-        """`train_gpus`: number of devices that only train; then `gpus` only generate. 0: the `gpus`
-        do both."""
+        """`train_gpus`: number of devices that only train, while the `gpus` only generate. 0: the
+        `gpus` devices do both."""
         self.steps: list[StepResult] = []
         self.bubble = dict.fromkeys(BUBBLE_CAUSES, 0.0)
-        """Idle device-seconds by cause."""
+        """Mapping from cause to idle device-seconds so far."""
         self._gpus, self._train_gpus = gpus, train_gpus
         self._workload = workload
         self._num_tail_trained = 0
         self._tokens_redrawn = self._own_tokens = 0
         self.step = OpenStep(began_s=0.0)
-        """The open step. A port that takes a response out of an engine adds its tokens and
-        preemptions here."""
+        """The step that is not committed yet. Whoever takes a response out of an engine adds the
+        response's tokens and preemptions here."""
 
     # -- what the ports tell -----------------------------------------------------------
 
     def rollout_begins(self, now_s: float, kind: str, tensor_parallel: int) -> None:
-        """Called when samples are launched on empty engines."""
+        """Called when samples of a round are launched on empty engines."""
         step = self.step
         step.kind, step.tensor_parallel = kind, tensor_parallel
         if step.empty_since_s is None:
@@ -56,14 +57,13 @@ class Tally:
             step.rollout_from_s = now_s
 
     def rollout_ends(self, now_s: float) -> None:
-        """Called when the last engine has become empty."""
+        """Called when the last engine with samples has become empty."""
         step = self.step
         step.rollout_s += now_s - step.rollout_from_s
         step.empty_since_s = now_s
 
     def environments_waited(self, device_s: float) -> None:
-        """Count `device_s` device-seconds in which engines were idle while environments
-        answered."""
+        """Count `device_s` device-seconds in which engines idled while environments answered."""
         self.bubble[ENVIRONMENT] = self.bubble.get(ENVIRONMENT, 0.0) + device_s
 
     def rollout_goes_on(self, now_s: float) -> None:
@@ -76,7 +76,7 @@ class Tally:
         self.environments_waited(waited_s * self._gpus)
 
     def streamed(self, num_samples: int) -> None:
-        """Count samples whose gradients begin before the round is over."""
+        """Count samples whose gradients begin while other samples are still generated."""
         self.step.num_streamed += num_samples
 
     def training_begins(self, now_s: float, lengths: Sequence[int], own_tokens: int) -> None:
@@ -98,8 +98,8 @@ class Tally:
         self.step.trained_s = now_s
 
     def committed(self, end_s: float) -> bool:
-        """Close the step, which is durable at `end_s`. Returns False if there was nothing to train
-        on, so that the step continues."""
+        """Close the step, which is durable at `end_s`. Returns False if the step had nothing to
+        train on, so that it continues."""
         step = self.step
         if not step.num_trained:
             return False
@@ -124,7 +124,7 @@ class Tally:
     # -- the result --------------------------------------------------------------------
 
     def result(self, num_releases: int, mismatch: float = 0.0) -> SystemResult:
-        """The result of the steps so far, of which there must be at least one."""
+        """The result of all steps so far, of which there must be at least one."""
         steps = self.steps
         num_trained = sum(step.num_trained for step in steps)
         tokens_trained = sum(step.tokens_trained for step in steps)
@@ -145,11 +145,11 @@ class Tally:
 
 
 class OpenStep:
-    """The step that is not committed yet."""
+    """Counts and times of the step that is not committed yet."""
 
     def __init__(self, began_s: float) -> None:
         self.kind = ""
-        """Kind of the step's latest round. `tensor_parallel` is that round's too."""
+        """Kind of the step's latest round; `tensor_parallel` is that round's too."""
         self.tensor_parallel = 1
         self.began_s = self.rollout_from_s = began_s
         self.empty_since_s: float | None = None
@@ -160,7 +160,8 @@ class OpenStep:
         self.preemptions = 0
         self.tokens_generated = 0
         self.tokens_redrawn = 0
-        """Tokens that were generated for ends of responses which were then refused."""
+        """Number of tokens generated up to ends of responses that were then refused and drawn
+        again."""
         self.tokens_trained = 0
         self.num_trained = 0
         self.max_trained = 0

@@ -1,4 +1,4 @@
-"""A picture of simulated systems: some consecutive steps on a time axis, and the mean step."""
+"""Draws simulated systems: some consecutive steps of each on a time axis, and the mean step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMATS = (".png", ".svg", ".pdf")
-"""Endings of file names that a picture may have."""
+"""Endings that the file name of a picture may have."""
 STAGE_COLOURS = {
     "rollout": "#2a9d8f",
     "reward": PHASE_COLOURS["reward_wait"],
@@ -36,7 +36,7 @@ _LONG = (RoundKind.LONG, RoundKind.FLUSH)
 _LONG_COLOUR = "#e76f51"
 _INK, _FAINT = "#333333", "#777777"
 _MIN_STEPS, _MAX_STEPS = 5, 12
-"""Fewest and most steps in the picture."""
+"""Fewest and most consecutive steps to show in a picture."""
 
 
 def draw(
@@ -46,13 +46,14 @@ def draw(
     title: str,
     reference: str | None = None,
 ) -> range:
-    """Draw the systems one below the other; returns the places of the steps shown, from 0.
+    """Draw the systems one below the other, in the format that the ending of `out` names (one of
+    `FORMATS`). Returns the indices (from 0) of the steps shown.
 
-    The format follows the ending of the name `out`, one of `FORMATS`. The upper panel has the same
-    steps of every system, with a whole cycle of short rounds and their long round if there is one.
-    The next has the mean of all steps, with the speed against `reference` (None: the first). Each
-    further panel has the last optimizer step of a trainer with pipeline stages, a lane for each
-    stage. Raises `OSError` if the file cannot be written."""
+    The upper panel has the same steps of every system: a whole cycle of short rounds and their long
+    round if there is one. The next panel has the mean of all steps, with the speed against
+    `reference` (None: the first system). Further panels have the last optimizer step of trainers
+    with pipeline stages, a lane for each stage. Raises `OSError` if the file cannot be written.
+    """
     shown = choose_steps(results)
     pipelines = pipelines_of(results)
     lanes = [one.stages for one in pipelines.values()]
@@ -75,10 +76,9 @@ def draw(
 
 
 def choose_steps(results: Mapping[str, SystemResult]) -> range:
-    """Places of consecutive steps to draw: from after a long round to the end of a later long
-    round, so that the mix of rounds is the run's; without long rounds the first few steps.
-
-    The steps are those of the system with the longest such cycle, and exist in every system."""
+    """Indices of consecutive steps to draw: from after a long round to the end of a later long
+    round, so that the mix of rounds is the run's; without long rounds the first few steps. Chosen
+    for the system with the longest such cycle; every system has these steps."""
     num_common = min(len(result.steps) for result in results.values())
     cycles = [_cycle(result.steps[:num_common]) for result in results.values()]
     return max(cycles, key=lambda cycle: (cycle.start > 0, len(cycle)))
@@ -96,7 +96,7 @@ def _cycle(steps: Sequence[StepResult]) -> range:
 
 
 def _figure(num_systems: int, lanes: Sequence[int]) -> tuple[Figure, list[Axes]]:
-    """The figure and its panels: steps, means, and a panel for each number of lanes in `lanes`."""
+    """A figure with its panels: steps, means, and one more for each number of lanes in `lanes`."""
     # The object interface: no display, no global state of pyplot.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -118,7 +118,7 @@ def _figure(num_systems: int, lanes: Sequence[int]) -> tuple[Figure, list[Axes]]
 
 
 def _draw_steps(axes: Axes, results: Mapping[str, SystemResult], shown: range) -> None:
-    """Each system's steps in sequence on one line, with the kind of round above each."""
+    """Draw each system's steps side by side in one row, with the kind of round above each step."""
     room = max(sum(result.steps[place].total_s for place in shown) for result in results.values())
     for row, result in enumerate(results.values()):
         left = 0.0
@@ -160,7 +160,7 @@ def _stack(
     height: float,
     label_from: float = float("inf"),
 ) -> None:
-    """Draw the stages of one step side by side, with their seconds from `label_from` seconds on."""
+    """Draw a step's stages side by side, with their seconds if they are at least `label_from`."""
     for stage, duration in seconds.items():
         axes.barh(row, duration, left=left, height=height, color=STAGE_COLOURS[stage], linewidth=0)
         if duration >= label_from:

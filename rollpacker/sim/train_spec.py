@@ -10,20 +10,21 @@ from rollpacker.sim.scenario_checks import at_least_one, check_seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSpec:
-    """The optimizer step (`train.*`)."""
+    """How the optimizer step is simulated (`train.*`)."""
 
     tensor_parallel: int = 1
-    """GPUs that share each layer. The product of the three degrees is the number of GPUs of a
-    replica, which are released together; the degrees do not change the time of a step."""
+    """Number of GPUs that share each layer. Times `pipeline_parallel` and `context_parallel` this
+    is the number of GPUs of a replica, released together. It does not change a step's time."""
     pipeline_parallel: int = 1
-    """Stages that the layers are divided into. Counts only for the number of GPUs of a replica."""
+    """Number of stages that divide the layers. It counts only for a replica's number of GPUs."""
     context_parallel: int = 1
-    """GPUs that share each sequence. Counts only for the number of GPUs of a replica."""
+    """Number of GPUs that share each sequence. It counts only for a replica's number of GPUs."""
     fixed_s: float | None = None
-    """Seconds of a step that do not depend on its tokens; None: a power law of the parameters."""
+    """Seconds of a step that do not depend on its tokens; None: by a power law of the
+    parameters."""
     pipeline: PipelineSpec | None = None
-    """Pipeline stages that are simulated one by one. None: the work of a step is shared out evenly
-    over the GPUs, and no stage waits."""
+    """Pipeline stages to simulate one by one. None: the work of a step is shared out evenly over
+    the GPUs, and no stage waits."""
 
     def __post_init__(self) -> None:
         at_least_one(self, "tensor_parallel", "pipeline_parallel", "context_parallel")

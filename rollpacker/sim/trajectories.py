@@ -1,8 +1,6 @@
-"""The trajectories of a scenario with turns, which do not depend on any decision of a system.
-
-All draws are keyed by (seed, prompt, attempt, index) and by the turn. Messages are drawn as
-responses: the message of turn t has the length of a further response to the same prompt.
-"""
+"""The trajectories (samples with several turns) of a scenario, which do not depend on any decision
+of a system. All draws are keyed by (seed, prompt, attempt, index) and by the turn. A message is
+drawn as a response: turn t's message is as long as a further response to the same prompt."""
 
 from __future__ import annotations
 
@@ -19,30 +17,30 @@ from rollpacker.sim.turns_spec import TurnsSpec
 MAX_KEPT = 50_000
 """Most trajectories that are cached, so that they are not drawn again at every turn."""
 NUM_SEEN = 512
-"""Number of prompts whose first trajectories serve to compute the policy's own lengths."""
+"""Number of prompts whose first trajectories give the policy's own lengths."""
 
 
 class Turn(NamedTuple):
     tokens: int
-    """Tokens of the message."""
+    """Number of tokens of the model's message in this turn."""
     is_cut_off: bool
-    """Whether the message ran into a limit, which ends the trajectory."""
+    """Whether the message ran into a token limit, which ends the trajectory."""
     given: int
-    """Tokens of the environment's answer."""
+    """Number of tokens of the environment's answer to the message."""
     seconds: float
-    """Seconds that the environment takes to answer."""
+    """Seconds that the environment takes for its answer."""
     is_over: bool
-    """Whether the episode is over with this answer."""
+    """Whether the episode is over with this turn's answer."""
 
 
 AtRank = Callable[[Mapping[float, float], SampleId, int, int], NDArray[np.floating[Any]]]
-"""Type of `Workload.at_rank`, which draws numbers for a sample from a law by quantiles."""
+"""Type of `Workload.at_rank`, which draws values for a sample from a law given by quantiles."""
 Message = Callable[[SampleId, int], int]
 """Type of `Workload.message`, which returns the tokens of a sample's message in a turn."""
 
 
 class Trajectories:
-    """Draws the turns of every sample."""
+    """Draws the turns (message and environment's answer) of every sample."""
 
     def __init__(
         self,
@@ -53,16 +51,16 @@ class Trajectories:
     ) -> None:
         draw = functools.partial(_draw, at_rank, message, spec, max_response_tokens)
         self.turns = functools.lru_cache(MAX_KEPT)(draw)
-        """Function from the id that a sample's random numbers belong to, to the sample's turns."""
+        """Function that returns the turns of the sample with this id of random numbers."""
 
     def total(self, sample: SampleId) -> int:
-        """Tokens of the trajectory, without those of the answer to the last message."""
+        """Number of tokens of a sample's trajectory, without the answer to its last message."""
         turns = self.turns(sample)
         return sum(turn.tokens + turn.given for turn in turns) - turns[-1].given
 
     def own_tokens(self, groups: Sequence[Sequence[SampleId]]) -> int:
-        """Tokens of as many trajectories of these groups' prompts as the groups have samples, drawn
-        as for the prompts' first launch."""
+        """Total tokens of as many trajectories of these groups' prompts as the groups have samples,
+        drawn as for the prompts' first launch."""
         return sum(
             self.total(SampleId(group[0].prompt, index, 0))
             for group in groups
@@ -70,8 +68,8 @@ class Trajectories:
         )
 
     def policy_lengths(self, sources: Sequence[str]) -> tuple[float, float]:
-        """Mean and 95th percentile of the tokens of `NUM_SEEN` prompts' first trajectories. The
-        prompts' sources are `sources`, repeated in this order."""
+        """Mean and 95th percentile of the tokens of the first trajectories of `NUM_SEEN` prompts,
+        whose sources are `sources`, repeated in this order."""
         prompts = (PromptId(sources[row % len(sources)], 0, row) for row in range(NUM_SEEN))
         totals = np.array([self.total(SampleId(prompt, 0, 0)) for prompt in prompts])
         return float(totals.mean()), float(np.percentile(totals, 95))
@@ -80,7 +78,7 @@ class Trajectories:
 def _draw(
     at_rank: AtRank, message_of: Message, spec: TurnsSpec, cap: int, sample: SampleId
 ) -> tuple[Turn, ...]:
-    """The turns of a sample. `cap`: tokens at which a message is cut off."""
+    """Draws the turns of a sample. `cap`: number of tokens at which a message is cut off."""
     num = int(at_rank(spec.messages_quantiles, sample, 0, 1)[0])
     most = num if spec.max_turns is None else min(num, spec.max_turns)
     given = at_rank(spec.given_tokens_quantiles, sample, 1, most)

@@ -14,13 +14,14 @@ from rollpacker.sim.scenario_checks import MAX_SECONDS, at_least_one, check_quan
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnsSpec:
     """How samples take turns with environments (`turns.*`): a sample is then a trajectory of the
-    model's messages and the environment's answers, and the scenario's lengths are those of a
-    message. Between quantiles the logarithm is linear; beyond the ends it is constant."""
+    model's messages and the environment's answers, and the scenario's lengths are those of
+    messages. Between quantiles the logarithm of a value is linear; beyond the ends it is
+    constant."""
 
     messages_quantiles: Mapping[float, int]
     """Mapping from quantile to the number of messages of a trajectory that no limit cuts short."""
     given_tokens_quantiles: Mapping[float, int]
-    """Mapping from quantile to the tokens of an environment's answer."""
+    """Mapping from quantile to the number of tokens of an environment's answer."""
     seconds_quantiles: Mapping[float, float]
     """Mapping from quantile to the seconds that an environment takes for an answer."""
     max_tokens: int
@@ -28,17 +29,17 @@ class TurnsSpec:
     max_turns: int | None = None
     """Most messages of a trajectory; None: no limit."""
     workers: int | None = None
-    """Most environments that answer at the same time, for each kind of prompts; None: no limit."""
+    """Most environments that answer at once, for each source of prompts; None: no limit."""
     deadline: AdaptiveDeadlineConfig = field(
         default_factory=lambda: AdaptiveDeadlineConfig(min_s=60.0, factor=2.0, max_s=600.0)
     )
-    """Deadline of an answer, which follows the slowest answer so far. The default allows more time
-    than that of checks, since a missed deadline loses a whole trajectory."""
+    """Deadline of an environment's answer, which follows the slowest answer so far. The default
+    allows more time than for checks, since a missed deadline loses a whole trajectory."""
     deterministic: bool = False
-    """Whether a lost environment is played again from its start. False: its sample has failed."""
+    """Whether a lost environment is played again from its start. False: its sample fails."""
     keep_rows: bool = True
-    """Whether a trajectory stays in its engine's cache while the environment answers, where it
-    takes no room from others. False: the cache is computed anew for each turn."""
+    """Whether a trajectory stays in its engine's KV cache while the environment answers; its room
+    there is not counted meanwhile. False: the cache is computed anew for each turn."""
 
     def __post_init__(self) -> None:
         at_least_one(self, "max_tokens")
@@ -52,7 +53,7 @@ class TurnsSpec:
         )
 
     def acting(self, kinds: tuple[str, ...]) -> ActingConfig:
-        """The core's configuration of turns, for prompts of these sources."""
+        """The core's configuration of turns, for prompts of the sources `kinds`."""
         kind = KindConfig(workers=self.workers, deadline=self.deadline)
         return ActingConfig(
             limits=TurnLimits(max_turns=self.max_turns, max_trajectory_tokens=self.max_tokens),

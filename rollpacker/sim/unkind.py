@@ -1,12 +1,11 @@
-"""Faults of a simulated run: failures, late finishes, lost verdicts, slow checks, environments that
-hang.
+"""Faults of simulated runs: failures, late finishes, lost verdicts, slow checks, hung environments.
 
     bus --command--> Unkind --> the port that obeys it
     bus <--event---- Unkind.answer <-- what that port says
 
-The ports themselves are kind: they do what they are told. Between them and the bus, `Unkind`
-changes some of the answers. What it changes depends on its seed and on the sample, and on nothing
-else: the same run meets the same misfortune again, also after a resume.
+The ports (simulated engines, rewards, environments) do what they are told. Between them and the bus
+(event loop), `Unkind` turns some of their answers into faults. Which ones depends only on its seed
+and on the sample or engine: the same run meets the same faults again, also after a resume.
 """
 
 from __future__ import annotations
@@ -33,27 +32,27 @@ from rollpacker.core.portable import log
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnkindConfig:
-    """Rates and delays of each kind of fault. All shares lie in [0, 1]; 0 means never. Raises
-    `ValueError` for a value out of range."""
+    """Rates and delays of the faults in a simulated run. All shares lie in [0, 1]; 0 means never.
+    Raises `ValueError` for a value out of range."""
 
     failure_rate: float = 0.0
     """Share of the responses that fail at the moment when they would be complete."""
     late_finish_rate: float = 0.0
-    """Share of the aborts that reach the engine when the response has just finished."""
+    """Share of the aborts that reach the engine when the response has just finished anyway."""
     no_verdict_rate: float = 0.0
-    """Share of the samples that cannot be judged, however often the check is tried."""
+    """Share of the samples that cannot be judged, however often their check is tried."""
     infrastructure_rate: float = 0.0
     """Share of the checks that fail for no fault of the sample; a second try may succeed."""
     verdict_delay_s: float = 0.0
-    """Most seconds by which a check takes longer; every delay up to that is equally likely."""
+    """Most seconds by which a check takes longer; every delay from 0 to that is equally likely."""
     act_failure_rate: float = 0.0
-    """Share of the turns in which the environment raises an exception."""
+    """Share of a trajectory's turns in which the environment raises an exception."""
     act_hang_rate: float = 0.0
-    """Share of the turns that the environment never answers; a deadline ends these turns."""
+    """Share of a trajectory's turns that the environment never answers; a deadline ends these."""
     act_infrastructure_rate: float = 0.0
     """Share of the turns in which the environment's process is lost; a second try may succeed."""
     engine_life_s: float = 0.0
-    """Mean seconds until an engine is lost, at the same rate throughout; 0: no engine is lost."""
+    """Mean seconds until an engine is lost, exponentially distributed; 0: no engine is lost."""
     engine_start_s: float = 60.0
     """Seconds until a lost engine's replacement is ready."""
 
@@ -67,23 +66,24 @@ class UnkindConfig:
 
 
 class Unkind:
-    """A port around the ports that launch samples, judge them and give environments' answers. It
-    changes some of their events into faults."""
+    """Stands between the core and the simulated engines, rewards and environments, and turns some
+    of their events into faults."""
 
     def __init__(self, config: UnkindConfig, *ports: Port, seed: int = 0) -> None:
         self.config = config
         self._ports = ports
         self._seed = seed
         self._version = 0
-        """Version of the weights of the latest launch."""
+        """Version of the weights that the latest launch generates with."""
         self._retries: dict[SampleId, int] = {}
-        """How often the check of a sample was tried again, for checks that are awaited."""
+        """How often the check of each sample was tried again, while its verdict is awaited."""
         self._replays: dict[SampleId, int] = {}
-        """How often the turn of a sample's environment was tried again, for turns that are
-        awaited."""
+        """How often the current turn of each sample's environment was tried again, while its answer
+        is awaited."""
 
     def routes(self) -> Routes:
-        """The routes of the ports inside. Launches, checks and turns are noted on their way."""
+        """Returns which function obeys each command to the simulated parts. Launches, checks and
+        turns are noted before they are passed on."""
         routes = {kind: obey for port in self._ports for kind, obey in port.routes().items()}
         overheard: Mapping[type[Command], Callable[[Any], None]] = {
             Launch: self._on_launch,
@@ -96,7 +96,7 @@ class Unkind:
         return routes
 
     def answer(self, event: Event) -> Event:
-        """The event that the core receives instead of this one: mostly the event itself."""
+        """The event that the core receives in place of this one: a fault, or the event itself."""
         config = self.config
         match event:
             case SampleGenerated(sample=sample):
@@ -128,7 +128,7 @@ class Unkind:
         return event
 
     def delay_s(self, sample: SampleId) -> float:
-        """How much longer the check of this sample takes, in seconds."""
+        """Seconds by which the check of this sample takes longer."""
         most = self.config.verdict_delay_s
         return most * self._share("delay", sample) if most else 0.0
 
@@ -138,8 +138,8 @@ class Unkind:
         return bool(rate) and self._share(f"hang {turn}", sample) < rate
 
     def life_s(self, engine: int, incarnation: int) -> float:
-        """Seconds from the start of an engine to its loss; inf: never lost. `incarnation` counts
-        how often the engine was started again."""
+        """Seconds from the start of an engine to its loss; inf: it is never lost. `incarnation`
+        counts how often the engine was started again."""
         mean = self.config.engine_life_s
         share = self._share("life", f"{engine}.{incarnation}")
         return -mean * log(1.0 - share) if mean else math.inf

@@ -45,12 +45,12 @@ MODELLED = (
     *("rollout.engine.max_slots", "rollout.engines", "rollout.routing"),
     *("tail_batching", "stream_trainer", "train.steps"),
 )
-"""Keys of a run's config that a simulation of it can follow."""
+"""Keys of a run's config whose changes a simulation of the run can follow."""
 COLOCATED = ("train.colocate", "train.processes", "train.replicas")
-"""Further keys that a simulation can follow if engines and the trainer share devices."""
+"""Further keys whose changes a simulation can follow if engines and the trainer share devices."""
 SHORTEST_STEP_S = 1e-6
 NUM_AGAIN = 64
-"""Number of lengths that are drawn for every row of the data beside the recorded lengths."""
+"""Number of response lengths that are drawn for every row of the data, beside its recorded ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,33 +58,33 @@ class WhatIf:
     """A recorded run, and its simulations with the same and with other settings."""
 
     measured: SystemResult
-    """Result of the run itself."""
+    """Measured result of the recorded run itself."""
     predicted_same: SystemResult
-    """Result of a simulation at the run's own settings, to see how close the fit is to
+    """Result of a simulation at the run's own settings, which shows how close the fit is to
     `measured`."""
     predicted: SystemResult
-    """Result of a simulation with the overrides."""
+    """Result of a simulation of the run with the overrides."""
     fit_text: str
-    """The fitted constants, as a table."""
+    """Table of the constants that were fitted to the run."""
     model: RunModel
     """The fitted run, from which the simulations were made."""
     config: RunConfig
-    """The run's config with the overrides."""
+    """The run's config, changed by the overrides."""
     scenario: Mapping[str, Any]
-    """`config` as plain values."""
+    """`config` as plain values (dicts and lists)."""
 
 
 @dataclass(frozen=True)
 class RunModel:
-    """A recorded run with its config and fitted constants, which can be simulated. Picklable."""
+    """A recorded run with its config and fitted constants, which can be simulated and pickled."""
 
     folder: Path
     config: RunConfig
     fitted: FittedRun
 
     def with_overrides(self, overrides: Sequence[str]) -> RunConfig:
-        """The run's config with these overrides. Raises `ConfigError` for a key that changes
-        nothing in a simulation, and for a higher cap than the run's."""
+        """The run's config, changed by these overrides. Raises `ConfigError` for a key that changes
+        nothing in a simulation, and for a higher cap of tokens than the run's."""
         config = load_config(self.folder / CONFIG_FILE, overrides, RunConfig)
         modelled = MODELLED + (COLOCATED if config.train.colocate else ())
         for key, _, _ in differences(to_plain(self.config), to_plain(config)):
@@ -109,7 +109,7 @@ class RunModel:
         steps: int | None = None,
         seed: int = 0,
     ) -> SystemResult:
-        """Simulate `steps` steps (None: as many as the run had) with these overrides."""
+        """Simulate `steps` steps (None: as many as the run had) of the run with these overrides."""
         return self.simulate_config(self.with_overrides(overrides), steps=steps, seed=seed)
 
     def simulate_config(
@@ -122,10 +122,10 @@ class RunModel:
         in_order: bool = False,
         every: int = 1,
     ) -> SystemResult:
-        """Simulate `steps` steps (None: as many as the run had) with this config. With seed 0, or
-        `in_order`, prompts come in the recorded order, else in a random order, in which a few steps
-        stand for the whole run, though lengths drift. `every` n: only each n-th row is used.
-        `mismatch`: chance that a kept token comes out differently; None: the run's own."""
+        """Simulate `steps` steps (None: as many as the run had) with this config. With seed 0 or
+        `in_order`, prompts come in the recorded order; else in a random order, in which a few steps
+        stand for the whole run. Of the data's rows, only each `every`-th is used. `mismatch`:
+        chance that a kept token comes out differently; None: the run's own."""
         rollout = config.rollout
         in_order = in_order or not seed
         rows = list(self._pools)[::every]
@@ -163,7 +163,7 @@ class RunModel:
         return Simulation(job, machine, workload).run(steps or self.fitted.num_steps)
 
     def measured(self) -> SystemResult:
-        """The result of the run itself, from its event log, in the form of a simulated result."""
+        """Returns the recorded run's measured result, in the form of a simulated one."""
         accounting, engines = Accounting(), self.config.rollout.engines
         steps: list[StepResult] = []
         trained: list[int] = []
@@ -197,16 +197,16 @@ class RunModel:
 
     @cached_property
     def mismatch(self) -> float:
-        """Chance per token and update that a token kept from an earlier launch came out differently
-        in this run; 0 if no tokens were kept."""
+        """Chance per token and weight update that a token kept from an earlier launch came out
+        differently in this run; 0 if no tokens were kept."""
         return add_up(
             map(step_carrying, iterate_steps(EventLog(events_path(self.folder))))
         ).mismatch_per_update
 
     @cached_property
     def capped_share(self) -> float:
-        """Share of the recorded responses that ran to the cap, among those that were not
-        stopped."""
+        """Share of recorded responses that ran to the cap of tokens, among those that were not
+        aborted."""
         pools = self.fitted.workload.pools.values()
         lengths = [tokens for pool in pools for tokens in pool]
         cap = self.config.rollout.max_response_tokens
@@ -214,12 +214,12 @@ class RunModel:
 
     @property
     def _kinds(self) -> Mapping[str, RewardKindConfig]:
-        """Workers and deadlines of the run's checks, by kind of check."""
+        """Mapping from a kind of check to the workers and the deadline that it had in the run."""
         job = self.fitted.job
         return JobConfig.from_plain(job).rewards.kinds if "rewards" in job else {}
 
     def latency(self) -> MeasuredModel:
-        """The times of the run's machine, as fitted to its event log."""
+        """Times of the machine of the run, as fitted to its event log."""
         fitted, step = self.fitted, self.fitted.step
         return MeasuredModel(
             step=StepCost(
@@ -240,11 +240,9 @@ class RunModel:
 
     @cached_property
     def _pools(self) -> Mapping[int, tuple[int, ...]]:
-        """Lengths for every row: first the recorded ones, then `NUM_AGAIN` drawn ones.
-
-        A prompt whose recorded responses are long was partly unlucky, so the further lengths are
-        drawn not from the recorded ones but from the classes of prompts that the row may belong to.
-        """
+        """Mapping from each row of the data to response lengths: the recorded ones (none if the run
+        aborted any response), then `NUM_AGAIN` drawn ones. Long recorded lengths are partly luck,
+        so lengths are drawn from a fitted class of prompts that the row may belong to."""
         work = self.fitted.workload
         recorded = [
             PromptLengths(finished=work.pools.get(row, ()), stopped=work.stopped.get(row, ()))
@@ -263,7 +261,7 @@ class RunModel:
 def _again(
     model: LengthModel, prompts: Sequence[PromptLengths], rng: np.random.Generator
 ) -> list[list[int]]:
-    """Draws `NUM_AGAIN` further lengths for each prompt, given its recorded lengths."""
+    """Draws `NUM_AGAIN` further response lengths for each prompt, given its recorded lengths."""
     tiny = 1e-300
     densities = model.class_densities
     # A stopped response ends beyond the bin in which it was stopped, or in the half of it ahead.
@@ -305,9 +303,8 @@ def _step_result(step: StepSummary) -> StepResult:
 
 
 def load_run(run: str | Path) -> RunModel:
-    """Read a run's folder and fit the constants of its machine. Raises `ValueError` (or one of its
-    subclasses `LogError` and `ConfigError`) that says what is missing and what can still be
-    used."""
+    """Read a run's folder and fit constants to its event log. Raises `ValueError` (or its subclass
+    `LogError` or `ConfigError`) that says what is missing and what can still be used."""
     if Path(run).name == CONFIG_FILE:
         raise ValueError(f"{run} is a run's config: give its folder, {Path(run).parent}")
     path = events_path(run)
@@ -330,8 +327,8 @@ def load_run(run: str | Path) -> RunModel:
 
 
 def asked_steps(model: RunModel, config: RunConfig) -> int | None:
-    """`train.steps` of the config if that differs from the run's. None: simulate as many steps as
-    the run had, which may have been stopped before its end."""
+    """Number of steps to simulate: `train.steps` of the config if it differs from the run's. None:
+    as many steps as the run had, which may have been stopped before its end."""
     return None if config.train.steps == model.config.train.steps else config.train.steps
 
 

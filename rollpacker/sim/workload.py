@@ -1,9 +1,9 @@
-"""Prompts, the lengths of their responses, and the seconds and results of checks.
+"""The workload: prompts, lengths of responses, and seconds and results of checks.
 
 Every value is drawn from (seed, prompt, attempt, index): it is the same whatever else was launched,
 in whatever order and by whichever system, so that two systems differ by their decisions alone. With
 `tail_batching.selection=none` a sample that is launched again keeps its random numbers: callers
-then ask for attempt 0, and only changes by newer weights are drawn with the attempt.
+then ask for attempt 0, and only changes by newer weights depend on the real attempt.
 
 Lengths follow a Gaussian copula. A prompt has a normal score u, each response of an attempt its own
 e, and the response's score is
@@ -34,29 +34,29 @@ from rollpacker.sim.trajectories import Trajectories
 from rollpacker.sim.workload_spec import RewardStage
 
 BLOCK_ROWS = 512
-"""Number of prompts in a block, for which all values are drawn together."""
+"""Number of prompts in a block, whose values are all drawn together."""
 MAX_BLOCKS = 64
-"""Most blocks of drawn lengths that are kept in memory, and most blocks of verdicts."""
+"""Most blocks of drawn lengths that are kept in memory; the same number of blocks of verdicts."""
 CORRECT_SHARE = 0.5
-"""Share of the answers that are correct, among answers whose check ends in time."""
+"""Share of responses that are correct, among responses whose check ends in time."""
 
 _PROMPT_STREAM, _RESPONSE_STREAM, _HARD_STREAM, _VERDICT_STREAM = range(4)
 _MISMATCH_STREAM, _REDRAW_STREAM, _TURN_STREAM = 4, 5, 6
 TURN_CHUNKS = 16
-"""Chunks of responses to one prompt that are set aside for each turn of trajectories: the message
-of turn t is drawn as a response of chunk t * TURN_CHUNKS or a later one."""
+"""Number of chunks (of `CHUNK` responses to one prompt) reserved for each turn of trajectories: the
+message of turn t is drawn as a response of chunk t * TURN_CHUNKS or a later one."""
 
 
 class Workload:
-    """The prompts of a scenario or of a real run, in endless order, with the lengths and the
-    verdicts of their responses."""
+    """The endless sequence of prompts of a scenario or of a real run, with the lengths and the
+    verdicts of responses to them."""
 
     trajectories: Trajectories | None = None
-    """Trajectories of a scenario with turns, whose lengths are then those of messages. None:
-    samples are single responses."""
+    """Trajectories of a scenario with turns, in which the lengths drawn here are those of messages.
+    None: samples are single responses."""
 
     def __init__(self, scenario: Scenario) -> None:
-        """The workload of a scenario. Raises `ConfigError` if a trace cannot be read."""
+        """Make a scenario's workload. Raises `ConfigError` if a trace of lengths cannot be read."""
         cap = scenario.rollout.max_response_tokens
         parts = [_Part(stage, lengths_of(scenario.law_of(stage), cap)) for stage in scenario.stages]
         window = scenario.oracle.reorder_window * scenario.rollout.prompts_per_step
@@ -68,12 +68,13 @@ class Workload:
             self.policy_length_mean, self.policy_length_p95 = lengths
 
     _latest: ClassVar[tuple[object, Workload] | None] = None
-    """The workload that `of` made last in this process, after all that its draws depend on."""
+    """Pair of what the last workload's draws depend on and that workload, made by `of`; None at
+    first."""
 
     @classmethod
     def of(cls, scenario: Scenario) -> Workload:
-        """The workload of a scenario, in less time than `Workload(scenario)`: draws of the workload
-        that this method made last are used again where they would be the same."""
+        """Make the workload of a scenario in less time than `Workload(scenario)`: draws of the
+        workload that this method made last are used again where they would be the same."""
         laws = [scenario.law_of(stage) for stage in scenario.stages]
         cap, turns = scenario.rollout.max_response_tokens, scenario.turns
         facts = (scenario.seed, cap, scenario.stages, laws, turns)
@@ -103,15 +104,14 @@ class Workload:
         source: str | None = None,
         seed: int = 0,
     ) -> Workload:
-        """The workload of a real run. `pools` maps each row of the data to the lengths of its
-        finished responses, the rows in the order in which they were fetched.
+        """Make the workload of a real run. `pools` maps each row of the data to the lengths of its
+        finished responses, rows in the order in which they were fetched.
 
-        A prompt's first launch gets the recorded lengths in their order. Further responses,
-        relaunches and later epochs draw from the prompt's recorded lengths. After the last row the
-        first comes again, as the next epoch. `source` is that of the prompts (None: the kind of
-        `stage`).
-
-        Raises `ValueError` if there is no prompt, or a prompt without a recorded length.
+        A prompt's first launch gets its recorded lengths in order; further responses, relaunches
+        and later epochs draw from its recorded lengths. After the last row the first comes again,
+        as the next epoch. All prompts are checked as `stage` says (None: not at all) and have the
+        source `source` (None: the kind of `stage`). Raises `ValueError` if there is no prompt, or a
+        prompt without a recorded length.
         """
         workload = cls.__new__(cls)
         stage = stage or RewardStage(kind="none", share=1.0)
@@ -141,26 +141,26 @@ class Workload:
         self._sources = tuple(parts[index].stage.kind for index in self._pattern)
         own = self._pattern == np.arange(len(parts))[:, None]
         self._num_before = np.cumsum(own, axis=1) - own
-        """Array of shape (parts, length of `_pattern`): how many prompts of the part come before
+        """Array of shape (stages, length of `_pattern`): how many prompts of the stage come before
         each place of the pattern."""
         self._next = 0
         self._ready: deque[PromptId] = deque()
         self._lengths = functools.lru_cache(MAX_BLOCKS)(self._draw_lengths)
         self._verdicts = functools.lru_cache(MAX_BLOCKS)(self._draw_verdicts)
         self.policy_length_mean, self.policy_length_p95 = _policy(parts)
-        """Mean and 95th percentile of the lengths that the policy writes if no response is left out
-        of training, cut at the cap, in tokens."""
+        """Mean and 95th percentile of the policy's own response lengths, in tokens, cut at the cap,
+        if no response is left out of training."""
         self.skip_truncated = frozenset(
             part.stage.kind for part in parts if not part.stage.check_truncated
         )
-        """Sources of prompts whose responses are wrong without a check if they were cut off."""
+        """Sources of prompts whose cut-off responses count as wrong without a check."""
 
     # -- the cursor --------------------------------------------------------------------
 
     def take(self, count: int) -> tuple[tuple[PromptId, ...], bool, bool]:
-        """The next `count` prompts, and two flags that are always False because the dataset is
-        endless: whether an epoch ended with these prompts, and whether the data did. Raises
-        `ValueError` for a `count` below 1."""
+        """Returns the next `count` prompts, and two flags, whether an epoch or the data ended with
+        these prompts; both are False, because the data is endless. Raises `ValueError` for a
+        `count` below 1."""
         if count < 1:
             raise ValueError(f"count must be at least 1, not {count}")
         if not self._window:
@@ -193,8 +193,8 @@ class Workload:
     # -- what a response is like -------------------------------------------------------
 
     def lengths(self, prompt: PromptId, attempt: int, count: int | None = None) -> list[int]:
-        """Lengths of at least `count` responses of this attempt (None: twice the samples per
-        prompt), by sample index, in tokens."""
+        """Lengths, in tokens, of at least `count` responses to the prompt in this attempt, by
+        sample index. `count` None: twice the samples per prompt."""
         place = prompt.row if self._rows is None else self._place(prompt)
         block, start = place // BLOCK_ROWS, place % BLOCK_ROWS * CHUNK
         values = self._lengths(block, attempt, 0)[start : start + CHUNK]
@@ -205,9 +205,9 @@ class Workload:
         return values
 
     def verdict(self, sample: SampleId) -> tuple[float, bool]:
-        """Seconds that the check of the response keeps a worker, without any deadline (0.0 where
-        there is no check), and whether the response is correct. A response whose check takes longer
-        than `RewardStage.correct_within_s` is not."""
+        """Seconds that the check of the sample keeps a worker, without any deadline (0.0 if there
+        is no check), and whether the response is correct. It is not correct if the check takes
+        longer than `RewardStage.correct_within_s`."""
         prompt, index, attempt = sample.prompt, sample.index, sample.attempt
         place = prompt.row if self._rows is None else self._place(prompt)
         seconds, correct = self._verdicts(place // BLOCK_ROWS, attempt, index // CHUNK)
@@ -215,7 +215,7 @@ class Workload:
         return seconds[at], correct[at]
 
     def capped_share(self) -> float:
-        """Share of the policy's own responses that run to the cap."""
+        """Share of the policy's own responses that reach the cap of tokens."""
         cap = max(part.lengths.cap for part in self._parts)
         prompts = range(BLOCK_ROWS)
         own = [self._lengths(0, 0, 0)[row * CHUNK : (row + 1) * CHUNK] for row in prompts]
@@ -224,8 +224,8 @@ class Workload:
     # -- turns -------------------------------------------------------------------------
 
     def message(self, sample: SampleId, turn: int) -> int:
-        """Tokens of the model's message in this turn (from 0) of a trajectory. A message is drawn
-        as a response to the prompt: in turn 0 the sample's own, later a further one."""
+        """Number of tokens of the model's message in this turn (from 0) of a trajectory. A message
+        is drawn as a response to the prompt: in turn 0 the sample's own, later a further one."""
         prompt, index, attempt = sample.prompt, sample.index, sample.attempt
         place = prompt.row if self._rows is None else self._place(prompt)
         chunk = turn * TURN_CHUNKS + index // CHUNK
@@ -235,14 +235,14 @@ class Workload:
     def at_rank(
         self, law: Mapping[float, float], sample: SampleId, what: int, count: int
     ) -> FloatArray:
-        """Returns `count` values drawn for the sample from a law, a mapping from quantile to value.
-        `what` is a number of the law, so that draws from different laws are independent."""
+        """Draws `count` values for the sample from a law, a mapping from quantile to value. `what`
+        is a number given to the law, so that draws from different laws are independent."""
         return _seconds_at(law, _uniforms(count, *self._key(_TURN_STREAM, sample), what))
 
     # -- under other weights -----------------------------------------------------------
 
     def first_mismatch(self, sample: SampleId, num_tokens: int, rate: float) -> int:
-        """Position of the first of `num_tokens` earlier tokens that comes out differently, or
+        """Index of the first of `num_tokens` earlier tokens that comes out differently, or
         `num_tokens` if none does. Every token differs with a chance of `rate`. `sample` has the
         attempt of the launch that generates these tokens again."""
         if rate <= 0 or not num_tokens:
@@ -253,13 +253,10 @@ class Workload:
         return min(num_tokens, int(log(1.0 - luck) / log1p(-rate)))
 
     def redrawn(self, sample: SampleId, turn: int, above: int) -> int:
-        """Length of a response of which the first `above` tokens are kept and the rest is drawn
-        anew, with the random numbers of this attempt and turn.
-
-        The length is drawn from the prompt's own law, given that the response is longer than
-        `above`. This is an approximation: the text of a real prefix says more of the end than the
-        prefix's length does.
-        """
+        """Length in tokens of a response whose first `above` tokens are kept and whose rest is
+        drawn anew, with the random numbers of this attempt and turn. It is drawn from the prompt's
+        own law, given that the response is longer than `above`. This is an approximation: the text
+        of a real prefix says more of the response's end than the prefix's length does."""
         prompt = sample.prompt
         place = prompt.row if self._rows is None else self._place(prompt)
         luck = _uniforms(2, *self._key(_REDRAW_STREAM, sample), turn)
@@ -281,15 +278,15 @@ class Workload:
         return self.seed, stream, place, sample.attempt, sample.index
 
     def _place(self, prompt: PromptId) -> int:
-        """Number of prompts that come before a recorded prompt, over all epochs."""
+        """Number of prompts that come before this recorded prompt, over all epochs."""
         assert self._rows is not None
         return prompt.epoch * len(self._rows) + self._place_of_row[prompt.row]
 
     # -- drawing -----------------------------------------------------------------------
 
     def _draw_lengths(self, block: int, attempt: int, chunk: int) -> list[int]:
-        """Lengths of one chunk of responses to every prompt of a block: a list of BLOCK_ROWS *
-        CHUNK tokens, the responses of a prompt side by side."""
+        """Lengths in tokens of one chunk of responses to every prompt of a block: a list of
+        BLOCK_ROWS * CHUNK numbers, in which the responses to a prompt stand side by side."""
         u = _normals(BLOCK_ROWS, self.seed, _PROMPT_STREAM, block)
         e = _normals(BLOCK_ROWS * CHUNK, self.seed, _RESPONSE_STREAM, block, attempt, chunk)
         e = e.reshape(BLOCK_ROWS, CHUNK)
@@ -305,7 +302,8 @@ class Workload:
     def _cap_hard(
         self, lengths: IntArray, chosen: IntArray, part: _Part, block: int, attempt: int, chunk: int
     ) -> None:
-        """Set lengths of responses to hard prompts to the cap, in place, by the law's chance."""
+        """Set the lengths of responses to hard prompts to the cap, in place, with the law's
+        chance."""
         law = part.lengths
         if not law.hard_prompts:
             return
@@ -318,8 +316,8 @@ class Workload:
     def _draw_verdicts(
         self, block: int, attempt: int, chunk: int
     ) -> tuple[list[float], list[bool]]:
-        """Seconds of the check and correctness of every response of a chunk, laid out as the
-        lengths of `_draw_lengths`."""
+        """Seconds of the check, and correctness, of every response of a chunk, in the order of
+        `_draw_lengths`."""
         size = (2, BLOCK_ROWS, CHUNK)
         key = (self.seed, _VERDICT_STREAM, block, attempt, chunk)
         ranks, luck = _uniforms(math.prod(size), *key).reshape(size)
@@ -335,14 +333,14 @@ class Workload:
         return np.round(seconds, 6).ravel().tolist(), correct.ravel().tolist()
 
     def _rows_of(self, block: int, part: int) -> IntArray:
-        """Rows of the block, from 0, that belong to the part."""
+        """Rows of the block, from 0, whose prompts belong to the stage `part`."""
         if len(self._parts) == 1:
             return np.arange(BLOCK_ROWS)
         places = np.arange(block * BLOCK_ROWS, (block + 1) * BLOCK_ROWS) % self._pattern.size
         return np.flatnonzero(self._pattern[places] == part)
 
     def _ranks(self, block: int, part: int, chosen: IntArray) -> IntArray:
-        """How many prompts of the part come before each chosen row of the block."""
+        """For each chosen row of the block: how many prompts of the stage `part` come before it."""
         places = chosen + block * BLOCK_ROWS
         periods, offsets = np.divmod(places, self._pattern.size)
         num_own = np.count_nonzero(self._pattern == part)
@@ -352,7 +350,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A reward stage (one way to check answers) and the lengths of its prompts' responses."""
+    """A reward stage (one way to check responses) and the law of its responses' lengths."""
 
     stage: RewardStage
     lengths: Lengths
@@ -367,7 +365,8 @@ def _seconds_at(law: Mapping[float, float], ranks: FloatArray) -> FloatArray:
 
 
 def _policy(parts: Sequence[_Part]) -> tuple[float, float]:
-    """Mean and 95th percentile of response lengths over all parts, with hard prompts."""
+    """Mean and 95th percentile of response lengths over all stages, those of hard prompts (which
+    often run to the cap) included."""
     total = sum(part.stage.share for part in parts)
     lengths, weights = [], []
     for part in parts:
@@ -384,8 +383,8 @@ def _policy(parts: Sequence[_Part]) -> tuple[float, float]:
 
 
 def _pattern(shares: Sequence[float]) -> IntArray:
-    """Numbers of the parts, in an order that is repeated without end. Every begin of the order has
-    each part as often as its share demands, within one prompt."""
+    """Indices of reward stages in an order that is repeated without end. Every beginning of the
+    order has each stage as often as its share demands, give or take one prompt."""
     total = sum(shares)
     parts = [Fraction(share / total).limit_denominator(500) for share in shares]
     period = math.lcm(*(part.denominator for part in parts))
@@ -409,14 +408,14 @@ def _pattern(shares: Sequence[float]) -> IntArray:
 
 
 def _uniforms(count: int, seed: int, *key: int) -> FloatArray:
-    """Returns `count` random numbers in [0, 1), of a generator whose bits numpy will not change."""
+    """Draws `count` random numbers in [0, 1), from a generator whose bits numpy will not change."""
     entropy = (int(seed < 0), abs(seed), *key)
     bits = np.random.Philox(np.random.SeedSequence(entropy)).random_raw(count)
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _normals(count: int, seed: int, *key: int) -> FloatArray:
-    """Returns `count` standard normal scores, two from each pair of uniforms (Box and Muller)."""
+    """Draws `count` standard normal numbers, two from each pair of uniforms (Box and Muller)."""
     assert count % 2 == 0
     radius, turns = _uniforms(count, seed, *key).reshape(2, -1)
     radius = np.sqrt(-2 * logs(1 - radius))
@@ -426,7 +425,7 @@ def _normals(count: int, seed: int, *key: int) -> FloatArray:
 
 @functools.lru_cache(MAX_BLOCKS)
 def _prompts(seed: int, block: int) -> tuple[list[float], list[float]]:
-    """For every prompt of the block its normal score, and a number in [0, 1): the prompt is hard if
-    the number is below `Lengths.hard_prompts`."""
+    """For the prompts of a block: normal scores, and numbers in [0, 1), which make a prompt hard
+    (its responses often run to the cap) if below `Lengths.hard_prompts`."""
     scores = _normals(BLOCK_ROWS, seed, _PROMPT_STREAM, block)
     return scores.tolist(), _uniforms(BLOCK_ROWS, seed, _HARD_STREAM, block).tolist()

@@ -1,4 +1,4 @@
-"""The part of a scenario that describes prompts: how long their responses are, and how these are
+"""The part of a scenario that describes prompts: lengths of their responses, and how these are
 checked."""
 
 from __future__ import annotations
@@ -22,27 +22,28 @@ prompt, for laws that are no preset."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthLaw:
-    """How long responses are (`lengths.*`, `rewards.N.lengths.*`): one of `preset`, `quantiles` and
-    `trace`."""
+    """Law of response lengths (`lengths.*`, `rewards.N.lengths.*`): one of `preset`, `quantiles`
+    and `trace`."""
 
     preset: str | None = None
-    """Name of a length law that comes with the package."""
+    """Name of a length law that comes with the package. None: `quantiles` or `trace` is set."""
     quantiles: Mapping[float, int] | None = None
-    """Mapping from quantile to tokens. The logarithm is linear between quantiles, falls to one
-    token below the lowest and is constant above the highest. An override sets the whole mapping."""
+    """Mapping from quantile to tokens of a response. The logarithm is linear between quantiles,
+    falls to one token below the lowest and is constant above. An override sets the whole
+    mapping."""
     trace: str | None = None
-    """A JSONL file with {"length": n} per response, or {"prompt": id, "lengths": [n, ...]} per
-    prompt. Of the second kind the prompts come in the file's order, and the other keys of `lengths`
-    have no effect. The path is relative to the folder that the command is run in."""
+    """Path of a JSONL file with {"length": n} per response, or {"prompt": id, "lengths": [n, ...]}
+    per prompt. With the latter the prompts come in the file's order, and the other keys of
+    `lengths` have no effect. The path is relative to the folder that the command is run in."""
     within_prompt_correlation: float | None = None
     """Correlation of the normal scores of two responses to one prompt: at 0 a length is all luck,
     at 1 the prompt decides it. None: as fitted for a preset; without a preset 0.05."""
     hard_prompts: float | None = None
-    """Share of the prompts that are hard: some of their responses run to the cap whatever the law
-    says. None: as fitted for a preset; without a preset 0."""
+    """Share of prompts that are hard: some responses to them run to the cap of tokens whatever the
+    law says. None: as fitted for a preset; without a preset 0."""
     hard_prompt_cap_probability: float | None = None
-    """Probability that a response to a hard prompt runs to the cap. None: as fitted for a preset;
-    without a preset 0.15."""
+    """Probability that a response to a hard prompt runs to the cap of tokens. None: as fitted for a
+    preset; without a preset 0.15."""
 
     def __post_init__(self) -> None:
         given = [n for n in ("preset", "quantiles", "trace") if getattr(self, n) is not None]
@@ -61,11 +62,11 @@ class LengthLaw:
 
     @property
     def quantile_law(self) -> Mapping[float, int] | None:
-        """Mapping from quantile to tokens, as given or by preset; None for a trace."""
+        """Mapping from quantile to response tokens, as given or by preset; None for a trace."""
         return self.quantiles if self.preset is None else LENGTH_LAWS[self.preset]
 
     def of_prompts(self, name: str) -> float:
-        """The value of one of the fields named in `OWN_PROMPTS`: as given, or else its default."""
+        """The value of the field `name`, a key of `OWN_PROMPTS`: as given, or else its default."""
         written: float | None = getattr(self, name)
         if written is not None:
             return written
@@ -74,28 +75,28 @@ class LengthLaw:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardStage:
-    """The prompts that are checked in one way (`rewards.N.*`). A field that is not set comes from
-    the kind (`presets.REWARD_KINDS`)."""
+    """The prompts that are checked in one way (`rewards.N.*`). Fields that are not set have the
+    defaults of the `kind` (`presets.REWARD_KINDS`)."""
 
     kind: Literal["math", "code", "judge", "none"]
-    """Kind of the checks, which gives defaults of the fields below; none: verdicts take no time."""
+    """Kind of check, which gives the defaults of the fields below. none: verdicts take no time."""
     share: float
     """Share of the prompts that are checked in this way."""
     seconds_quantiles: Mapping[float, float] | None = None
-    """Mapping from quantile to seconds of one check (math, code). Between quantiles the logarithm
-    of the seconds is linear; beyond the lowest and the highest it is constant."""
+    """Mapping from quantile to seconds of one check (math, code); None: as the kind says. Between
+    quantiles the logarithm of the seconds is linear; beyond the ends it is constant."""
     workers: int | None = None
-    """Number of checks that run at once (math, code)."""
+    """Number of checks that run at once (math, code). None: as the kind says."""
     calls_per_s: float | None = None
-    """Number of calls that the judge answers per second (judge)."""
+    """Number of calls that a judge answers per second (judge). None: as the kind says."""
     slowest_correct_s: float | None = None
-    """Seconds of a check beyond which no answer is correct (math, code). None: the preset's value,
-    or with `seconds_quantiles` the kind's time limit."""
+    """Seconds of a check beyond which no answer is correct (math, code). None: as the kind says, or
+    the kind's time limit if `seconds_quantiles` is set."""
     check_truncated: bool = True
     """Whether responses that were cut off at the cap are checked too. False: they are wrong at
     once, as a program without an end is."""
     lengths: LengthLaw | None = None
-    """Response lengths of these prompts; None: the scenario's `lengths`."""
+    """Law of these prompts' response lengths; None: the scenario's `lengths`."""
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
@@ -125,15 +126,15 @@ class RewardStage:
 
     @property
     def num_workers(self) -> int:
-        """Number of checks that run at once. A judge counts as one worker whose check takes 1 /
-        calls_per_s seconds. 0: nothing is checked."""
+        """Number of checks that run at once; 0: nothing is checked. A judge counts as one worker
+        whose check takes 1 / calls_per_s seconds."""
         if self.kind == "judge":
             return 1
         return self.workers or REWARD_KINDS[self.kind].workers or 0
 
     @property
     def seconds_law(self) -> Mapping[float, float] | None:
-        """Mapping from quantile to seconds that one check keeps a worker; None without a check."""
+        """Mapping from quantile to seconds that a check keeps a worker; None: there is no check."""
         if self.kind == "judge":
             rate = self.calls_per_s or REWARD_KINDS["judge"].calls_per_s
             assert rate is not None
@@ -142,12 +143,12 @@ class RewardStage:
 
     @property
     def limit_s(self) -> float | None:
-        """Seconds after which a check has failed, whatever deadline is in force; None: no limit."""
+        """Seconds after which a check has failed, whatever its deadline is; None: no limit."""
         return REWARD_KINDS[self.kind].limit_s
 
     @property
     def correct_within_s(self) -> float:
-        """Seconds of a check beyond which no answer is correct; infinite without such a limit."""
+        """Seconds of a check beyond which no response is correct; infinite without such a limit."""
         kind = REWARD_KINDS[self.kind]
         known = kind.slowest_correct_s if self.seconds_quantiles is None else None
         return self.slowest_correct_s or known or kind.limit_s or math.inf

@@ -1,1 +1,1 @@
-"""Trackers show a run outside of its own folder: one file per tracking library."""
+"""Trackers show a run in other programs, such as Weights & Biases: one file per library."""

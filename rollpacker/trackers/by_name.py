@@ -1,4 +1,4 @@
-"""Makes a tracker from its config."""
+"""Makes a tracker from its settings."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ TRACKERS: dict[str, type[Tracker]] = {
 
 
 def make_tracker(config: TrackerConfig) -> Tracker:
-    """The tracker of a config. No library is imported before the run starts."""
+    """The tracker that the config names. Its library is not imported before the run starts."""
     return TRACKERS[config.name](config)

@@ -1,7 +1,6 @@
-"""MLflow, through its client: nothing global is set, and no other run of the process is touched.
-
-Without a tracking URI (`options.tracking_uri`, `MLFLOW_TRACKING_URI`) the run's folder has the
-store."""
+"""Shows a run in MLflow, through a client object: no global setting, and no other MLflow run of the
+process, is touched. Without a tracking URI (`options.tracking_uri`, `MLFLOW_TRACKING_URI`) the data
+are stored in the run's folder."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from rollpacker.trackers.sending import (
 )
 
 MAX_PARAMS = 100
-"""Most parameters that MLflow takes in one call."""
+"""Maximum number of parameters that MLflow takes in one call."""
 MAX_PARAM_CHARACTERS = 500
 _STATUSES = {"ok": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 _NOT_IN_NAMES = re.compile(r"[^\w\-. :/]")
@@ -36,7 +35,7 @@ class MlflowTracker(Tracker):
     shows_texts = False
     _run_id = ""
     _in_files = False
-    """Whether the store is files, and not a database or a server."""
+    """Whether MLflow's store is a folder of files, rather than a database or a server."""
 
     def check(self) -> str:
         import mlflow
@@ -64,7 +63,7 @@ class MlflowTracker(Tracker):
         return self._run_id, f"run {self._run_id} in {uri}"
 
     def _new_run(self, run: Opening) -> str:
-        """Create the run, and its experiment if there is none. Returns the run's id."""
+        """Create the run in MLflow, and its experiment if it has none. Returns the run's id."""
         options = {n: one for n, one in self.config.options.items() if n != "tracking_uri"}
         known = self.shown.get_experiment_by_name(run.project)
         experiment = known.experiment_id if known else self.shown.create_experiment(run.project)
@@ -101,16 +100,16 @@ class MlflowTracker(Tracker):
 
 
 def metric_name(name: str, *, in_files: bool = False) -> str:
-    """Returns a metric's name as MLflow allows it: `eval/pass@1` becomes `eval/pass_at_1`. In a
-    store of files a name's parts are folders, and no metric may be named as another one's folder:
-    there the parts are separated by dots."""
+    """Returns a metric's name as MLflow allows it: `eval/pass@1` becomes `eval/pass_at_1`.
+    `in_files`: in a store of files, slashes would make folders, and a metric cannot have the name
+    of a folder, so they become dots."""
     name = _NOT_IN_NAMES.sub("_", name.replace("@", "_at_"))
     return name.replace("/", ".") if in_files else name
 
 
 def _own_store(folder: Path) -> str:
-    """Returns the address of a store in the run's folder: a database where SQLAlchemy is installed,
-    else files, which MLflow keeps for those who ask for them."""
+    """Returns the address of a store in the run's folder: a database if SQLAlchemy is installed,
+    else files, which MLflow writes only on request."""
     place = (folder / "mlflow").resolve()
     place.mkdir(exist_ok=True)
     if find_spec("sqlalchemy") is not None:

@@ -1,4 +1,4 @@
-"""Makes a table of the samples of a step, for a page that somebody else's program draws."""
+"""Makes a table of the samples of a step that is safe to show on the page of another program."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ MAX_ROWS = 64
 MAX_CHARACTERS = 8000
 
 _UNSEEN = {"Cc", "Cs", "Co", "Cn"}
-"""Categories of Unicode whose characters no page shows as what they are."""
+"""Categories of Unicode characters that are invisible, or have no fixed meaning, on a page."""
 _DIRECTIONS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u200e\u200f")
-"""Characters that reorder what stands around them."""
+"""Characters that change the direction in which the text around them is written."""
 
 
 class SamplesTable(NamedTuple):
@@ -24,7 +24,7 @@ class SamplesTable(NamedTuple):
 
 
 def samples_table(samples: Sequence[Mapping[str, Any]]) -> SamplesTable | None:
-    """The first `MAX_ROWS` samples with inert texts; None if there are none."""
+    """A table of the first `MAX_ROWS` samples, with texts made safe; None without samples."""
     shown = samples[:MAX_ROWS]
     columns = list(dict.fromkeys(key for sample in shown for key in sample))
     rows = [[_cell(sample.get(column)) for column in columns] for sample in shown]
@@ -39,7 +39,7 @@ def _cell(value: Any) -> float | str | None:
 
 
 def visible(text: str) -> str:
-    """`text` with control characters and lone surrogates written out, such as `\\x1b`, and cut to
+    r"""The text with control characters and lone surrogates written out, such as `\x1b`, and cut to
     `MAX_CHARACTERS`. Line ends and tabs stay."""
     rest = len(text) - MAX_CHARACTERS
     shown = "".join(map(_shown, text[:MAX_CHARACTERS]))

@@ -1,11 +1,11 @@
-"""A tracker: a callback that hands everything to a tracking library, by one queue and one thread.
+"""The base of all trackers: a callback that hands a run's data to a tracking library, through one
+queue and one thread.
 
-Whatever the library does, the run goes on: what it raises is one line in the log, a call that hangs
-keeps nobody waiting, and at the run's end it gets a limited time. `runs/NAME/trackers/NAME.json`
-says which run of the library shows this one and which row was handed over last, so that a resumed
-run goes on in the same run of the library and hands nothing over twice. What the library had not
-written when the run was killed is missing there; `metrics.jsonl` has it.
-"""
+Whatever the library does, the run goes on: what it raises becomes one line in the log, a call that
+hangs keeps nobody waiting, and at the run's end the library gets a limited time.
+`runs/NAME/trackers/NAME.json` has the library's id of its run and the row that was handed over
+last, so that a resumed run goes on in the same run of the library and sends no row twice. What the
+library had not written when the run was killed is missing there; `metrics.jsonl` has it."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ logger = logging.getLogger(__name__)
 
 CONNECT_S = 5.0
 OPEN_S = 60.0
-"""Seconds that a library may take to open its run."""
+"""Seconds that a tracking library may take to open its run."""
 CALL_S = 120.0
-"""Seconds that a library may take over any one call after that in which it opened its run."""
+"""Seconds that a tracking library may take over any later call."""
 CLOSE_S = 60.0
-"""Seconds that the run's end waits for what is still to be sent."""
+"""Seconds that the end of a run waits until a tracking library has taken all that is left."""
 
 Leaves = Iterator[tuple[str, Any]]
 Status = Literal["ok", "interrupted", "failed"]
 NOTHING = [-1, 1]
-"""Place of a row before all others. A place is the row's step, and 0 for an evaluation or 1 for the
-step itself."""
+"""The place of a row before all others. A place is a pair: the row's step, and 0 for an evaluation
+or 1 for the step itself."""
 
 
 class TrackerProblem(Exception):
-    """A tracker cannot be used. The message says why and what to do about it, in words that follow
-    the tracker's name."""
+    """A tracker cannot be used. The message says why and what to do, and is shown behind the
+    tracker's name."""
 
 
 def check_connection(url: str, cure: str) -> None:
-    """Raise `TrackerProblem`, with the cure, if nobody answers at `url` within `CONNECT_S` seconds:
-    the libraries themselves try for minutes. Nothing is tried behind a proxy, nor for what is no
-    HTTP."""
+    """Raise `TrackerProblem` if nobody answers at `url` within `CONNECT_S` seconds: the libraries
+    themselves try for minutes. `cure`: a sentence on what to do. URLs behind a proxy, or of another
+    protocol than HTTP, are not tried."""
     address = urlsplit(url)
     host = address.hostname
     if address.scheme not in ("http", "https") or host is None:
@@ -70,61 +70,61 @@ def check_connection(url: str, cure: str) -> None:
 
 
 class Opening(NamedTuple):
-    """The facts about a run with which a library opens a run of its own, to show it."""
+    """What a tracking library is told about a run to open a run of its own for it."""
 
     project: str
     run_name: str
     config: dict[str, Any]
     folder: Path
-    """An existing folder in which the library may keep files."""
+    """An existing folder in which the tracking library may keep files."""
     run_id: str | None
-    """The library's own name of its run that is gone on with. None for a new run."""
+    """The library's id of the run that it is to continue. None: it begins a new run."""
     last_step: int
-    """The last step of which something was sent. -1 if nothing was sent."""
+    """The last step of which the library was sent something. -1: it was sent nothing."""
 
 
 class Tracker(Callback):
-    """The parts that all trackers share. A library's own file overrides some of the methods from
-    `check` to `finish`; they are called in the tracker's thread only, one at a time, and may raise
+    """The base of all trackers. A library's own subclass overrides some of the methods from `check`
+    to `finish`. They are called in the tracker's thread only, one at a time, and may raise
     anything."""
 
     name: ClassVar[str]
     shows_texts: ClassVar[bool] = True
-    """Whether the library takes texts as values of a row."""
+    """Whether the tracking library takes texts as values of metrics."""
     library: Any = None
-    """The library's package, which `check` imports. None before that."""
+    """The tracking library's package, which `check` imports. None before that."""
     shown: Any = None
-    """The library's own object for its run, made by `open`. None before that."""
+    """The tracking library's object for its run, made by `open`. None before that."""
 
     def __init__(self, config: TrackerConfig) -> None:
         self.config = config
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._late_at: float | None = None
-        """Time on the monotonic clock at which the thread's task has taken too long. None: the
-        thread does nothing."""
+        """Time on the monotonic clock at which the call under way has taken too long. None: no call
+        is under way."""
         self._given_up = False
         self._record: dict[str, Any] = {"run_id": None, "sent": NOTHING}
         self._hooks = (sys.excepthook, sys.exit)
 
     def missing(self) -> str | None:
-        """A sentence that names the missing extra; None if the library is there. Imports
+        """A sentence that names the missing extra, or None if the library is installed. Imports
         nothing."""
         return missing(self.name, extra=self.name, what=f"the tracker {self.name}")
 
     def check(self) -> str:
-        """Returns in words where the run would be shown. Raises `TrackerProblem`, within seconds,
-        if it cannot be shown."""
+        """Returns, in words, where the library would show the run. Raises `TrackerProblem`, within
+        seconds, if it cannot show it."""
         raise NotImplementedError
 
     def open(self, run: Opening) -> tuple[str, str]:
-        """Open a run of the library, or go on with its run `run.run_id`. Returns the library's own
-        name of its run, and where to look at it."""
+        """Open a run of the library, or continue its run `run.run_id`. Returns the library's id of
+        its run, and in words where to look at it."""
         raise NotImplementedError
 
     def send(self, step: int, row: Mapping[str, Any]) -> None:
-        """Show a row of `metrics.jsonl` in the library: finite numbers, and texts if it shows
-        texts."""
+        """Show a row of `metrics.jsonl` in the library. Values are finite numbers, and texts if
+        `shows_texts`."""
         self.shown.log(row, step=step)
 
     def send_samples(self, step: int, table: SamplesTable) -> None:
@@ -134,8 +134,8 @@ class Tracker(Callback):
         self.send(step, {path.stem: self.library.Image(str(path))})
 
     def finish(self, status: Status, step: int, summary: Mapping[str, Any]) -> None:
-        """End the library's run, after `step`. `summary`: `summary.json`, flat, and why the run
-        ended."""
+        """End the library's run, whose last step is `step`. `summary`: the values of `summary.json`
+        under flat names, and under "ended" why the run ended."""
         raise NotImplementedError
 
     # --- what the run calls -----------------------------------------------------------------------
@@ -168,7 +168,8 @@ class Tracker(Callback):
             self._give_up(f"it did not take everything within {CLOSE_S:g} s of the run's end")
 
     def _put(self, task: Callable[..., None], *arguments: Any, limit_s: float = CALL_S) -> None:
-        """Give the thread a task, unless the library takes too long over an earlier one."""
+        """Give the tracker's thread a task, which may take `limit_s` seconds. If an earlier task
+        has taken too long, the tracker is given up instead."""
         if (late_at := self._late_at) is not None and time.monotonic() > late_at:
             self._give_up("it did not answer in time")
         if not self._given_up:
@@ -227,7 +228,6 @@ class Tracker(Callback):
             self._write_record(self._record["run_id"], place)
 
     def _can_show(self, value: Any) -> bool:
-        """Whether the library can show this value: a finite number, or a text if it takes texts."""
         if isinstance(value, str):
             return self.shows_texts
         return isinstance(value, int | float) and math.isfinite(value)
@@ -250,7 +250,8 @@ class Tracker(Callback):
 def leaves(
     values: Mapping[str, Any], separator: str, prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Yields names and values: `("a/b/0", 5)` of `{"a": {"b": [5]}}`, where `/` separates."""
+    """Yields the name and value of every leaf in nested mappings and lists: `("a/b/0", 5)` of
+    `{"a": {"b": [5]}}`, with `separator` "/". Names begin with `prefix`."""
     for key, value in values.items():
         value = dict(enumerate(value)) if isinstance(value, list) else value
         if isinstance(value, Mapping):

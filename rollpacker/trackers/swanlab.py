@@ -49,7 +49,7 @@ class SwanlabTracker(Tracker):
         self.shown.finish(state=_STATES[status], error=error)
 
     def _settings(self) -> Any:
-        """Settings by which SwanLab asks nothing on the terminal, and sends nothing away that the
+        """Settings with which SwanLab asks nothing in the terminal, and uploads nothing of what the
         terminal shows."""
         ours = {"interactive": False, "terminal": {"proxy_type": "none"}}
         mode = {key: self.config.options[key] for key in ("mode",) if key in self.config.options}

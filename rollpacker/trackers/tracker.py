@@ -1,4 +1,4 @@
-"""The config of a run's trackers (`trackers`). Light: no tracking library."""
+"""The settings of a run's trackers (`trackers`). No tracking library is imported here."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ TrackerName = Literal["wandb", "mlflow", "trackio", "swanlab"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackerConfig:
     """Settings of one tracker (`trackers[]`). A name alone, as in `trackers: [wandb]`, means
-    defaults."""
+    default settings."""
 
     name: TrackerName
     project: str | None = None
-    """Name of the library's project. None means `rollpacker`."""
+    """Name of the project in the tracking library. None: `rollpacker`."""
     run_name: str | None = None
-    """Name of the run in the library. None means the run's own name."""
+    """Name of the run in the tracking library. None: the run's own name."""
     samples_every_steps: int | None = 10
-    """Steps between two tables of samples that are sent. None: no table is sent."""
+    """Number of steps between two tables of samples that are sent. None: no table is sent."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of the library's own call that opens a run, such as `entity` or `tags`."""
+    """Further arguments for the library's call that opens a run, such as `entity` or `tags`."""
 
     def __post_init__(self) -> None:
         if self.samples_every_steps is not None and self.samples_every_steps < 1:

@@ -1,4 +1,4 @@
-"""Shows a run in Weights & Biases, each row as one of its history, by the metric `step`."""
+"""Shows a run in Weights & Biases: a row of metrics is a row of the history, over `step`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from rollpacker.trackers.sending import (
 )
 
 ROWS_PER_STEP = 4
-"""Most rows of W&B's history per step: evaluation, samples, the step itself, and a picture. In
-offline mode W&B does not know how many rows the run has when it goes on, and would count from 0
-again."""
+"""Maximum number of rows that a step adds to W&B's history: evaluation, samples, the step itself,
+and a picture. W&B numbers rows, but does not know where a run that is continued offline had got to.
+Rows then go on at this number times the number of steps, so that none comes twice."""
 
 
 class WandbTracker(Tracker):
     name = "wandb"
     _first: int | None = None
-    """Number of the next row of W&B's history. None if W&B itself counts its rows."""
+    """Number for the next row of W&B's history, set when a run is continued. None: W&B counts."""
 
     def check(self) -> str:
         import wandb

@@ -27,8 +27,9 @@ def enable_checkpointing(model: PreTrainedModel) -> list[nn.Module]:
 
 @contextmanager
 def layers_in_training(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """A context with these layers in training mode, in which alone they checkpoint. What is inside
-    the layers stays in eval mode: no dropout."""
+    """A context that puts these layers into training mode: transformers' layers checkpoint (compute
+    their activations again in the backward pass) in that mode alone. Modules inside the layers stay
+    in eval mode, so there is no dropout."""
     for layer in layers:
         layer.training = True
     try:

@@ -20,11 +20,14 @@ class BatchArithmetic:
     short_samples_per_prompt: int
     short_samples: int
     cascade_rounds: tuple[tuple[int, int], ...]
-    """Numbers of prompts, and of samples per prompt, in every further round of deferred prompts."""
+    """Number of prompts, and of samples per prompt, of each further round that generates for
+    prompts put off by a short round (one that ends without the longest responses). Empty: there are
+    none."""
     long_samples: int
-    """Number of samples that a long or a plain round submits to engines."""
+    """Number of samples that a round which waits for all of its samples submits to engines."""
     pooled: bool
-    """Whether prompts that a short round defers go on in the next short round."""
+    """Whether prompts that a short round (one that ends without the longest responses) puts off are
+    generated for in the next short round. False: other rounds generate for them."""
     trained_prompts: int
     trained_samples: int
     max_trained_tokens: int
@@ -35,12 +38,12 @@ class BatchArithmetic:
     steps: int | None
     """Number of steps of the run. None: until the data's epochs are done."""
     most_carried: int
-    """The most deferred prompts that wait with the tokens generated so far; see
-    docs/tail-batching.md."""
+    """The most prompts that can be put off to a later round at one time with the tokens generated
+    for them so far kept. 0: such tokens are not kept."""
 
     @property
     def most_samples(self) -> int:
-        """The most samples that a round submits to engines."""
+        """The most samples that any kind of round (one batch of generation) submits to engines."""
         cascades = (prompts * samples for prompts, samples in self.cascade_rounds)
         return max(self.short_samples, self.long_samples, *cascades)
 
@@ -94,7 +97,8 @@ def _most_carried(config: RunConfig) -> int:
 
 
 def tail_notes(config: RunConfig) -> list[str]:
-    """Notes about tail batching and streaming that the arithmetic of a step does not show."""
+    """Return sentences on tail batching and on training while rewards are awaited, for `--dry-run`
+    to print below the numbers. Empty if these settings need no remark."""
     tail, stream = config.tail_batching, config.stream_trainer
     notes = []
     if tail.chooses:
@@ -123,8 +127,8 @@ def tail_notes(config: RunConfig) -> list[str]:
 
 
 def micro_batch_notes(config: RunConfig) -> list[str]:
-    """Return a note if a sample may be longer than a micro-batch; its last token does not count,
-    since it does not go through the model."""
+    """Return a note if the longest sample allowed does not fit into a micro-batch of the configured
+    size; else nothing. A sample's last token is not counted: it does not go through the model."""
     row = longest_sample(config) - 1
     if most_micro_batch_tokens(config) >= row:
         return []
@@ -135,10 +139,10 @@ def micro_batch_notes(config: RunConfig) -> list[str]:
 
 
 def most_micro_batch_tokens(config: RunConfig) -> int:
-    """Return the most tokens that a micro-batch of several samples may have."""
+    """Return the most tokens of a micro-batch of several samples. A longer sample gets its own."""
     return config.train.most_micro_batch_tokens(longest_sample(config) - 1)
 
 
 def longest_sample(config: RunConfig) -> int:
-    """Return the number of tokens of a prompt and a response that are as long as allowed."""
+    """Return the number of tokens of the longest prompt with the longest response allowed."""
     return config.data.max_prompt_tokens + config.rollout.max_response_tokens

@@ -39,23 +39,21 @@ __all__ = [
 
 Layout = Literal["auto", "sorted", "packed"]
 Packs = Callable[[Sequence[int], int], list[list[int]]]
-"""A function of row lengths and a budget in tokens that returns the indices of rows by
-micro-batch."""
+"""Function that groups rows (token sequences) into micro-batches: given the rows' lengths and the
+most tokens of a micro-batch, it returns the row indices of each micro-batch."""
 Budget = Callable[[Sequence[int], Packs], int]
-"""A function that chooses a micro-batch's budget in tokens, from the lengths of a call's rows and
-the `Packs` function that would put them together."""
+"""Function that returns the most tokens of a micro-batch, given the lengths of a call's rows and
+the `Packs` function that will group them."""
 
 
 class Batcher:
-    """Plans and makes the micro-batches that a model, and others beside it, are run on.
-
-    `layout`: `sorted` pads rows of like length to the longest, `packed` lays rows end to end;
-    `auto` packs where every model's attention allows it and sorts elsewhere. `max_tokens` is the
-    budget of a micro-batch, padding included, or a function that chooses it for a call's rows.
-    `others` are models that run on the same micro-batches (a reference, a teacher, a critic).
-    `dtype` is that of the computation; None: the weights'. Raises `ValueError` if `packed` is asked
-    for and cannot be had.
-    """
+    """Groups rows of tokens into micro-batches and makes their tensors, for a model and the models
+    that run on the same micro-batches. `layout`: `sorted` pads rows of like length to the longest,
+    `packed` lays rows end to end; `auto` packs where every model's attention allows it and sorts
+    elsewhere. `max_tokens` is the most tokens of a micro-batch, padding included, or a function
+    that chooses this number for a call's rows. `others` are the further models (a reference, a
+    teacher, a critic). `dtype` is the dtype of the computation; None: that of the weights. Raises
+    `ValueError` if `packed` is asked for and a model's attention does not allow it."""
 
     def __init__(
         self,
@@ -75,33 +73,36 @@ class Batcher:
 
     @property
     def layout(self) -> Literal["sorted", "packed"]:
-        """The layout in use: for `auto`, what all models' attention allows."""
+        """How rows lie in this batcher's micro-batches. For the setting `auto` this is `packed` if
+        all models' attention allows it."""
         return "packed" if self._packed else "sorted"
 
     def plan(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Return the indices of each micro-batch's rows. `lengths` are `row_length`s: tokens that
-        go through the model. The plan depends on lengths and the order of equal ones alone; a row
-        longer than the budget has a micro-batch of its own."""
+        """Group rows of these lengths (`row_length`: tokens that go through the model) into
+        micro-batches, and return the row indices of each. A row longer than the most tokens of a
+        micro-batch gets its own. The result depends on lengths and the order of equally long rows
+        only."""
         packs = plan_packs if self.layout == "packed" else _sorted_runs
         chosen = self._max_tokens
         return packs(lengths, chosen if isinstance(chosen, int) else chosen(lengths, packs))
 
     def batch(self, rows: Sequence[Row]) -> MicroBatch:
-        """Make one micro-batch of these rows, in their order. Models can run on a packed one only
-        inside `attention()`."""
+        """Make one micro-batch of these rows, in the given order. Models can run on a packed
+        micro-batch only inside the context `attention()`."""
         if self.layout == "packed":
             return pack(rows, self._device)
         return collate(rows, self._pad_token_id, self._device)
 
     def filler(self) -> MicroBatch:
-        """Make a micro-batch of the least work, one target after one token, for a rank that has
-        fewer micro-batches than others and must run along. Give its loss no weight."""
+        """Make the smallest possible micro-batch (one target after one token), for a rank that must
+        join the collectives of ranks with more micro-batches. Its loss must get weight 0."""
         token = (self._pad_token_id,)
         return self.batch([Row(token, token)])
 
     @contextmanager
     def attention(self) -> Iterator[None]:
-        """A context, with packed attention on, for a trainer call's forward and backward passes."""
+        """A context that switches the models to packed attention, if this batcher packs rows. A
+        trainer call's forward and backward passes run inside it."""
         with ExitStack() as stack:
             for model, kind in self._packed:
                 stack.enter_context(packed_attention(model, kind))
@@ -109,8 +110,8 @@ class Batcher:
 
 
 def budget_of(config: TrainConfig, of_stages: Callable[..., int] | None) -> int | Budget:
-    """Return the `max_tokens` of a `Batcher`. `of_stages` is `Stage.budget`, or None outside of
-    pipeline stages."""
+    """Return the `max_tokens` argument of a `Batcher` for this config. `of_stages` is the method
+    `Stage.budget`, which chooses that number with pipeline stages; None: there are none."""
     if config.micro_batch_tokens != "auto":
         return config.micro_batch_tokens
 
@@ -130,8 +131,8 @@ def _sorted_runs(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 def _packed_kinds(
     models: Sequence[nn.Module], layout: Layout, device: torch.device, dtype: torch.dtype | None
 ) -> list[tuple[nn.Module, PackedKind]]:
-    """Return each model with its packed attention; empty for sorted rows. Raises `ValueError` if
-    `packed` is asked for and cannot be had."""
+    """Return the models, each with the kind of packed attention that it will use; empty for sorted
+    rows. Raises `ValueError` if `packed` is asked for and a model's attention does not allow it."""
     if layout == "sorted":
         return []
     packed: list[tuple[nn.Module, PackedKind]] = []

@@ -1,8 +1,8 @@
-"""Calls, results and errors between the run's own process and a rank of the trainer, as bytes.
+"""Encoding of calls, results and errors as bytes, for the run's own process and the trainer's
+ranks.
 
-The bytes cannot execute anything, since under torchrun they come over a network. Both sides know
-the same types, and a rank runs no method but `METHODS`.
-"""
+Decoding the bytes cannot execute code, which matters as under torchrun they come over a network.
+Both sides know the same types, and a rank runs only the methods that `METHODS` names."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ _ERRORS: dict[str, type[Exception]] = {
         *(torch.OutOfMemoryError, OSError, ValueError),
     )
 }
-"""Classes of errors that the run's own process raises again, by name; the most special come
-first."""
+"""Classes of errors that the run's own process can raise again, by class name. A subclass comes
+before its base class, since the first match is taken."""
 
 
 _RECORDS = (
@@ -71,14 +71,14 @@ _KINDS = (
 
 @functools.cache
 def codec() -> Codec:
-    """Return the codec of calls and results, which knows the types listed here alone."""
+    """Return the codec of calls and results, which knows only the types listed in this module."""
     return Codec([*_RECORDS, *_KINDS])
 
 
 def error_bytes(error: Exception) -> bytes:
-    """Encode an error so that the run's own process can raise it. An error from outside of the
-    package becomes a `TrainerError`: its class may be unknown there, and its traceback, by which
-    that process tells a user's mistake from a bug, does not survive the way."""
+    """Encode an error of a rank so that the run's own process can raise it. An error from outside
+    of the package becomes a `TrainerError`: its class may be unknown in that process, and the
+    traceback, which there tells a user's mistake from a bug, is not sent."""
     name = next((n for n, kind in _ERRORS.items() if isinstance(error, kind)), "")
     module = type(error).__module__
     is_ours = module.startswith("rollpacker.")
@@ -94,7 +94,7 @@ def error_bytes(error: Exception) -> bytes:
 
 
 def error_of(data: bytes) -> Exception:
-    """Decode the error that `error_bytes` has encoded."""
+    """Decode bytes that `error_bytes` has made, and return the error."""
     name, said = codec().decode(data)
     return _ERRORS[name](*said)
 
@@ -111,7 +111,8 @@ def _foreign(error: Exception) -> tuple[str, tuple[str]]:
 
 
 def _is_of_another(error: Exception) -> bool:
-    """Whether a joint call failed because another process is gone, which is then what to report."""
+    """Whether this error of a collective came about because another process is gone. Then the loss
+    of that process is what to report."""
     return "gloo/transport" in str(error) or "ncclRemoteError" in str(error)
 
 

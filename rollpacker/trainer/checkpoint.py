@@ -1,13 +1,12 @@
-"""A trainer's state on disk: a Hugging Face folder, safetensors and JSON. Nothing is pickled.
+"""A trainer's state on disk, in two folders. Nothing is pickled.
 
-model/      config, tokenizer and whole weights, written by rank 0
-trainer/    shard-00001-model-00001-of-00001.safetensors ...    every rank's shards of tensors
-            trainer.json                                        numbers, and which files belong here
+`model/` is a Hugging Face folder with config, tokenizer and whole weights, written by rank 0.
+`trainer/` has safetensors files with every rank's shards of further tensors, such as the
+optimizer's, and `trainer.json`, which has numbers and the list of these files.
 
-What n processes wrote, any other number of processes can read. The caller decides when a folder is
-complete (manifest, rename) and whether its bytes are what was written; these functions only write
-and read files. With `shards` they are collectives: they return, or raise, in all processes.
-"""
+A checkpoint that n processes wrote can be read by any other number of processes. The caller decides
+when a folder is complete, and checks that its bytes are what was written. Functions that get
+`shards` (the processes that share the model) return, or raise, in all of these together."""
 
 from __future__ import annotations
 
@@ -59,10 +58,11 @@ def save_model(
     weights: Iterable[tuple[str, Tensor]] | None = None,
     union: Union = iter,
 ) -> None:
-    """Write weights, config and generation config, and the tokenizer if there is one. The weights
-    are `model`'s own, or `weights` by the names of a plain model, such as merged ones. They are
-    written in `dtype`, if given. Rank 0 holds all of them in host memory, once; there, `union` adds
-    what other pipeline stages have. Raises `OSError` if a file cannot be written."""
+    """Write a model's weights, config and generation config, and its tokenizer (None: no
+    tokenizer). `weights` are written in place of the model's own if given, such as weights with
+    adapters merged in. `dtype` is what weights are cast to; None: they are not cast. Rank 0 holds
+    all weights in host memory once; `union` is a function that adds the weights of other pipeline
+    stages there. Raises `OSError` if a file cannot be written."""
     named = state_tensors(model).items() if weights is None else weights
     whole = dict(union(full_tensors(named, shards, dtype)))
     _on_all_ranks(lambda: _write_model(model, tokenizer, folder, whole), shards, only=0)
@@ -75,10 +75,10 @@ def load_model_weights(
     *,
     part: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Copy a saved model's parameters and buffers into `model`, plain or sharded, in place. `part`:
-    the tensors of a pipeline stage, by the whole model's names; only these are loaded. Each process
-    reads no more than its shards, unless transformers saves such a model under other names than it
-    has. Raises `TrainerStateError` if the folder cannot be read or holds another model."""
+    """Copy a saved model's parameters and buffers into `model`, plain or sharded, in place. `part`
+    are the tensors of a pipeline stage, by the whole model's names, to load only these; None: load
+    all. A process reads no more than its shards, unless transformers saves the model under other
+    tensor names. Raises `TrainerStateError` if the folder cannot be read or holds another model."""
     target = state_tensors(model) if part is None else dict(part)
     saved = _on_all_ranks(lambda: _saved_layout(folder), shards)
     if part is not None:
@@ -96,8 +96,8 @@ def save_trainer(
     folder: Path,
     shards: Shards | None = None,
 ) -> None:
-    """Write `tensors`, plain (then the same in all processes) or sharded, and `state` as JSON.
-    Raises `OSError` if a file cannot be written."""
+    """Write `tensors` as safetensors files and `state` as JSON. The tensors are sharded, or plain
+    and the same in all processes. Raises `OSError` if a file cannot be written."""
     _on_all_ranks(lambda: _make_empty(folder), shards, only=0)
     if tensors:
         writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
@@ -112,8 +112,8 @@ def save_trainer(
 
 def load_trainer_state(folder: Path) -> dict[str, Any]:
     """Return the JSON that `save_trainer` wrote, with the number of `processes` that wrote it.
-    Raises `TrainerStateError` if it cannot be read, is of another format, or a file that belongs to
-    it is missing or incomplete."""
+    Raises `TrainerStateError` if the JSON cannot be read or has another format, or if one of its
+    tensor files is missing or has another size."""
     path = folder / STATE_FILE
     try:
         state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -131,8 +131,7 @@ def load_trainer_state(folder: Path) -> dict[str, Any]:
 
 
 def saved_names(folder: Path) -> frozenset[str]:
-    """Return names of the tensors that `save_trainer` wrote. Raises as `load_trainer_state`
-    does."""
+    """Return the names of the tensors that `save_trainer` wrote, or raise `TrainerStateError`."""
     load_trainer_state(folder)
     return frozenset(_saved_layout(folder))
 
@@ -144,9 +143,9 @@ def load_trainer_tensors(
     *,
     part: bool = False,
 ) -> dict[str, Tensor]:
-    """Read the tensors that `save_trainer` wrote into new ones, placed and sharded as those of
-    `like`. With `part`, this is a pipeline stage, and only tensors that `like` has are read. Raises
-    `TrainerStateError` if files cannot be read, or if names, shapes or dtypes are others."""
+    """Read the tensors that `save_trainer` wrote into new tensors, placed and sharded like those of
+    `like`. With `part`, tensors of other pipeline stages, which `like` lacks, are skipped. Raises
+    `TrainerStateError` if files cannot be read, or if names, shapes or dtypes differ."""
     saved = _on_all_ranks(lambda: _checked_layout(folder, like, part=part), shards)
     loaded = {name: torch.empty_like(like[name]).detach() for name in saved}
     _load(loaded, folder, shards)
@@ -154,15 +153,14 @@ def load_trainer_tensors(
 
 
 def state_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Return a model's parameters, each once, and buffers that are part of its state. Not
-    copies."""
+    """Return a model's parameters (a tied one once) and persistent buffers by name, not copied."""
     persistent = model.state_dict(keep_vars=True).keys()
     buffers = {name: value for name, value in model.named_buffers() if name in persistent}
     return {name: value.detach() for name, value in model.named_parameters()} | buffers
 
 
 def tensors_sha256(tensors: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 of tensors' names, dtypes, shapes and bytes, in the names' order."""
+    """Return one SHA-256 over the names, dtypes, shapes and bytes of all tensors, in name order."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         value = tensors[name].detach().cpu().contiguous()
@@ -189,8 +187,8 @@ def _write_model(
 
 
 def _make_empty(folder: Path) -> None:
-    """Make a folder without tensor files. A shard that more processes left there would be read as
-    part of what fewer write now."""
+    """Make the folder if it is missing, and remove tensor files from it. A shard left there by an
+    earlier save with more processes would be read as part of the new checkpoint."""
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in folder.glob(_TENSOR_FILES):
         leftover.unlink()
@@ -212,7 +210,7 @@ def _check_file(path: Path, size: int) -> None:
 
 
 def _saved_layout(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors in a folder's files, by name, as tensors without data."""
+    """Return the tensors saved in a folder, by name, on the meta device: without their data."""
     try:
         metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
     except _READ_ERRORS as error:
@@ -240,7 +238,8 @@ def _checked_layout(folder: Path, like: Mapping[str, Tensor], *, part: bool) -> 
 
 
 def _check_shapes(saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor], folder: Path) -> None:
-    """Raise `TrainerStateError` that names a tensor that one side lacks or has in another shape."""
+    """Raise `TrainerStateError`, naming a tensor, if the saved tensors and the wanted ones do not
+    have the same names and shapes."""
     if missing := wanted.keys() - saved.keys():
         raise TrainerStateError(f"{folder} holds another model: {min(missing)} is missing")
     if extra := saved.keys() - wanted.keys():
@@ -254,7 +253,6 @@ def _check_shapes(saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor], fol
 
 
 def _load(tensors: dict[str, Tensor], folder: Path, shards: Shards | None) -> None:
-    """Fill `tensors`, in place, with those that the folder has by the same names."""
     if not tensors:
         return
     reader = HuggingFaceStorageReader(str(folder))
@@ -289,8 +287,9 @@ def _cause(failure: CheckpointException) -> str:
 def _on_all_ranks(
     work: Callable[[], Result], shards: Shards | None, only: int | None = None
 ) -> Result:
-    """Run `work` in all processes, or in rank `only` alone, and raise in all of them if it fails in
-    one, so that no process waits for another."""
+    """Run `work` in all processes, or in the process of rank `only` alone, and raise in all of them
+    if it fails in one, so that no process waits for another. Returns the result of `work`, or None
+    in a process that did not run it."""
     error: Exception | None = None
     result: Result | None = None  # stays so in a process that has nothing to do
     if shards is None or only in (None, shards.rank):

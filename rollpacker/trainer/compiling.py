@@ -1,8 +1,7 @@
 """torch.compile for a model's layers, with the uncompiled ones to fall back on.
 
 Layers, not the whole model: they are alike, so one compilation serves all of them, and what is
-between them (packing, FSDP's hooks, LoRA's switch) stays plain Python.
-"""
+between them (packing, FSDP's hooks, LoRA's switch) stays plain Python."""
 
 from __future__ import annotations
 
@@ -24,22 +23,20 @@ from rollpacker.trainer.packing import layers_with_state
 log = logging.getLogger(__name__)
 
 _FORWARD_CHECKPOINTS = "__call__" not in vars(GradientCheckpointingLayer)
-"""Whether layers checkpoint inside `forward`. Earlier versions of transformers checkpoint in
-`__call__`, around whatever `forward` is."""
+"""Whether transformers' layers checkpoint inside `forward`. Earlier versions of transformers
+checkpoint in `__call__`, around any `forward`."""
 
 Backend = str | Callable[..., Any]
 
 
 def compile_layers(model: nn.Module, *, backend: Backend = "inductor") -> bool:
-    """Run the model's layers through torch.compile, in place. They are compiled when they first
-    run; if that fails, then or later, all layers run uncompiled from there on, and one warning says
-    why. Returns whether there is a layer to compile; if not, a warning says so. A model whose
-    layers keep a state is left as it is, with a warning.
-
-    Lengths may vary from call to call (`dynamic=True`). Calls with a key-value cache or in
-    inference mode (generation) stay uncompiled. Works with FSDP2, before or after sharding, and
-    with gradient checkpointing. Parameter names and state stay as they are.
-    """
+    """Run the model's layers through torch.compile, in place. Returns whether there is a layer to
+    compile; if not, a warning says so. The layers are compiled when they first run. If compiling
+    fails, then or later, all layers run uncompiled from there on, and one warning says why. A model
+    whose layers keep a state (such as linear attention) is left as it is, with a warning. Lengths
+    may vary from call to call (`dynamic=True`). Calls with a key-value cache or in inference mode
+    (generation) stay uncompiled. Works with FSDP2, before or after sharding, and with gradient
+    checkpointing. Parameter names and state stay as they are."""
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     transformer = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     state = None if transformer is None else layers_with_state(transformer)
@@ -63,7 +60,7 @@ def compile_layers(model: nn.Module, *, backend: Backend = "inductor") -> bool:
 
 
 class _Attempt:
-    """State that a model's compiled layers share: the backend, and whether compiling has failed."""
+    """State that a model's compiled layers share: the backend, and whether compiling failed."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
@@ -80,7 +77,7 @@ class _Attempt:
 
 
 class _CompiledForward:
-    """Replaces a layer's `forward` by compiled code, or by the plain one once compiling failed."""
+    """Stands in for a layer's `forward`: compiled code, or the plain one once compiling failed."""
 
     def __init__(self, layer: nn.Module, attempt: _Attempt) -> None:
         self._layer = layer
@@ -88,8 +85,7 @@ class _CompiledForward:
         self._compiled: Callable[..., Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave compiled code out of copies: a copy of the model must not use this one's
-        weights."""
+        """Leave compiled code out of copies, since it would use the weights of the original."""
         return {"_layer": self._layer, "_attempt": self._attempt, "_compiled": None}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -119,9 +115,8 @@ class _CompiledForward:
     def _compile(
         self, eager: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Compile the layer, and try it forward and backward on copies of these arguments: some
-        compilers are called by the backward pass only, where nothing could be put right any
-        more."""
+        """Compile the layer, and try the code forward and backward on copies of these arguments:
+        some compilers run in the backward pass only, when it would be too late to fall back."""
         try:
             self._compiled = torch.compile(eager, dynamic=True, backend=self._attempt.backend)
             args, kwargs = tree_map_only(Tensor, _fresh_leaf, (args, dict(kwargs)))
@@ -140,8 +135,8 @@ class _CompiledForward:
             raise _CompilingFailed from error
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the compiled code, without checkpointing, which would hide the layer's inside from
-        the compiler. The layer's training flag, cleared here, serves checkpointing alone."""
+        """Run the compiled code. The layer's training flag, which serves checkpointing alone, is
+        cleared meanwhile: checkpointing inside would hide the layer's code from the compiler."""
         assert self._compiled is not None
         before, self._layer.training = self._layer.training, False
         try:

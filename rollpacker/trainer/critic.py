@@ -26,8 +26,8 @@ HEAD_FILE = "value_head.safetensors"
 
 
 class Critic(nn.Module):
-    """The value model. `model` is its body, without an output layer, which is put in eval mode and
-    made trainable. The value head starts at zero, so a new critic gives 0 for every state."""
+    """The value model: `model` is a causal LM without its output layer, which is put in eval mode
+    and made trainable. The value head starts at zero, so a new critic gives 0 everywhere."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -41,8 +41,8 @@ class Critic(nn.Module):
         self.eval()
 
     def forward(self, batch: MicroBatch) -> Tensor:
-        """Return values [N] of the states before the batch's targets, in float32 or the model's
-        float64."""
+        """Return the values of the texts before each of the batch's N targets: [N], in float32
+        (float64 for a float64 model)."""
         output = self.model(input_ids=batch.input_ids, use_cache=False, **batch.model_inputs)
         return self.from_hidden_states(output.last_hidden_state, batch)
 
@@ -57,8 +57,8 @@ class Critic(nn.Module):
 
 
 def from_policy_model(model: PreTrainedModel) -> Critic:
-    """Return a critic on a deep copy of a causal LM's body. Raises `ModelError` if the body cannot
-    be told from the output layer."""
+    """Return a critic on a deep copy of a causal LM without its output layer. Raises `ModelError`
+    if the output layer cannot be told from the rest."""
     return Critic(copy.deepcopy(_body(model)))
 
 
@@ -70,8 +70,9 @@ def load_critic(config: ModelConfig, path: str) -> Critic:
 
 
 def save_critic(critic: Critic, folder: Path, state: Mapping[str, Tensor] | None = None) -> None:
-    """Write the body as a Hugging Face folder, and the value head beside it. `state` are the whole
-    tensors by the critic's names, if the critic is sharded; None: its own tensors."""
+    """Write a critic to `folder`: the body as a Hugging Face folder, and the value head beside it.
+    `state` are the unsharded tensors by the critic's names, for a sharded critic; None: the
+    critic's own tensors are written."""
     folder.mkdir(parents=True, exist_ok=True)
     state = critic.state_dict() if state is None else state
     with no_progress_bars():
@@ -82,9 +83,9 @@ def save_critic(critic: Critic, folder: Path, state: Mapping[str, Tensor] | None
 
 @torch.no_grad()
 def load_critic_weights(critic: Critic, folder: Path) -> None:
-    """Copy what `save_critic` wrote into `critic`, in place; each rank of a sharded critic copies
-    its part. Raises `TrainerStateError`, with nothing changed, if the folder cannot be read or
-    holds a critic of another architecture."""
+    """Copy a critic that `save_critic` wrote into `critic`, in place; each rank of a sharded critic
+    copies its shard. Raises `TrainerStateError`, with nothing changed, if the folder cannot be read
+    or holds a critic of another architecture."""
     saved = _read(folder, critic)
     for name, value in critic.state_dict().items():
         value.copy_(placed_like(value, saved[name]))
@@ -105,7 +106,8 @@ def _part(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def _read(folder: Path, critic: Critic) -> dict[str, Tensor]:
-    """Read a saved critic's tensors, by name. Raises `TrainerStateError` if they do not fit."""
+    """Read a saved critic's tensors, by name. Raises `TrainerStateError` if they are not those of
+    this critic's architecture."""
     try:
         with no_progress_bars(), no_load_report():
             read: Any = _plain_class(critic.model).from_pretrained(
@@ -138,7 +140,7 @@ def _read(folder: Path, critic: Critic) -> dict[str, Tensor]:
 
 
 def _plain_class(model: PreTrainedModel) -> type[PreTrainedModel]:
-    """Return the model's class without the class that sharding puts in front of it."""
+    """Return the model's transformers class. FSDP2 gives a sharded model a subclass of it."""
     plain = next(c for c in type(model).__mro__ if not issubclass(c, FSDPModule))
     assert issubclass(plain, PreTrainedModel)
     return plain

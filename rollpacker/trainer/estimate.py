@@ -5,8 +5,7 @@ parameters), and torch is loaded only to run the model's layers without data
 (`trainer/layer_trace.py`). Memory is what training needs at its peak plus the engine's keys and
 values; the formulas stand beside each line. Not counted are torch itself, and what an allocator
 keeps of freed blocks, which depends on the order of sizes (`benchmarks/memory_estimate.py` measures
-how much).
-"""
+how much)."""
 
 from __future__ import annotations
 
@@ -58,20 +57,20 @@ class Estimate:
     pipeline stage, in the order of the stages. Empty if the trainer has no processes of its own, or
     if nothing is known of their memory."""
     sweep: Sweep | None
-    """The largest sweep through the pipeline stages. None: there are none, or memory is not
-    known."""
+    """The largest sweep (an update's micro-batches going through the pipeline stages). None: the
+    model is not in stages, or its memory is not known."""
     notes: tuple[str, ...]
     """Notes about facts that could not be known, and about settings that look wrong."""
 
     @property
     def whole(self) -> bool:
-        """Whether all parts of the memory are known, which takes the model's shape."""
+        """Whether all parts of the memory are known, for which the model's shape must be known."""
         return any(memory.has_activations for memory in (self.memory, *self.ranks))
 
     @property
     def total_bytes(self) -> int | None:
-        """Bytes of all processes on a CPU; on CUDA of the run's own process, since the others
-        have a GPU each. None if parts of the memory are not known."""
+        """Bytes of all processes together on a CPU; on CUDA bytes of the run's own process only,
+        since each other process has its own GPU. None: parts of the memory are not known."""
         if not self.whole:
             return None
         processes = 0 if self.device == "cuda" else self.processes
@@ -159,9 +158,9 @@ def _memory_lines(memory: Memory, where: str, *, whole: bool) -> list[str]:
 
 
 def estimate(config: RunConfig, *, has_cuda: bool | None = None) -> Estimate:
-    """Estimate a run from its config, and `config.json` and safetensors headers of a local model
-    (or of the hub's local copy). `has_cuda` says whether device "auto" will find CUDA; None: a
-    driver is looked for. What cannot be known becomes a note."""
+    """Estimate a run from its config, and from the `config.json` and safetensors headers of a model
+    on this machine. `has_cuda` says whether device "auto" will find CUDA; None: found out by
+    looking for a driver. Each fact that cannot be known becomes a note."""
     if has_cuda is None:
         has_cuda = _PROC_NVIDIA.exists()
     on_cuda = config.model.device == "cuda" or (config.model.device == "auto" and has_cuda)
@@ -225,8 +224,8 @@ def _stage_notes(count: int, sweep: Sweep | None) -> list[str]:
 
 
 def _engine_memory(models: TrainingMemory, notes: list[str]) -> list[MemoryPart]:
-    """The parts for the engine's own copy of the model, where it has one, and for the weights or
-    adapters on their way to that copy."""
+    """Return the memory parts for the engine's own copy of the model, and for the weights or
+    adapters on their way to that copy. Empty if the engine uses the trainer's tensors."""
     config, policy = models.config, models.policy
     processes, lora = config.train.processes, config.model.lora
     if policy is None:
@@ -256,8 +255,8 @@ def _engine_memory(models: TrainingMemory, notes: list[str]) -> list[MemoryPart]
 
 
 def _carried_memory(config: RunConfig, on_cuda: bool, notes: list[str]) -> list[MemoryPart]:
-    """The parts for tokens that deferred prompts, put off to a later round, keep for their next
-    submission to an engine."""
+    """Return the memory part for tokens generated for prompts that were put off to a later round.
+    These tokens are kept, so that generation can go on from them."""
     prompts = batch_arithmetic(config).most_carried
     if not prompts:
         return []
@@ -277,7 +276,7 @@ def _carried_memory(config: RunConfig, on_cuda: bool, notes: list[str]) -> list[
 
 
 def _cache_memory(models: TrainingMemory, notes: list[str]) -> list[MemoryPart]:
-    """The part for keys and values of the rows that an engine generates at once."""
+    """Return the memory part for keys and values of the samples that an engine runs at once."""
     rows, one_sample, limit = cache_rows(models)
     longest = longest_sample(models.config)
     if limit is None:

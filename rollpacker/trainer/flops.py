@@ -7,8 +7,7 @@ its own), so LoRA is 4 and 6 for the adapters. The output layer counts for predi
 and of a mixture of experts the share that a token goes through.
 
 Left out: the embedding look-up, norms, biases, softmax, rotary embeddings, the loss, the optimizer,
-linear attention's state, and what gradient checkpointing computes again.
-"""
+linear attention's state, and what gradient checkpointing computes again."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ PEAK_TFLOPS: dict[tuple[str, ...], float] = {
 From NVIDIA's datasheets (halved where one gives the sparse number); GeForce and RTX A6000 from the
 white papers of their architectures."""
 _OTHER_CHIPS = ("Laptop", "MIG", "D", "Ti")
-"""Words in a device's name that mean a smaller or another chip than the table's."""
+"""A device's name with one of these words is that of another chip than the table's."""
 _MEASURE_S = 0.05
 _MATMUL_SIZE = 512
 
@@ -71,14 +70,14 @@ class FlopModel:
     output: float
     """FLOPs per predicted token in the output layer."""
     attention: float
-    """FLOPs per token, token attended to, and layer."""
+    """FLOPs of attention per token, per token that it attends to, and per layer."""
     windows: tuple[int | None, ...]
-    """How many tokens back each layer with attention looks. None: to the beginning."""
+    """For each layer with attention, how many tokens back it looks. None: to the beginning."""
 
     @classmethod
     def of(cls, model: nn.Module) -> FlopModel:
-        """Return the costs of a transformers causal LM or its body, with or without adapters. Which
-        parameters are trained is read from the model now."""
+        """Return the costs for a transformers causal LM or its body, with or without adapters.
+        Parameters that require no gradient at the time of this call count as frozen."""
         known: Any = model
         config = known.config.get_text_config()
         head = getattr(known.get_output_embeddings(), "weight", None)
@@ -107,9 +106,9 @@ class FlopModel:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the FLOP/s that the device could do: on CUDA the datasheet's for bfloat16, whatever
-    the dtype in use; on a CPU the best float32 matrix product in a measurement of 50 ms, with this
-    thread's number of threads. None: the device is not in the table."""
+    """Return the peak FLOP/s of a device: on CUDA the datasheet's number for bfloat16, whatever
+    dtype is in use; on a CPU the best of float32 matrix products in a measurement of 50 ms, with
+    this thread's number of threads. None: the table has no such GPU."""
     if device.type == "cuda":
         return known_peak_flops(torch.cuda.get_device_name(device))
     if device.type == "cpu":
@@ -118,8 +117,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def known_peak_flops(device_name: str) -> float | None:
-    """Peak FLOP/s of a device by its name, such as "NVIDIA H100 80GB HBM3". None if the table
-    has no such device."""
+    """Return a device's peak FLOP/s by its name. None: the table has no such device."""
     words = set(re.split(r"[\s-]+", device_name))
     if words.intersection(_OTHER_CHIPS):
         return None
@@ -129,8 +127,7 @@ def known_peak_flops(device_name: str) -> float | None:
 
 @functools.cache
 def _measured_flops(num_threads: int) -> float:
-    """Return the best FLOP/s of a matrix product on this CPU, measured once per number of
-    threads."""
+    """Return a CPU's best FLOP/s in matrix products, measured once per number of threads."""
     left, right = (torch.randn(_MATMUL_SIZE, _MATMUL_SIZE) for _ in range(2))
     result = left @ right
     best = float("inf")
@@ -161,7 +158,8 @@ def _windows(config: Any) -> tuple[int | None, ...]:
 
 
 def _attended(length: int, window: int | None) -> float:
-    """Return the number of pairs of a row's token and a token that it attends to."""
+    """Return the number of (token, attended token) pairs in a row of this length. `window` is how
+    many tokens back a token attends; None: to the row's beginning."""
     if window is None or window >= length:
         return length * length / 2
     return window * length - window * window / 2

@@ -25,8 +25,8 @@ class FrozenPolicy:
 
     @torch.no_grad()
     def log_probs(self, batch: MicroBatch, temperature: float) -> Tensor:
-        """Return log-probabilities [N] of the batch's targets at `temperature`, in float32 (float64
-        for such a model)."""
+        """Return the log-probabilities [N] of the batch's targets at `temperature`, in float32
+        (float64 for a float64 model)."""
         log_probs: Tensor = self.policy(batch, temperature)[0]
         return log_probs
 
@@ -43,10 +43,11 @@ def load_teacher(
     tokenizer: PreTrainedTokenizerBase,
     dtype: torch.dtype | None = None,
 ) -> FrozenPolicy:
-    """Load the causal LM in `path` (a Hugging Face folder or a hub name), on the policy's device,
-    in `dtype` (None: the policy's). `model` and `tokenizer` are the policy's. Raises `ModelError`
-    if the teacher cannot be loaded, numbers tokens in another way, or has fewer rows of embeddings
-    than the policy. More rows are padding: models of one family often differ in that."""
+    """Load the causal LM in `path` (a Hugging Face folder or a hub name) as a teacher, on the
+    policy's device, in `dtype` (None: the policy's dtype). `model` and `tokenizer` are the
+    policy's. Raises `ModelError` if the teacher cannot be loaded, if its tokenizer gives tokens
+    other numbers, or if it has fewer rows of embeddings than the policy. More rows are allowed:
+    models of one family often differ in padding rows."""
     dtype = model.dtype if dtype is None else dtype
     name: Literal["bfloat16", "float32"] = "bfloat16" if dtype == torch.bfloat16 else "float32"
     loaded = load_model(ModelConfig(path=path, dtype=name, device="cpu"), setting="model.teacher")
@@ -64,8 +65,8 @@ def load_teacher(
 def check_same_vocabulary(
     other: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase, name: str
 ) -> None:
-    """Raise `ModelError`, which calls the model `name`, if its tokenizer numbers tokens
-    otherwise."""
+    """Raise `ModelError`, which calls the model `name`, if its tokenizer gives tokens other numbers
+    than the policy's tokenizer."""
     theirs = {number: token for token, number in other.get_vocab().items()}
     ours = {number: token for token, number in policy.get_vocab().items()}
     if theirs == ours:

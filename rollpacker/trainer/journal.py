@@ -1,19 +1,14 @@
-"""The journal of calls to the trainer's ranks since their last checkpoints, from which new ranks
-can repeat them.
+"""A record of the calls made to the trainer's ranks (processes). If ranks are lost, new ranks load
+a checkpoint and repeat the calls made since.
 
-A checkpoint is the trainer at some version. Calls have brought the trainer to later versions, and
-the same calls bring new ranks there, with the same bits where the arithmetic is the same each time.
-Calls lie as bytes in files without a name, so that samples of many steps take no memory, and
-nothing is left behind when a process dies.
+Every checkpoint begins a `Segment`: a file of the calls made after it, until the next checkpoint.
+With checkpoints after steps 10 and 20, one segment has the calls of steps 11 to 20, another those
+from step 21 on. These two are kept, as the newest checkpoint may turn out to be damaged. The files
+have no names, so nothing is left behind when a process dies, and calls take no memory.
 
-    saved at version 10   calls of steps 11 to 20   saved at version 20   calls of steps 21 ...
-    `----------- one segment ----------------'      `------- another ---------------
-
-Two segments are kept, as the newest checkpoint may turn out to be damaged.
-
-`KeptState` is what ranks have written between two checkpoints, for ranks in another layout, which
-calls of ranks in the old one cannot bring to the same bits.
-"""
+Repeated calls give the same weights to the bit only if the arithmetic is the same, so not in
+another layout (split of the model over ranks). For ranks in another layout there is `KeptState`:
+the trainer's state, written by its ranks between two checkpoints."""
 
 from __future__ import annotations
 
@@ -32,8 +27,8 @@ NUM_SEGMENTS = 2
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """A call of ranks: its method, the call's bytes for each rank, and their numbers (empty:
-    all)."""
+    """A call that ranks have carried out: the method's name, for each called rank the encoded call,
+    and the called ranks' numbers (empty: all ranks)."""
 
     method: str
     calls: list[bytes]
@@ -41,16 +36,16 @@ class RecordedCall:
 
 
 class Segment:
-    """A file of the calls that were recorded since `version` of the trainer's weights."""
+    """A file of the calls made since the trainer was at `version`, which is a number of steps."""
 
     def __init__(self, version: int, folder: Path | None) -> None:
         self.version = version
         self.file: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  # stays open
         self.end = 0
-        """Length in bytes of the calls that belong to finished steps."""
+        """Length in bytes of the recorded calls of finished steps. The open step's calls follow."""
 
     def calls(self) -> Iterator[RecordedCall]:
-        """Read the calls of finished steps."""
+        """Read the recorded calls of finished steps, in order."""
         self.file.seek(0)
         while self.file.tell() < self.end:
             method, numbers, sizes = json.loads(self.file.readline())
@@ -58,15 +53,16 @@ class Segment:
 
 
 class Journal:
-    """Recorded calls, in nameless files on `folder`'s file system; None: that of temporary
-    files."""
+    """The recorded calls, in unnamed temporary files. `folder` decides on which file system the
+    files lie; None: that of the system's temporary files."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
         self._segments = [Segment(0, folder)]
 
     def add(self, method: str, calls: Sequence[bytes], numbers: Sequence[int]) -> None:
-        """Record a call that all of these ranks have done. Raises `OSError` if writing fails."""
+        """Record a call that all of these ranks have carried out. Raises `OSError` if writing
+        fails."""
         file = self._segments[-1].file
         head = json.dumps([method, list(numbers), [len(call) for call in calls]])
         file.write(f"{head}\n".encode())
@@ -74,34 +70,34 @@ class Journal:
             file.write(call)
 
     def finish_step(self) -> None:
-        """Count the calls so far as those of finished steps."""
+        """Mark all calls recorded so far as belonging to finished steps."""
         last = self._segments[-1]
         last.end = last.file.tell()
 
     def forget_step(self) -> None:
-        """Drop the calls of the unfinished step, which have come to nothing."""
+        """Drop the unfinished step's recorded calls, since its gradients are lost or not finite."""
         last = self._segments[-1]
         last.file.seek(last.end)
         last.file.truncate()
 
     def loaded(self, version: int) -> None:
-        """Drop all calls and begin at `version`, of which the trainer has loaded a checkpoint."""
+        """Drop all recorded calls, since the trainer has loaded a checkpoint of `version`."""
         first = Segment(version, self._folder)
         self._keep(0)
         self._segments = [first]
 
     def saved(self, version: int) -> None:
-        """Begin a segment of calls at `version`, whose checkpoint is written now or in a moment."""
+        """Begin a new file of calls at `version`, of which the trainer now saves a checkpoint."""
         self._keep(NUM_SEGMENTS - 1)
         self._segments.append(Segment(version, self._folder))
 
     def reaches(self, version: int) -> bool:
-        """Whether recorded calls can bring ranks of this version to the newest one."""
+        """Whether repeating recorded calls can bring ranks from this version to the newest one."""
         return any(segment.version == version for segment in self._segments)
 
     def since(self, version: int) -> Iterator[RecordedCall]:
-        """Read the calls that bring ranks of this version to the newest one. Calls of an unfinished
-        step are dropped. Raises `TrainerProcessError` if the journal does not reach back so far."""
+        """Read the calls that bring ranks from this version to the newest one, without those of an
+        unfinished step. Raises `TrainerProcessError` if no recorded calls begin at this version."""
         self.forget_step()
         start = next((i for i, one in enumerate(self._segments) if one.version == version), None)
         if start is None:
@@ -124,29 +120,29 @@ class Journal:
 
 
 RELAYOUT = "relayout"
-"""Name of the folder of kept states in a run's folder."""
+"""Name of the folder of `KeptState` inside a run's folder."""
 
 
 class KeptState:
-    """State that the ranks have written between two checkpoints, for ranks in another layout. A
-    lost trainer is restored from this state until there are newer checkpoints. The state ends with
-    the run's process; a resumed run begins from its checkpoints. `parent` is the folder that holds
-    the state; None: it lies where temporary files do."""
+    """The trainer's state, written by its ranks between two checkpoints so that ranks in another
+    layout (another split of the model over ranks) can load it. A lost trainer is restored from this
+    state until newer checkpoints exist. The state is removed when the run's process ends. `parent`
+    is the folder that will hold the state; None: a temporary folder holds it."""
 
     def __init__(self, parent: Path | None = None) -> None:
         self.version: int | None = None
-        """The version of the trainer that wrote the state. None: there is no state."""
+        """The trainer's version (number of steps) in the kept state. None: no state is kept."""
         self._root = None if parent is None else parent / RELAYOUT
         self._is_temporary = parent is None
         self.drop()  # what a run that was killed has left
 
     def folder(self, version: int) -> Path:
-        """The folder in which the state of this version lies."""
+        """Return the folder in which the state of this trainer version lies, or would lie."""
         assert self._root is not None
         return self._root / f"version-{version}"
 
     def new_folder(self, version: int) -> Path:
-        """Return an empty place for the state of this version, for ranks to write the state to."""
+        """Return a path at which nothing exists, for the ranks to write this version's state to."""
         if self._root is None:
             self._root = Path(tempfile.mkdtemp(prefix=f"rollpacker-{RELAYOUT}-"))
         folder = self.folder(version)
@@ -154,19 +150,18 @@ class KeptState:
         return folder
 
     def keep(self, version: int) -> None:
-        """Mark the state of this version as written. The state that was kept before is removed."""
+        """Keep the state of this version, which is now complete, and remove the one kept before."""
         if self.version is not None:
             shutil.rmtree(self.folder(self.version), ignore_errors=True)
         self.version = version
 
     def give_up(self, version: int) -> None:
-        """Remove the state of this version, which was written for nothing, unless it is the kept
-        one."""
+        """Remove the state of this version, which nobody will load, unless it is the kept one."""
         if version != self.version:
             shutil.rmtree(self.folder(version), ignore_errors=True)
 
     def drop(self) -> None:
-        """Remove all state. Idempotent."""
+        """Remove all kept states. Idempotent."""
         self.version = None
         if self._root is not None:
             shutil.rmtree(self._root, ignore_errors=True)

@@ -1,15 +1,14 @@
-"""Starting the trainer's processes and talking to them.
+"""Starts the trainer's ranks (processes), and makes calls to them.
 
-    started by RollPacker   every rank is a child of the run, or of the run's agent on another
-                            host, with an inherited connection to the run
-    under torchrun          rank 0 is the run's process, and its one child is the trainer's rank 0;
-                            the other ranks become workers themselves and connect to the run's port:
-                            address and token lie in torchrun's store
+Without torchrun, the run's own process starts all ranks, on another host through an agent there.
+Each rank inherits a connection to the run's process. Under torchrun, the process of torchrun's rank
+0 is the run's own, and starts the trainer's rank 0 as a child; torchrun's other processes become
+the other ranks. They connect to the run's process by the address and token that it puts into
+torchrun's key-value store.
 
-Every rank serves one call at a time; a call is made on all ranks at once, or on some. If a rank
-ends, all are ended, since others may wait for it in a joint call. Ranks that RollPacker has started
-can be started anew (`RanksLost`); torchrun's end with the run.
-"""
+A call is made on all ranks at once, or on some; a rank serves one call at a time. If a rank ends,
+all ranks are ended, since others may wait for it in a collective. New ranks can then be started
+(`RanksLost`), but not under torchrun, where the run ends."""
 
 from __future__ import annotations
 
@@ -46,17 +45,16 @@ class Torchrun:
     rank: int
     world_size: int
     local_world_size: int
-    """Processes of the job that are on this machine."""
+    """Number of the job's processes that run on this machine."""
     master: tuple[str, int]
     has_store: bool
-    """Whether torchrun's agent keeps the store. Otherwise rank 0 does."""
+    """Whether torchrun's agent serves the job's key-value store. If not, rank 0 serves it."""
     restart: str = "0"
-    """How often torchrun has restarted its processes, as text; the store outlives the processes."""
+    """How often torchrun has restarted the job, as text. The job's store outlives a restart."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Torchrun | None:
-        """Read this process's place from torchrun's variables. None if torchrun did not start
-        it."""
+        """Read this process's place from torchrun's variables. None: torchrun did not start it."""
         names = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         if not all(name in environment for name in names) or LINE_FD in environment:
             return None
@@ -71,7 +69,7 @@ class Torchrun:
 
     @property
     def store_key(self) -> str:
-        """The name in the store under which rank 0 says how it can be reached."""
+        """Key in the job's store under which rank 0 puts its address for the other ranks."""
         return f"rollpacker/trainer/{self.restart}"
 
     def store(self) -> TCPStore:
@@ -79,8 +77,8 @@ class Torchrun:
         return store_of(host, port, is_master=self.rank == 0 and not self.has_store)
 
     def listener(self) -> Listener:
-        """Listen at the one address where the other ranks reach this process. Raises `ValueError`
-        if this machine has no such address."""
+        """Listen at an address of this machine that the other ranks can reach. Raises `ValueError`
+        if there is no such address."""
         if self.local_world_size == self.world_size:
             return Listener(LOOPBACK)
         host = self.master[0]
@@ -94,7 +92,7 @@ class Torchrun:
 
 
 def _addresses(host: str) -> list[str]:
-    """Return the addresses of a host that other machines can reach."""
+    """Return the addresses of a host that other machines can reach; empty: its name is unknown."""
     try:
         found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
     except OSError:
@@ -103,7 +101,7 @@ def _addresses(host: str) -> list[str]:
 
 
 def _own_address() -> list[str]:
-    """Return the address from which this machine reaches others. Sends nothing."""
+    """Return the address from which this machine reaches others; empty: none. Sends no data."""
     with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # RFC 5737: nobody's
         return [str(probe.getsockname()[0])]
@@ -111,38 +109,38 @@ def _own_address() -> list[str]:
 
 
 class RankPlace(NamedTuple):
-    """Where a rank is started: its host, its number there, and its environment variables."""
+    """Where a rank is started: its host, its number there, and further environment variables."""
 
     local_rank: int
     """The rank's number on its host, which is also the number of its device there."""
     host: Host
     environment: Mapping[str, str]
-    """Environment variables that the rank finds besides its host's own."""
+    """Environment variables that are set for the rank in addition to its host's own."""
 
 
 class Ranks:
-    """All ranks of a trainer, as the run's own process starts and calls them."""
+    """All ranks (processes) of a trainer, as the run's own process starts and calls them."""
 
     def __init__(
         self, num_processes: int, places: Sequence[RankPlace] = (), address: str = LOOPBACK
     ) -> None:
-        """Start the ranks, each at its place, or all on this machine; `connect` before the first
-        call. `address` is that of this machine, where ranks on other hosts reach it."""
+        """Start the ranks at `places`, or all on this machine if that is empty; call `connect`
+        before the first call. `address` is where ranks on other hosts reach this machine."""
         self.num_processes = num_processes
         self._places = places or [RankPlace(rank, ThisHost(), {}) for rank in range(num_processes)]
         self._order = tuple(range(num_processes))
         self._address = address
         self.all: list[Member] = []
         self._started: list[Member] = []
-        """Ranks that are children of this process."""
+        """The ranks that are this process's children: all, or under torchrun only rank 0."""
         self._calling = threading.Lock()
         self._starting = threading.Lock()
         self._is_closed = False
         self._why_lost: str | None = None
         self._listener: Listener | None = None
         self._store: TCPStore | None = None
-        """The store in which the ranks meet. This process serves it unless torchrun does, so it
-        must live as long as the ranks."""
+        """The key-value store through which the ranks find each other. This process serves it
+        unless torchrun does, so it must live as long as the ranks."""
         torchrun = Torchrun.from_environment()
         if torchrun is not None and torchrun.rank > 0:
             raise ValueError(
@@ -178,24 +176,26 @@ class Ranks:
         }
 
     def hold(self, layout: BufferLayout) -> BufferLayout:
-        """Reserve memory for weights on rank 0's host, and return the layout with its place. Raises
-        `OSError`, and `ValueError` if there is no room."""
+        """Reserve shared memory for the weights on rank 0's host, and return the layout (which
+        tensor lies where) with that memory's name. Raises `OSError`, or `ValueError` if there is no
+        room."""
         return self._places[0].host.hold(layout)
 
     @property
     def can_start_anew(self) -> bool:
-        """Whether the ranks can be replaced: torchrun's cannot."""
+        """Whether new ranks can replace these, which is not so for ranks that torchrun started."""
         return self._listener is None
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The number of the place at which each rank lives, by rank."""
+        """For each rank, the index of the place (host and device) at which it lives."""
         return self._order
 
     def start_anew(self, order: Sequence[int] | None = None) -> None:
-        """End the ranks that are left, and start new ones; `connect` before the next call. `order`
-        is the place of each new rank, None: as before. Rank 0's place holds the weights' memory,
-        and stays. Raises `TrainerProcessError` if the ranks were closed meanwhile."""
+        """End the ranks that are left, and start new ones; `connect` must be called before the next
+        call. `order` gives the index of each new rank's place, which is 0 for rank 0, whose host
+        holds the weights' memory; None: the same places as before. Raises `TrainerProcessError` if
+        `close` was called meanwhile."""
         assert self.can_start_anew, "torchrun starts its processes itself"
         if order is not None:
             assert sorted(order) == [*range(self.num_processes)] and order[0] == 0, order
@@ -236,8 +236,8 @@ class Ranks:
         self._started.append(_member(number, child.pid, line, child))
 
     def connect(self) -> None:
-        """Wait until all ranks have reported, and send them their environment. Raises
-        `TrainerProcessError` if a rank ends or does not report in time."""
+        """Wait for every rank's first message, and send environment variables by which the ranks
+        find each other. Raises `TrainerProcessError` if a rank ends or its message is late."""
         environment = gloo_at(self._address if self._listener is None else self._listener.host)
         if self._listener is None:
             # Served here, so that no rank has to find a port that is still free when it binds it.
@@ -252,7 +252,7 @@ class Ranks:
             self._listener.close()
 
     def _greeted(self) -> list[Member]:
-        """Wait for the hello of every rank, and return the ranks by number."""
+        """Wait for the first message of every rank, and return the ranks by number."""
         found: dict[int, Member] = {}
         until = time.monotonic() + START_S
         while len(found) < self.num_processes:
@@ -285,17 +285,17 @@ class Ranks:
     def call(
         self, method: str, arguments: Sequence[tuple[Any, ...]], numbers: Sequence[int] = ()
     ) -> list[Any]:
-        """Call `method(*arguments[i])` on every rank, or on the ranks of these numbers. Returns
-        their results, in order. Raises what `send` does."""
+        """Call `method(*arguments[i])` on every rank, or on the ranks with these numbers. Returns
+        the ranks' results, in order. Raises the same errors as `send`."""
         from rollpacker.trainer.calls import codec
 
         return self.send(method, [codec().encode((method, one)) for one in arguments], numbers)
 
     def send(self, method: str, calls: Sequence[bytes], numbers: Sequence[int] = ()) -> list[Any]:
-        """Make calls that are encoded already, and may be sent again later. Returns their results.
-        Raises an error of a rank, of several one that names samples. If a rank ends meanwhile, or
-        fails while others wait for it longer than `GRACE_S`, all are ended, and `RanksLost` is
-        raised, or `TrainerProcessError` under torchrun."""
+        """Send calls that are already encoded, which may be sent again later, and return the ranks'
+        results. If ranks raise errors, raises one of these, preferably one that names samples. If a
+        rank ends meanwhile, or fails while others wait for it longer than `GRACE_S`, all ranks are
+        ended, and `RanksLost` is raised (under torchrun `TrainerProcessError`)."""
         from rollpacker.trainer.calls import codec, error_of
 
         with self._calling:
@@ -318,12 +318,10 @@ class Ranks:
         return [codec().decode(replies[rank.number][1]) for rank in called]
 
     def _replies(self, method: str, called: Sequence[Member]) -> dict[int, tuple[int, bytes]]:
-        """Return the kind and the bytes of each rank's reply, by the rank's number."""
         return group.replies(called, method)
 
     def lose(self, reason: str) -> TrainerProcessError:
-        """End all ranks, and return the error to raise. `reason` says which rank was lost, and
-        how."""
+        """End all ranks, and return the error to raise. `reason` says which was lost, and how."""
         self._why_lost = reason
         self._kill()
         lost = RanksLost(reason)
@@ -356,7 +354,7 @@ def _member(number: int, pid: int, line: Line, child: Process | None) -> Member:
 
 
 def store_of(host: str, port: int, *, is_master: bool, listen_fd: int | None = None) -> TCPStore:
-    """Serve torch's key-value store (`is_master`), or reach one at this address. Imports torch."""
+    """Serve torch's key-value store at this address (`is_master`), or connect to it."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stub hides it
 
     return TCPStore(
@@ -365,15 +363,15 @@ def store_of(host: str, port: int, *, is_master: bool, listen_fd: int | None = N
 
 
 def store_at(address: str) -> TCPStore:
-    """Serve a store that is reached at this address alone. torch by itself would listen on every
-    interface, whatever host it is given."""
+    """Serve a key-value store that can be reached at this address alone. By default torch would
+    listen on every interface, whatever host it is given."""
     with socket.create_server((address, 0)) as listening:
         port = listening.getsockname()[1]
         return store_of(address, port, is_master=True, listen_fd=listening.detach())
 
 
 def served_at(address: str, port: int) -> dict[str, str]:
-    """Return the environment variables in which torchrun would say where its store is."""
+    """Return the environment variables by which torch finds the key-value store at this address."""
     return {
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
@@ -383,8 +381,8 @@ def served_at(address: str, port: int) -> dict[str, str]:
 
 
 def line_to_run() -> Line:
-    """Return a worker's connection to the run's own process. Raises `OSError` or `LineEnded` if
-    there is none."""
+    """Connect a worker to the run's own process, and return the connection. Raises `OSError` or
+    `LineEnded` if the run's process cannot be reached."""
     line = inherited_line()
     if line is not None:
         line.send(HELLO, payload=str(os.getpid()).encode())

@@ -5,8 +5,7 @@ torch's meta device, which has shapes and no data.
 
 All that torch allocates is counted, whichever family the model is of. Attention counts as fused, as
 the trainer's is where it has no window and no cap: beside inputs and output it keeps a float32
-number for each query. Torch and transformers are imported by the first trace.
-"""
+number for each query. Torch and transformers are imported by the first trace."""
 
 from __future__ import annotations
 
@@ -27,25 +26,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTrace:
-    """Memory of one micro-batch in a model's layers, as means over the layers."""
+    """Memory that one micro-batch takes in a model's layers, as means over the layers."""
 
     saved: float
-    """Bytes per token that a layer keeps from its forward to its backward pass."""
+    """Bytes per token that a layer keeps for the backward pass."""
     ends: float
-    """Bytes per token that are kept before the first and behind the last layer."""
+    """Bytes per token that are kept for the backward pass outside of the layers: before the first
+    one and behind the last."""
     backward_bytes: int
-    """The most bytes that the backward pass holds besides what the forward pass left."""
+    """The most bytes that the backward pass allocates at once beyond what the forward pass kept."""
     waiting: float
-    """Bytes per token of inputs and output gradients of a layer's trained linear layers: what a
-    pipeline stage keeps until it computes their weight products."""
+    """Bytes per token of the inputs and the output gradients of a layer's trained linear layers. A
+    pipeline stage keeps them until it computes these layers' weight gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSettings:
-    """How a model is trained, as far as its layers' memory depends on it."""
+    """The settings of training on which the memory of a model's layers depends."""
 
     dtype: str
-    """The dtype that layers compute in, as torch names it."""
+    """Name in torch of the dtype that the layers compute in, such as bfloat16."""
     checkpointing: bool
     lora: LoraConfig | None
     rows: int
@@ -53,8 +53,8 @@ class TraceSettings:
 
 
 def trace_layers(folder: Path, settings: TraceSettings, notes: list[str]) -> LayerTrace | None:
-    """Trace the model whose `config.json` is in `folder`. None if transformers builds no such
-    model; `notes` then say why."""
+    """Trace the model whose `config.json` is in `folder`, without weights. None: transformers
+    cannot build or run such a model, and a sentence in `notes` says why."""
     try:
         return _traced((folder / "config.json").read_text(encoding="utf-8"), settings)
     except Exception as error:  # a family's own code, on a device that it was not written for
@@ -85,7 +85,7 @@ def _traced(config: str, settings: TraceSettings) -> LayerTrace:
     for there in (*model.parameters(), *model.buffers()):
         live.leave_out(there)
     between: list[int] = []
-    """Live bytes at the entry of each layer, and at the exit of the last."""
+    """Bytes held by tensors at the entry of each layer, and at the exit of the last."""
     for layer in decoder.layers:
         layer.register_forward_pre_hook(lambda *_: between.append(live.now))
     decoder.layers[-1].register_forward_hook(lambda *_: between.append(live.now))
@@ -108,14 +108,14 @@ def _traced(config: str, settings: TraceSettings) -> LayerTrace:
 
 
 def _period(kinds: Sequence[str]) -> int:
-    """Number of layers after which their kinds come again in the same order."""
+    """Return the smallest number of layers after which the sequence of layer kinds repeats."""
     count = len(kinds)
     return next(size for size in range(1, count + 1) if kinds[size:] == kinds[: count - size])
 
 
 def _waiting_bytes(decoder: Any, ids: torch.Tensor) -> int:
-    """Bytes of all layers' inputs of trained linear layers (an input that several share counts
-    once) and of the gradients of their outputs."""
+    """Return the bytes of the inputs of all trained linear layers in the decoder's layers (an input
+    that several share counts once) and of the gradients of their outputs."""
     import torch
     from torch import nn
 
@@ -141,7 +141,7 @@ def _waiting_bytes(decoder: Any, ids: torch.Tensor) -> int:
 
 
 def _model(config: dict[str, Any], settings: TraceSettings) -> tuple[Any, list[nn.Module]]:
-    """Return the model as the trainer has it, without data, and its checkpointed layers."""
+    """Return the model as the trainer has it, on the meta device, and its checkpointed layers."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -163,7 +163,7 @@ def _model(config: dict[str, Any], settings: TraceSettings) -> tuple[Any, list[n
 
 
 def _live_bytes() -> Any:
-    """A context whose `now` counts the bytes that tensors hold, and `peak` the most of them."""
+    """Return a context whose `now` counts the bytes that tensors hold, and `peak` the most yet."""
     from torch import Tensor
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
@@ -185,7 +185,7 @@ def _live_bytes() -> Any:
             return given
 
         def leave_out(self, tensor: Tensor) -> None:
-            """Do not count a tensor that was there before."""
+            """Leave out of the count a tensor that existed before the trace."""
             storage = tensor.untyped_storage()
             self._known[storage._cdata] = weakref.ref(storage)
 
@@ -207,8 +207,8 @@ def _live_bytes() -> Any:
 
 @functools.cache
 def _install_fused_attention() -> str:
-    """Give transformers an attention that keeps what the fused kernels of CPU and CUDA keep.
-    Returns the name that models choose it by."""
+    """Register with transformers an attention that keeps the same tensors for the backward pass as
+    the fused kernels of CPU and CUDA. Returns the name by which a model selects it."""
     import torch
     from transformers import AttentionInterface
 

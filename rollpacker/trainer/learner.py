@@ -1,23 +1,20 @@
-"""One rank's share of a training step: it turns samples into a gradient and an update.
+"""One rank's share of a training step: a learner turns samples into a gradient and an update.
 
-    score       other models' log-probs and the critic's values, for the advantages
-    accumulate  forward and backward of these samples
-    rescale     the samples so far were weighted provisionally: correct them by one factor
-    update      clip, step, forget the gradients
-    apply       the same, and the step is over
+Its calls in a step: `score` returns log-probs of the models and values of the critic, from which
+advantages are computed. `accumulate` runs forward and backward of samples. `rescale` multiplies the
+gradient and losses so far, if the samples' weights were provisional. `update` clips the gradients,
+steps the optimizer and drops the gradients. `apply` is the step's last update.
 
-A learner knows no algorithm: losses are `algo`'s, advantages and weights come with the samples. Nor
-does it know micro-batches, or how the models lie on devices: it asks `passes` for sums over
-samples. Alone it is the whole trainer. With `shards` it is one of several equal ranks, each with
-samples of its own and a part of every parameter, and every call is made by several ranks together:
-`score` and `accumulate` by the ranks of a replica, all else by all ranks. What a rank has
-accumulated another replica need not know, but `rescale` is for all alike.
+Losses are defined in `algo`; advantages and weights come with the samples; `passes` cuts samples
+into micro-batches and runs the models. Without `shards` one learner is the whole trainer. With
+`shards` there is a learner on each rank, with samples of its own and a part of every parameter.
+Ranks then make each call together: those of one replica (a whole copy of the model) `score` and
+`accumulate`, all ranks the other calls.
 
-If a loss or a gradient is not finite, the step's gradient is computed from the beginning, with a
-look after each micro-batch, which names the samples if the fault comes again. With pipeline stages
-passes go on between the calls, so that the fault shows in `update`. Calls that need weights or
-gradients wait first until no pass is under way.
-"""
+If a loss or a gradient is not finite, the step's gradient is computed again from all its samples.
+If that fails too, an error names the samples of the micro-batch that failed. With pipeline stages,
+passes go on after a call has returned, so that such a fault is found in `update`; calls that need
+weights or gradients first wait for these passes."""
 
 from __future__ import annotations
 
@@ -70,33 +67,35 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class OpenStep:
-    """Samples, sums and gradient scale that a learner has accumulated since its last update. It is
-    dropped as a whole when the step ends, one way or the other."""
+    """What a learner has accumulated since its last update: samples, sums for metrics, and a factor
+    for the gradient. Replaced by a new one at every update, and when a step is given up."""
 
     sums: StepSums = field(default_factory=StepSums)
     gradient_scale: float = 1.0
     """Factor by which the gradient accumulated so far must still be multiplied."""
     parts: list[tuple[float, list[TrainSample]]] = field(default_factory=list)
-    """Of each call of `accumulate`: the factor that its samples' weights were multiplied by since,
-    and the samples."""
+    """For each call of `accumulate`, its samples, and the factor by which their weights were
+    multiplied after the call."""
     finite: bool = True
-    """False once a loss of passes that went on between calls is known not to be finite."""
+    """Whether all losses known so far are finite. With pipeline stages, losses become known after
+    the call of `accumulate` that they belong to."""
 
     @property
     def has_samples(self) -> bool:
         return any(samples for _, samples in self.parts)
 
     def rescale(self, factor: float, *, gradient_has_it: bool) -> None:
-        """Multiply the weights of all samples so far, which were provisional, by a factor. With
-        `gradient_has_it`, their gradient was multiplied already."""
+        """Multiply the provisional weights of all samples so far by `factor`. `gradient_has_it`
+        says that the gradient accumulated so far was multiplied already."""
         if not gradient_has_it:
             self.gradient_scale *= factor
         self.parts = [(so_far * factor, samples) for so_far, samples in self.parts]
         self.sums.scale(factor)
 
     def anew(self) -> OpenStep:
-        """Return the step as before its first pass, with the number of passes that were for
-        nothing. The factor on the gradient stays, since it is the same in all replicas."""
+        """Return this step with the same samples but empty sums, to compute its gradient again. The
+        sums note how many micro-batches were computed in vain. The gradient's factor stays, since
+        it must be the same in all replicas."""
         done = self.sums.recomputed_micro_batches + self.sums.micro_batches
         return OpenStep(
             sums=StepSums(recomputed_micro_batches=done),
@@ -107,16 +106,13 @@ class OpenStep:
 
 class Learner:
     """Trains a policy. A learner holds the policy, its optimizer, and what else the algorithm asks
-    for: a critic, a reference, a teacher.
-
-    `model` is a plain causal model or one with an adapter; it is trained in place and stays in eval
-    mode. `temperature` is the sampling temperature: log-probs are taken at it. `total_steps` is
-    where schedules end. With `kl_coef` > 0 the reference is the model *as given* (without its
-    adapter, if it has one; else a frozen copy), so build the learner from the run's first model and
-    `load` afterwards. `shards` are the ranks that share the model; None: this is the only one. With
-    `stage`, the models are cut down in place to that pipeline stage's layers, and all stages make
-    every call together, with the same samples.
-    """
+    for: a critic, a reference, a teacher. `model` is a plain causal model or one with an adapter;
+    it is trained in place and stays in eval mode. `temperature` is the sampling temperature:
+    log-probs are taken at it. `total_steps` is where schedules end. With `kl_coef` > 0 the
+    reference is the model *as given* (without its adapter, if it has one; else a frozen copy), so
+    build the learner from the run's first model and `load` afterwards. `shards` are the ranks that
+    share the model; None: this is the only one. With `stage`, the models are cut down in place to
+    that pipeline stage's layers, and all stages make every call together, with the same samples."""
 
     def __init__(
         self,
@@ -181,13 +177,13 @@ class Learner:
     # -- the calls -------------------------------------------------------------------------
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[TokenScores]:
-        """Return scores of the responses under the present weights; see `Trainer.score`."""
+        """Return the responses' log-probs and values under the present weights, for advantages."""
         rows = [rows_of(request) for request in requests]
         return joined(self._passes.score([row for of in rows for row in of]), map(len, rows))
 
     def accumulate(self, samples: Sequence[TrainSample]) -> None:
-        """Add the gradient of these samples to the step's. Raises `NonFiniteError` if an advantage
-        or a loss is not finite. In stages, such a loss is found by `update`."""
+        """Add the gradient of these samples' losses to the step's. Raises `NonFiniteError` if an
+        advantage or a loss is not finite; with pipeline stages, `update` raises that for a loss."""
         self._refuse_bad_advantages(samples)
         ordered = sorted((row for one in samples for row in rows_of(one)), key=_by_length)
         self._step.parts.append((1.0, ordered))
@@ -196,8 +192,9 @@ class Learner:
             self._compute_again("a loss or a log-prob")
 
     def rescale(self, factor: float) -> None:
-        """Multiply what was accumulated so far by `factor`. Where the gradient cannot be multiplied
-        now, the update does that, and until then new losses are divided by the factor."""
+        """Multiply the gradient and sums accumulated so far by `factor`. A gradient that cannot be
+        multiplied yet is multiplied in `update`; until then new losses are divided by the factor to
+        make up for it."""
         assert self._step.parts or self._replicas > 1, "nothing was accumulated"
         assert math.isfinite(factor) and factor > 0, factor
         at_rest = self._passes.rescale(factor)
@@ -205,15 +202,16 @@ class Learner:
         self._step.rescale(factor, gradient_has_it=all(multiplied))
 
     def apply(self) -> StepOutcome:
-        """Make the step's last update. Raises what `update` does."""
+        """Make the step's last update, and return a record of it. Raises the same errors as
+        `update`."""
         outcome = self.update()
         self.version += 1
         return outcome
 
     def update(self) -> StepOutcome:
-        """Clip, step the optimizer, drop the gradients. Raises `TrainerError` if nothing was
-        accumulated on any rank, and `NonFiniteError` if the gradient, computed again, is not
-        finite."""
+        """Clip the gradients, step the optimizer, drop the gradients, and return a record of the
+        update. Raises `TrainerError` if no rank has accumulated anything, and `NonFiniteError` if
+        the gradient is not finite even when it is computed again."""
         if not self._any(self._step.has_samples):
             raise TrainerError("an update without a sample since the last one")
         self._finish_passes()
@@ -246,21 +244,21 @@ class Learner:
         return outcome
 
     def discard(self) -> None:
-        """Drop what was accumulated since the last step."""
+        """Drop the samples and gradients accumulated since the last update."""
         self._finish_passes()  # what is on its way between stages cannot be called back
         for trained in self.trained.values():
             trained.forget_gradients()
         self._step = OpenStep()
 
     def arrange(self, arrangement: Arrangement) -> None:
-        """Use, from the next step on, the links and costs of an arrangement; for a model in stages
-        only."""
+        """Use an arrangement (how pipeline stages send tensors, and the costs they plan with) from
+        the next step on. Only for a model in pipeline stages."""
         assert self._stage is not None and not self._step.has_samples
         self._stage.arrange(arrangement)
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return the step's gradient so far, by parameter, in full precision. With several ranks,
-        only what is summed over them already is in it."""
+        """Return the actor's gradient so far, by parameter name, in full precision. With several
+        ranks, gradients that are not summed over the ranks yet are missing in it."""
         self._finish_passes()
         gradients = self.trained["actor"].optimizer.gradients()
         scale = self._step.gradient_scale
@@ -269,24 +267,23 @@ class Learner:
     # -- what goes out ---------------------------------------------------------------------
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights that an engine needs, by name; see `LearnerFiles.weights`."""
+        """Yield the weights that an engine needs, whole tensors by name, on rank 0."""
         self._finish_passes()
         return self._files.weights()
 
     def write_weights(self, buffer: Mapping[str, Tensor] | None) -> str | None:
-        """Copy the weights into `buffer` and return their probe; see
-        `LearnerFiles.write_weights`."""
+        """Copy the weights into `buffer` (None: this rank only takes part). Returns a hash of a
+        fixed sample of the weights; None without a buffer."""
         self._finish_passes()
         return self._files.write_weights(buffer)
 
     def state_hashes(self) -> dict[str, str]:
-        """Return SHA-256 of the weights and of the optimizer's state, by `weights` and
-        `optimizer`."""
+        """Return the SHA-256 of the weights (`weights`) and the optimizer's state (`optimizer`)."""
         self._finish_passes()
         return self._files.state_hashes()
 
     def offload(self) -> None:
-        """Move the models and what is trained to host memory; see `Trainer.offload`."""
+        """Move the models, gradients and optimizer states from the device to host memory."""
         self._finish_passes()
         kept = [tensor for trained in self.trained.values() for tensor in trained.tensors()]
         for module in self._modules:
@@ -294,11 +291,11 @@ class Learner:
         self._host.offload(kept)
 
     def reload(self) -> None:
-        """Move what `offload` moved back to its device."""
+        """Move what `offload` moved back to the device."""
         self._host.reload()
 
     def save(self, folder: Path) -> None:
-        """Write model, optimizer and version to `folder`; see `Trainer.save`."""
+        """Write a checkpoint (model, optimizer states, version) to `folder`."""
         self._finish_passes()
         with contextlib.ExitStack() as reading:
             offloaded = (one.optimizer.offloaded_state for one in self.trained.values())
@@ -308,7 +305,7 @@ class Learner:
         self._offload()
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote. Raises `TrainerError` if that is another model's state."""
+        """Restore a checkpoint. Raises `TrainerError` if the checkpoint is another model's."""
         self._finish_passes()
         version = self._files.load(folder)
         self.discard()
@@ -320,8 +317,8 @@ class Learner:
     def _differentiate(
         self, samples: Sequence[TrainSample], factor: float = 1.0, look: Look | None = None
     ) -> bool | None:
-        """Add the gradient of these samples, whose weights are to be multiplied by `factor`.
-        Returns whether all losses were finite here; None: that is not known yet."""
+        """Run forward and backward over these samples, with weights multiplied by `factor`. Returns
+        whether all losses were finite on this rank; None: not known yet (pipeline stages)."""
         for trained in self.trained.values():
             trained.reload_gradients()
         return self._passes.differentiate(
@@ -334,13 +331,12 @@ class Learner:
         )
 
     def _finish_passes(self) -> None:
-        """Wait until no forward or backward pass is under way."""
         finite = self._passes.finish()
         self._step.finite = self._step.finite and finite
 
     def _compute_again(self, what: str) -> None:
-        """Compute the step's gradient from the beginning, since memory or kernels may have failed
-        once. Raises `NonFiniteError` if a micro-batch shows that the fault was no passing one."""
+        """Compute the step's gradient again from all its samples, as memory or kernels may fail
+        once. Raises `NonFiniteError`, naming samples, if a loss or gradient is not finite again."""
         logger.warning("%s is not finite; the step's gradient is computed once more", what)
         again = self._step.anew()
         self.discard()
@@ -349,8 +345,8 @@ class Learner:
             self._differentiate(samples, factor, self._refuse_non_finite)
 
     def _compute_again_jointly(self) -> None:
-        """Compute the gradient again after the ranks' gradients were summed. Replicas compute
-        alone, so if one finds a lasting fault, all raise `NonFiniteError`."""
+        """Compute the gradient again, in all replicas, after the summed gradient was not finite. If
+        one replica finds that its part is not finite again, all replicas raise `NonFiniteError`."""
         refused: NonFiniteError | None = None
         try:
             self._compute_again("the gradient")
@@ -372,8 +368,8 @@ class Learner:
         return {n: self._stage.norm(trained.norm()) * scale for n, trained in self.trained.items()}
 
     def _update_weights(self, rate: float, norms: Mapping[str, float]) -> None:
-        """Update the weights. `norms` are those of the whole gradients, of which a pipeline stage
-        has only a part."""
+        """Step the optimizers of critic and actor. `norms` are the norms of the whole gradients, by
+        which a pipeline stage, which has only a part of each gradient, clips that part."""
         actor, critic = self.trained["actor"], self.trained.get("critic")
         scale, config = self._step.gradient_scale, self._config
         whole: Mapping[str, float] = {} if self._stage is None else norms
@@ -394,12 +390,12 @@ class Learner:
             self._stage.share_tied(actor)
 
     def _any_of_replica(self, flag: bool) -> bool:
-        """Whether the flag is true on any rank that this one computes with."""
+        """Whether the flag is true on any rank of this rank's replica, in all pipeline stages."""
         flag = any_of_replica(flag, self._shards)
         return flag if self._stage is None else self._stage.any(flag)
 
     def _any(self, flag: bool) -> bool:
-        """Whether the flag is true on any rank at all."""
+        """Whether the flag is true on any rank of any replica, in all pipeline stages."""
         flag = any_rank(flag, self._shards)
         return flag if self._stage is None else self._stage.any(flag)
 
@@ -414,7 +410,7 @@ class Learner:
     # -- what is not finite ----------------------------------------------------------------
 
     def _refuse_non_finite(self, losses: Losses, samples: Sequence[TrainSample]) -> None:
-        """After a micro-batch, raise `NonFiniteError` if a loss or a gradient is not finite."""
+        """Raise `NonFiniteError` if a loss of the last micro-batch or a gradient is not finite."""
         bad_losses = not losses.finite
         if self._any_of_replica(bad_losses):
             self._refuse(
@@ -472,7 +468,8 @@ def _passes(
 def _trained(
     models: ModelSet, config: TrainConfig, shards: Shards | None, run_dtype: torch.dtype
 ) -> dict[str, Trained]:
-    """The trained modules, by name: actor and critic. Frozen modules are sharded here, too."""
+    """Shard the models if `shards` are given, and return the trained modules (`actor` and maybe
+    `critic`), each with its optimizer."""
     if shards is not None:
         for one in models.frozen:
             shard(one, shards, param_dtype=None, gradient_sync="step")

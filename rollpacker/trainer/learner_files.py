@@ -40,7 +40,8 @@ class LearnerFiles:
     tokenizer: PreTrainedTokenizerBase | None
     critic: Critic | None
     trained: Mapping[str, Trained]
-    """The trained modules, by the prefix of their tensors in a checkpoint (actor, critic)."""
+    """The trained modules with their optimizers, by the prefix of their tensors' names in a
+    checkpoint (`actor`, `critic`)."""
     shards: Shards | None
     run_dtype: torch.dtype
     stage: Stage | None = None
@@ -55,11 +56,13 @@ class LearnerFiles:
 
     @property
     def _mirror(self) -> Tied | None:
-        """The weight of this stage that another stage owns. None: there is no such weight."""
+        """The tied weight of which this pipeline stage holds a copy, while another stage updates
+        it. None: this stage holds no such copy."""
         return None if self.stage is None else self.stage.mirror_of(self.trained["actor"])
 
     def _stage_tensors(self) -> dict[str, Tensor] | None:
-        """Tensors of this stage by the whole model's names. None: the model is whole."""
+        """Return this pipeline stage's tensors by the whole model's names. None: there is no
+        stage."""
         if self.stage is None:
             return None
         tensors = checkpoint.state_tensors(self.model)
@@ -70,11 +73,11 @@ class LearnerFiles:
     def _whole(
         self, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole tensors of all stages on rank 0; see `full_tensors`."""
+        """Yield unsharded tensors, those of all pipeline stages, on rank 0."""
         return self._union(full_tensors(named, self.shards, dtype))
 
     def _union(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield these tensors and, on the first stage, those of the other stages."""
+        """Yield these tensors, and on the first pipeline stage also those of the other stages."""
         if self.stage is None:
             return iter(named)
         mirror = None if self._mirror is None else self._mirror.mirror
@@ -83,13 +86,10 @@ class LearnerFiles:
     # -- weights for an engine -------------------------------------------------------------
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights that training changes, whole and by the model's names, on rank 0: in
-        the run's dtype, or of a model with adapters only the adapters, as they are. All ranks must
-        iterate to the end.
-
-        The engine has the same adapters. Merging them into weights of half precision would round
-        small updates away, and the engine would not compute what the trainer does.
-        """
+        """Yield on rank 0 the unsharded weights that training changes, by the model's names, in the
+        run's dtype. Of a model with adapters these are the adapters alone, as they are: merging
+        them into weights of half precision would round small updates away, and the engine has the
+        same adapters. All ranks must iterate to the end."""
         named = ((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
         if self.shards is None:
             return named
@@ -97,16 +97,17 @@ class LearnerFiles:
 
     @torch.no_grad()
     def write_weights(self, buffer: Mapping[str, Tensor] | None) -> str | None:
-        """Copy the weights into `buffer`'s tensors of the same names; None: this rank only takes
-        part. Returns the `weight_probe` of what was written; None without a buffer."""
+        """Copy the weights into the tensors of the same names in `buffer`; None: this rank only
+        takes part in gathering them. Returns a hash of a fixed sample of the copied weights
+        (`weight_probe`); None without a buffer."""
         for name, value in self.weights():
             if buffer is not None:
                 buffer[name].copy_(value)
         return None if buffer is None else weight_probe(buffer.items())
 
     def state_hashes(self) -> dict[str, str]:
-        """Return the SHA-256 of the weights and of the optimizer's state, by `weights` and
-        `optimizer`. With several ranks: of whole tensors, on rank 0."""
+        """Return the SHA-256 of the weights and of the optimizer's state (`weights`, `optimizer`).
+        With several ranks, those of the unsharded tensors, on rank 0 only."""
         named = (item for item in self.model.named_parameters() if item[1].requires_grad)
         optimizer = self.trained["actor"].optimizer.state()
         tensors = {
@@ -116,9 +117,8 @@ class LearnerFiles:
         return {name: checkpoint.tensors_sha256(values) for name, values in tensors.items()}
 
     def lora_merge_loss(self) -> float | None:
-        """Return the share of the adapters' change that a checkpoint's merged weights lack. None if
-        there are no adapters, or if a merge rounds no more than its own arithmetic does
-        (`lora.merge_squares`)."""
+        """Return the share of the adapters' change that is lost by rounding when a checkpoint
+        merges them into the weights. None: no adapters, or no weights in half precision."""
         rounds = self._adapted and self.run_dtype in (torch.bfloat16, torch.float16)
         if not rounds:
             return None
@@ -129,7 +129,8 @@ class LearnerFiles:
     # -- checkpoints -----------------------------------------------------------------------
 
     def save(self, folder: Path, *, version: int, total_steps: int | None) -> None:
-        """Write `model/`, `trainer/` and, where the run has them, `adapter/` and `critic/`."""
+        """Write a checkpoint: the folders `model/`, `trainer/` and, where the run has them,
+        `adapter/` and `critic/`."""
         checkpoint.save_model(
             self.model,
             self.tokenizer,
@@ -154,8 +155,8 @@ class LearnerFiles:
         checkpoint.save_trainer(tensors, numbers, folder / "trainer", self.shards)
 
     def load(self, folder: Path) -> int:
-        """Read a checkpoint that `save` wrote. Returns its version. Raises `TrainerError` if it
-        belongs to another model."""
+        """Read a checkpoint that `save` wrote, and return its version (number of steps). Raises
+        `TrainerError` if the checkpoint is another model's."""
         state = checkpoint.load_trainer_state(folder / "trainer")
         if self._adapted:
             load_adapter(self.model, folder / "adapter", part=self.stage is not None)

@@ -2,8 +2,7 @@
 
 The output layer runs over blocks of positions and vocabulary; the softmax's norm is kept up to date
 from block to block, and backward computes each block of logits again. What fits in one block is
-kept instead, since a small vocabulary costs more to compute again than to store.
-"""
+kept instead, since a small vocabulary costs more to compute again than to store."""
 
 from __future__ import annotations
 
@@ -18,14 +17,14 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 BLOCK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 24}
-"""Number of logits that are computed at a time, by type of device. A CPU is quicker with what its
-caches hold in part."""
+"""Number of logits that are computed at a time, by type of device. The number for a CPU is smaller,
+so that its caches can hold much of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitTransform:
-    """The transform between output layer and logits: the result is multiplied by `scale`, then
-    bent to within the soft cap."""
+    """What a model does to the output layer's result to get logits: it multiplies by `scale`, then
+    bends the values smoothly to within `softcap`. None: there is no cap."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -37,8 +36,8 @@ class LogitTransform:
         return logits.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / temperature)
 
     def backward_(self, gradient: Tensor, logits: Tensor, temperature: float) -> Tensor:
-        """Return, in place, the gradient of `apply_`'s input, from `gradient`, that of its
-        result."""
+        """Turn the gradient of `apply_`'s result into that of its input, in place, and return it.
+        `logits` is `apply_`'s result."""
         if self.softcap is not None:
             bent = logits * (temperature / self.softcap)
             gradient.mul_(bent.square_().neg_().add_(1))
@@ -56,13 +55,10 @@ def chunked_log_probs(
     block_elements: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities [N] of `targets` [N], and entropies [N], under softmax(logits /
-    temperature).
-
-    The logits are `hidden` [N, D] times `weight` [V, D] plus `bias` [V], transformed; at most
-    `block_elements` of them (None: `BLOCK_ELEMENTS` of the device) are computed at a time, in
-    forward and in backward. Both results are differentiable, in float32 (float64 for float64), and
-    so are all sums over blocks.
-    """
+    temperature). The logits are `hidden` [N, D] times `weight` [V, D] plus `bias` [V], transformed;
+    at most `block_elements` of them (None: `BLOCK_ELEMENTS` of the device) are computed at a time,
+    in forward and in backward. Both results are differentiable, in float32 (float64 for float64),
+    and so are all sums over blocks."""
     if block_elements is None:
         block_elements = BLOCK_ELEMENTS[hidden.device.type]
     settings = (temperature, transform or LogitTransform(), block_elements)
@@ -139,22 +135,24 @@ class _OutputLayer:
     transform: LogitTransform
 
     def logits(self, hidden: Tensor, columns: slice) -> Tensor:
-        """Return logits [rows, columns], transformed and over the temperature, in full precision.
-        The matrix product is rounded as the model itself rounds it."""
+        """Return logits [rows, columns], transformed and divided by the temperature, in full
+        precision. The matrix product is rounded as in the model itself."""
         bias = None if self.bias is None else self.bias[columns]
         logits = F.linear(hidden, self.weight[columns], bias)
         logits = logits.to(full_precision(logits.dtype))
         return self.transform.apply_(logits, self.temperature)
 
     def backward(self, gradient: Tensor, log_probs: Tensor, norms: Tensor) -> Tensor:
-        """Return the gradient of the matrix product, from that of the logits; in place."""
+        """Turn the gradient of the logits, in place, into that of the output layer's product. The
+        logits are given as `log_probs` plus `norms` of their rows."""
         capped = self.transform.softcap is not None
         logits = log_probs + norms[:, None] if capped else log_probs
         return self.transform.backward_(gradient, logits, self.temperature)
 
 
 def _whole_softmax(logits: Tensor, table: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `_RunningSoftmax.results` does. `table` [N, V] is the log-softmax of `logits`."""
+    """Compute from all logits at once the same as `_RunningSoftmax.results`. `table` [N, V] is the
+    log-softmax of `logits`."""
     chosen = table.gather(-1, targets[:, None])
     norms = logits.gather(-1, targets[:, None]) - chosen
     return chosen[:, 0], torch.linalg.vecdot(table.exp(), table).neg_(), norms[:, 0]
@@ -163,7 +161,6 @@ def _whole_softmax(logits: Tensor, table: Tensor, targets: Tensor) -> tuple[Tens
 def _softmax_in_blocks(
     hidden: Tensor, output: _OutputLayer, targets: Tensor, columns: list[slice]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `_RunningSoftmax.results` does, computed from blocks of columns."""
     softmax = _RunningSoftmax(targets, full_precision(hidden.dtype))
     for part in columns:
         softmax.add(output.logits(hidden, part), part.start)
@@ -171,8 +168,8 @@ def _softmax_in_blocks(
 
 
 class _RunningSoftmax:
-    """Sums of exponentials over the vocabulary, block by block, relative to the largest logit so
-    far."""
+    """A softmax whose sums over the vocabulary are built up from blocks of logits. The sums are of
+    exponentials relative to the largest logit so far."""
 
     def __init__(self, targets: Tensor, dtype: torch.dtype) -> None:
         self._targets = targets
@@ -184,8 +181,7 @@ class _RunningSoftmax:
         self._chosen = torch.zeros_like(self._top)
 
     def add(self, logits: Tensor, first: int) -> None:
-        """Add a block of logits [rows, columns] from column `first` on. The block is
-        overwritten."""
+        """Add a block of logits [rows, columns], which begins at column `first`. Overwrites it."""
         index = self._targets - first
         inside = (index >= 0) & (index < logits.shape[1])
         found = logits.gather(-1, index.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
@@ -202,8 +198,8 @@ class _RunningSoftmax:
         self._top = top
 
     def results(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return by row: the target's log-probability, the entropy, the log of the exponentials'
-        sum."""
+        """Return three tensors by row: the target's log-probability, the entropy, and the log of
+        the sum of all exponentials."""
         log_sum = self._sum.log()
         norms = self._top + log_sum
         return self._chosen - norms, log_sum - self._weighted / self._sum, norms
@@ -216,8 +212,8 @@ def _gradient(
     grad_entropy: Tensor | None,
     entropy: Tensor,
 ) -> Tensor:
-    """Return the gradient of a block of logits [rows, columns]. `index` is the column of each row's
-    target, inside the block or outside of it."""
+    """Return the loss's gradient for a block of logits [rows, columns]. `index` is the column of
+    each row's target, counted from the block's first; a target may lie outside of the block."""
     result = log_probs.exp()
     if grad_entropy is None:
         assert grad is not None
@@ -233,8 +229,8 @@ def _gradient(
 
 
 class _GradientSums:
-    """Gradients of hidden states, weight and bias, from blocks of the product's gradient. Summed in
-    full precision."""
+    """Gradients of hidden states, weight and bias, summed up in full precision from blocks of the
+    gradient of the output layer's matrix product."""
 
     def __init__(self, hidden: Tensor, output: _OutputLayer, needed: tuple[bool, ...]) -> None:
         self._inputs, self._output_weight = hidden, output.weight
@@ -279,8 +275,8 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 def _plan_blocks(
     num_rows: int, num_columns: int, block_elements: int
 ) -> tuple[list[slice], list[slice]]:
-    """Return the slices of rows and of columns. Blocks are near-square, which takes the fewest
-    passes over hidden states, weight and their gradients."""
+    """Cut the logits into blocks, and return the blocks' row slices and column slices. Blocks are
+    near-square, which takes the fewest passes over hidden states, weight and their gradients."""
     assert num_rows > 0 and num_columns > 0, "nothing to predict"
     height = min(num_rows, math.isqrt(block_elements))
     width = min(num_columns, block_elements // height)

@@ -1,8 +1,7 @@
 """Low-rank adapters (peft) inside a transformers model.
 
 The model stays the object that it is: peft replaces the targeted modules in place. Adapter weights
-are float32 for a model in lower precision; peft casts around them.
-"""
+are float32 for a model in lower precision; peft casts around them."""
 
 from __future__ import annotations
 
@@ -29,18 +28,15 @@ if TYPE_CHECKING:
 _ADAPTER = "default"
 """peft's default name for a model's only adapter."""
 _FILE_PREFIX = "base_model.model."
-"""Prefix that peft writes before a module's path, since its wrapper writes the files."""
+"""Prefix of module paths in peft's adapter files, which comes from peft's wrapper class."""
 WEIGHTS_FILE = "adapter_model.safetensors"
 
 
 def add_adapter(model: PreTrainedModel, config: LoraConfig, *, seed: int = 0) -> PreTrainedModel:
-    """Give the model adapters, in place, and freeze all else. Returns the same model, which
-    computes what it did before, since an adapter's second factor begins at zero. `seed` alone
-    decides the first factors, so every process gets the same.
-
-    Raises `ValueError` if peft is missing, if no module has such a name, or if a named module's
-    weight is tied to another module's.
-    """
+    """Give the model adapters, in place, freeze all other parameters, and return the model. Its
+    outputs stay, since an adapter's second factor begins at zero. `seed` alone decides the first
+    factors, so every process gets the same. Raises `ValueError` if peft is missing, if no module
+    has a name in `config.target_modules`, or if such a module's weight is tied to another's."""
     require("peft", extra="lora", what="model.lora")
     import peft
 
@@ -84,7 +80,7 @@ def has_adapter(model: nn.Module) -> bool:
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that `add_adapter` added, by their name in the model."""
+    """Return the parameters of the adapters, by their names in the model."""
     return {
         f"{path}.{name}": parameter
         for path, module in _adapted_modules(model).items()
@@ -113,14 +109,11 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a model without adapters that computes the same: names, shapes and
-    dtypes as in the model's state dict before `add_adapter`, a tied weight once, under its first
-    name.
-
-    A 4-bit matrix is yielded as what its codes stand for. Products and sums are in float32 (float64
-    for such a model), one matrix at a time; the model stays as it is. Weights without an adapter
-    are not copied. Those of a sharded model are `DTensor`s, and all processes have to take part.
-    """
+    """Yield the weights of a model without adapters that computes the same as this one: names,
+    shapes and dtypes as in the model's state dict before `add_adapter`, a tied weight once, under
+    its first name. A 4-bit matrix is yielded dequantized. Products and sums are in float32 (float64
+    for a float64 model), one matrix at a time; the model stays as it is. Weights without an adapter
+    are not copied. For a sharded model, all processes must iterate and get `DTensor`s."""
     adapted, adapters = _adapted_modules(model), adapter_parameters(model)
     seen: set[int] = set()
     for name, value in model.state_dict(keep_vars=True).items():
@@ -139,9 +132,9 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def merge_squares(model: nn.Module) -> tuple[float, float]:
-    """Return two squared norms: of what a merge would lose of the adapters' change by rounding to
-    the weights' own precision, and of that change (0 before the first update). All processes of a
-    sharded model have to take part."""
+    """Return two squared norms: of the part of the adapters' change that merging would lose by
+    rounding to the weights' dtype, and of the whole change (0 before the first update). All
+    processes of a sharded model must call this."""
     lost, changed = [torch.zeros(())], [torch.zeros(())]
     for module in _adapted_modules(model).values():
         weight = dequantized(module.get_base_layer().weight)
@@ -162,8 +155,8 @@ def save_adapter(
     union: Callable[[Iterable[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]] = iter,
 ) -> None:
     """Write `adapter_model.safetensors` and `adapter_config.json` as peft does, for
-    `PeftModel.from_pretrained`. All processes of a sharded model have to take part, and only one
-    has `write`; there, `union` adds what other pipeline stages have."""
+    `PeftModel.from_pretrained`. All processes of a sharded model must call this; only one with
+    `write` true writes files. `union` is a function that adds other pipeline stages' adapters."""
     own = (
         (name, whole(value.detach()).contiguous().cpu())
         for name, value in adapter_parameters(model).items()
@@ -181,8 +174,9 @@ def save_adapter(
 
 @torch.no_grad()
 def load_adapter(model: nn.Module, folder: Path, *, part: bool = False) -> None:
-    """Copy what `save_adapter` wrote into the model's adapters, exactly; `part`: into those of a
-    pipeline stage. Raises `TrainerStateError` if that is missing, broken or does not fit."""
+    """Copy adapters that `save_adapter` wrote into the model's adapters, exactly. With `part` the
+    model is a pipeline stage, and other stages' adapters are skipped. Raises `TrainerStateError` if
+    the file is missing, broken or of another model."""
     path = folder / WEIGHTS_FILE
     try:
         tensors = load_file(path)
@@ -207,15 +201,15 @@ def load_adapter(model: nn.Module, folder: Path, *, part: bool = False) -> None:
 
 
 def _adapted_modules(model: nn.Module) -> dict[str, Any]:
-    """The layers that peft has put in, by name. `Any`, since their methods depend on the modules
-    that they adapt, which peft's own types do not show."""
+    """Return the modules that peft has put in place of the targeted ones, by name. They are `Any`,
+    since peft's types do not show the methods that depend on the replaced module."""
     from peft.tuners.lora import LoraLayer
 
     return {name: m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
 
 
 def _tied_modules(model: nn.Module) -> set[str]:
-    """Return names of modules whose weight is another module's too."""
+    """Return the names of modules whose weight is the same parameter as another module's."""
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name.rpartition(".")[0])

@@ -1,8 +1,7 @@
-"""The losses of some whole samples, from the models' outputs for their tokens.
+"""The losses of samples, computed from the models' outputs for the samples' tokens.
 
-This module knows no model and no micro-batch: the models' outputs are handed over, whether they ran
-on one device or in stages.
-"""
+This module knows no model and no micro-batch: the outputs are handed over, whether the models ran
+on one device or in pipeline stages."""
 
 from __future__ import annotations
 
@@ -20,30 +19,32 @@ from rollpacker.trainer.trainer import TrainSample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
-    """Outputs of the models for the N response tokens of some samples, sample after sample; [N]
-    each. Gradients flow through `log_probs`, `entropy` and `values`."""
+    """The models' outputs for the N sampled tokens of some samples, sample after sample; each
+    tensor is [N]. Gradients flow through `log_probs`, `entropy` and `values`."""
 
     log_probs: Tensor
     """The policy's log-probs, at the sampling temperature."""
     entropy: Tensor
     ref_log_probs: Tensor | None = None
-    """The reference model's log-probs. None: the loss has no penalty on them."""
+    """The reference model's log-probs. None: the loss does not use them."""
     values: Tensor | None = None
     """The critic's values. None: there is no critic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Losses:
-    """The losses of one micro-batch, and tensors [N] by response token."""
+    """The losses of one micro-batch, and tensors [N] with a number for each sampled token."""
 
     losses: Sequence[Tensor]
-    """The policy's loss, and the critic's if there is one; weighted sums, to be differentiated."""
+    """The policy's loss, then the critic's if there is one: scalars to call `backward` on, each the
+    sum of token losses times token weights."""
     per_token: Tensor
     entropy: Tensor
     log_ratio: Tensor
     """The trainer's log-probs minus the engine's."""
     update_log_ratio: Tensor | None
-    """The trainer's log-probs minus those under the weights that sampled. None: they are equal."""
+    """The trainer's log-probs now minus its log-probs under the weights that sampled. None: the
+    policy was not updated since it sampled, so the two are equal."""
     sums: Mapping[str, Tensor]
     value_sums: Mapping[str, Tensor]
 
@@ -53,7 +54,8 @@ class Losses:
 
     @property
     def finite(self) -> bool:
-        """Whether the losses are finite, and the log-probs, whose ratio the loss may have cut."""
+        """Whether the losses are finite, and also the log-probs, as the loss may have clipped a
+        ratio of non-finite ones."""
         whole = torch.stack([loss.detach().double() for loss in self.losses])
         return bool(whole.isfinite().all() & self.log_ratio.isfinite().all())
 
@@ -61,7 +63,7 @@ class Losses:
 def losses_of(
     outputs: Outputs, samples: Sequence[TrainSample], *, config: AlgorithmConfig
 ) -> Losses:
-    """Compute the samples' share of the step's losses."""
+    """Compute these samples' share of the step's losses from the models' outputs for them."""
     log_probs, num_targets = outputs.log_probs, [s.num_targets for s in samples]
     rollout = _flat([s.rollout_log_probs for s in samples], log_probs)
     places = torch.arange(len(samples)).repeat_interleave(torch.tensor(num_targets))
@@ -102,7 +104,8 @@ def losses_of(
 
 
 def no_losses(outputs: Outputs) -> Losses:
-    """Return losses of weight zero, with which a filler's backward pass reaches every parameter."""
+    """Return losses of weight zero. The backward pass of a filler (a micro-batch run only to keep
+    step with other ranks) gives every parameter a zero gradient with them."""
     losses = [(outputs.log_probs.sum() + outputs.entropy.sum()) * 0.0]
     if outputs.values is not None:
         losses.append(outputs.values.sum() * 0.0)
@@ -118,7 +121,7 @@ def no_losses(outputs: Outputs) -> Losses:
 
 
 def describe_bad_losses(losses: Losses, samples: Sequence[TrainSample]) -> str:
-    """Return a message that names the samples that made the loss or a log-prob non-finite."""
+    """Return a message that names the samples whose loss or log-probs are not finite."""
     finite = losses.per_token.isfinite() & losses.log_ratio.isfinite()
     lengths = [s.num_targets for s in samples]
     rows = torch.split(finite, lengths)
@@ -129,7 +132,7 @@ def describe_bad_losses(losses: Losses, samples: Sequence[TrainSample]) -> str:
 
 
 def named(samples: Sequence[SampleId], limit: int = 5) -> str:
-    """Return the first `limit` different samples as text, and how many more there are."""
+    """Return a text with the first `limit` different samples and the number of further ones."""
     samples = list(dict.fromkeys(samples))
     more = f" and {len(samples) - limit} more" if len(samples) > limit else ""
     return ", ".join(map(str, samples[:limit])) + more
@@ -138,8 +141,8 @@ def named(samples: Sequence[SampleId], limit: int = 5) -> str:
 def _flat(
     values: Sequence[float | tuple[float, ...]], like: Tensor, counts: Sequence[int] = ()
 ) -> Tensor:
-    """Return [N], sample after sample. A single number holds for all of a sample's `counts`
-    tokens."""
+    """Put the samples' values into one tensor [N], sample after sample. A single number is repeated
+    for the sample's sampled tokens, of which there are `counts`."""
     flat: list[float] = []
     for index, value in enumerate(values):
         flat.extend(value if isinstance(value, tuple) else (value,) * counts[index])
@@ -150,8 +153,8 @@ def _flat(
 def _old_log_probs(
     samples: Sequence[TrainSample], like: Tensor, rollout: Tensor, config: AlgorithmConfig
 ) -> Tensor | None:
-    """Return the loss's old log-probs [N]. None: the present policy's, not updated since it
-    sampled."""
+    """Return the log-probs [N] that the importance ratio has as its denominator. None: these are
+    the policy's present log-probs, as it was not updated since it sampled."""
     if config.old_logprobs == "rollout":
         return rollout
     known = [s.old_log_probs for s in samples if s.old_log_probs is not None]
@@ -160,8 +163,8 @@ def _old_log_probs(
 
 
 def _known_reference(samples: Sequence[TrainSample], like: Tensor) -> Tensor | None:
-    """Return the reference's log-probs that came with the samples; None if some have none. They
-    serve a metric alone, since the penalty is in the advantages already."""
+    """Return the reference model's log-probs that the samples brought along, for a metric; None if
+    some sample has none. A penalty on them is in the advantages already."""
     known = [s.ref_log_probs for s in samples if s.ref_log_probs is not None]
     return _flat(known, like) if len(known) == len(samples) else None
 

@@ -11,15 +11,15 @@ import torch
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
-"""Written to `clear_refs`, this sets the peak of the resident set to the current resident set."""
+"""Text that resets the resident set's peak when it is written to Linux's `clear_refs`."""
 _MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
 """Bytes in the unit of `ru_maxrss`."""
 
 
 class PeakMemory:
-    """Peak of the memory that torch's allocator held for tensors on a CUDA device; on a CPU, of the
-    process's resident set. Where the system cannot set the resident set's peak back (`resets` is
-    False: everywhere but on Linux), the peak since the process began stands in for it."""
+    """Peak memory of this process: on a CUDA device what torch's allocator held for tensors, on a
+    CPU the resident set. Only Linux can set the resident set's peak back; elsewhere (`resets` is
+    False) the peak since the process began is given."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device if device.type == "cuda" else None
@@ -29,7 +29,7 @@ class PeakMemory:
         self.reset()
 
     def reset(self) -> None:
-        """Begin to measure: the peak counts from now on."""
+        """Measure the peak from now on."""
         if self._cuda is not None:
             torch.cuda.reset_peak_memory_stats(self._cuda)
             self.mark_bytes = torch.cuda.memory_allocated(self._cuda)

@@ -1,8 +1,8 @@
-"""Micro-batches: the tensors of some whole rows, and which rows of like length share one.
+"""Micro-batches: the tensors of some whole rows (token sequences), and the choice of rows that
+share a micro-batch.
 
-Which rows share a micro-batch depends on their lengths and their order alone, so that a step adds
-the same numbers in the same order in every run.
-"""
+The choice depends only on the rows' lengths and order, so that a step adds the same numbers in the
+same order in every run."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from rollpacker.spans import Spans, num_outside, outside
 from rollpacker.trainer.trainer import ScoreRequest
 
 MICRO_BATCH_OVERHEAD_TOKENS = 192
-"""Cost of starting a micro-batch, in padded tokens: avoiding one is worth this much padding."""
+"""Cost of starting a micro-batch, in padded tokens. Up to this much more padding is accepted to
+have one micro-batch fewer."""
 
 
 class Row(NamedTuple):
-    """A sample's tokens. Response tokens that the model sampled are targets."""
+    """A token sequence that the models run on: a sample, or a part of one. Those response tokens
+    that the model sampled are the targets."""
 
     context: Sequence[int]
     """Tokens of the prompt; at least one."""
@@ -38,7 +40,7 @@ class Row(NamedTuple):
 
 
 def row_of(sample: ScoreRequest) -> Row:
-    """Return the tokens of a sample that go through the models."""
+    """Return a sample's tokens as a row for the models."""
     return Row(sample.prompt_tokens, sample.response_tokens, sample.given)
 
 
@@ -78,26 +80,26 @@ def plan_micro_batches(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """B rows right-padded to width W, or end to end in one row without padding (B = 1), and the N
-    tokens in them that are predicted."""
+    """B rows right-padded to width W, or laid end to end in one row without padding (B = 1), and
+    the N targets, which are the tokens to be predicted."""
 
     input_ids: Tensor
     """The rows' tokens, [B, W] int64. A row's last token predicts nothing and is left out, so W is
     the longest row less one, or the sum of all rows less one each."""
     positions: Tensor
-    """Place in the flattened [B * W] at which each target is predicted; [N] int64."""
+    """For each target, index in the flattened [B * W] of the token that predicts it; [N] int64."""
     targets: Tensor
-    """Tokens to predict, row after row; [N] int64."""
+    """The token ids to predict, row after row; [N] int64."""
     num_targets: tuple[int, ...]
     """Number of targets of each row."""
     lengths: tuple[int, ...]
-    """Number of tokens of each row, without padding."""
+    """Number of each row's tokens in `input_ids`, without padding."""
     model_inputs: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the model's forward besides `input_ids`. Right-padded rows need none."""
+    """Further keyword arguments of the model's forward. Empty for right-padded rows."""
 
     @property
     def num_tokens(self) -> int:
-        """Number of real tokens among B * W."""
+        """Number of tokens in `input_ids` that are not padding."""
         return sum(self.lengths)
 
 
@@ -118,7 +120,8 @@ def micro_batch(
     model_inputs: Mapping[str, Any],
     device: torch.device,
 ) -> MicroBatch:
-    """Make the micro-batch of rows that lie in `input_ids` from the flat positions `starts` on."""
+    """Make the micro-batch of rows that are already in `input_ids`. `starts` are the flat positions
+    at which each row begins."""
     positions, targets = [], []
     for start, row in zip(starts, rows, strict=True):
         assert row.context and row.num_targets > 0, "a row needs a context and a target"

@@ -1,8 +1,7 @@
 """Load models and tokenizers from a Hugging Face folder or hub name, fingerprint them, and build
 tiny ones.
 
-Weights are safetensors only, and no code from a model's folder is ever run.
-"""
+Weights are safetensors only, and no code from a model's folder is ever run."""
 
 from __future__ import annotations
 
@@ -166,8 +165,8 @@ def _lacks_vocabulary(folder: Path) -> bool:
 
 
 def context_tokens(path: str) -> int | None:
-    """Return the most tokens that prompt and response may have together; None if the model does not
-    say. Raises `ModelError` if its config cannot be loaded."""
+    """Return the most tokens that prompt and response may have together. None: the model's config
+    does not say. Raises `ModelError` if the config cannot be loaded."""
     try:
         config = AutoConfig.from_pretrained(_checked_path(path), trust_remote_code=False)
     except _LOAD_ERRORS as error:
@@ -194,7 +193,7 @@ def end_tokens(path: str) -> frozenset[int]:
 
 
 def _check_loaded(info: Mapping[str, Any], path: str) -> None:
-    """Raise `ModelError` if the weights are not those that the model's config asks for."""
+    """Raise `ModelError` if weights are missing or of another shape, by transformers' report."""
     if missing := sorted(info["missing_keys"]):
         raise ModelError(
             f"the weights of {path} are incomplete: {missing[0]} is missing"
@@ -211,8 +210,7 @@ def _check_loaded(info: Mapping[str, Any], path: str) -> None:
 
 @contextmanager
 def no_load_report() -> Iterator[None]:
-    """A context in which transformers logs no table of missing weights, since `_check_loaded` says
-    the same in one line."""
+    """A context in which transformers logs no table of missing weights (`_check_loaded` does)."""
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(logging.ERROR)
     try:
@@ -240,7 +238,7 @@ def check_weights(path: str) -> None:
 
 
 def num_embeddings(model: PreTrainedModel) -> int:
-    """Number of rows of the model's input embeddings: tokens that it knows, and padding."""
+    """Return the number of rows of the model's input embeddings: tokens, and padding rows."""
     rows = model.get_input_embeddings().num_embeddings
     assert isinstance(rows, int)
     return rows
@@ -308,13 +306,10 @@ def fingerprint(path: str | Path) -> str:
 def character_tokenizer(
     alphabet: str, markers: Sequence[str] = (), chat_template: str | None = None
 ) -> PreTrainedTokenizerFast:
-    """Build a tokenizer with one token per character. Its tokens are the special tokens, then
-    `alphabet` in its order, then `markers`, longer texts that are one token each.
-
-    Decoding with `skip_special_tokens` gives back exactly the text; a character that is not in the
-    alphabet becomes the unknown token. Raises `ModelError` if the alphabet is empty or repeats a
-    character.
-    """
+    """Build a tokenizer with one token per character: the special tokens, then `alphabet` in its
+    order, then `markers`, longer texts that are one token each. Decoding with `skip_special_tokens`
+    gives back exactly the text; a character that is not in the alphabet becomes the unknown token.
+    Raises `ModelError` if the alphabet is empty or repeats a character."""
     if not alphabet:
         raise ModelError("alphabet must have at least one character")
     if repeated := sorted({c for c in alphabet if alphabet.count(c) > 1}):
@@ -388,8 +383,7 @@ def no_progress_bars() -> Iterator[None]:
 
 
 def _check_fields(config_class: type[PreTrainedConfig], settings: Mapping[str, object]) -> None:
-    """Raise `ModelError` for a setting that is no field of the config class; transformers would
-    ignore a misspelt one."""
+    """Raise `ModelError` for a misspelt setting, which transformers' config class would ignore."""
     if not is_dataclass(config_class):
         return
     known = {field.name for field in fields(config_class)} | set(config_class.attribute_map)
@@ -444,8 +438,7 @@ def model_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _short(error: Any) -> str:
-    """Return the first line of an error's message, which is all that a user needs of transformers'
-    long messages."""
+    """Return the first line of an error's message, as transformers' messages are long."""
     if isinstance(error, KeyError):  # its text is the key alone
         return f"{type(error).__name__} {error}"
     text = str(error).strip() or type(error).__name__

@@ -23,7 +23,7 @@ from rollpacker.trainer.policy import Policy
 
 
 class Cut(Protocol):
-    """Cuts models down, each in place, to the part that one pipeline stage has."""
+    """Cuts each model down, in place, to the layers of one pipeline stage."""
 
     def policy(self, whole: Policy) -> Policy: ...
 
@@ -34,20 +34,21 @@ class Cut(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSet:
-    """Policy, critic, reference and teacher, as far as the algorithm needs them."""
+    """The models that the algorithm needs: a policy, and maybe a critic, a reference, a teacher."""
 
     policy: Policy
     critic: Critic | None
     reference: FrozenPolicy | None
-    """The reference model. None, if it is needed: the policy with its adapter switched off."""
+    """The reference model. None: the algorithm needs none, or the policy with its adapter switched
+    off serves as the reference."""
     teacher: FrozenPolicy | None
     algorithm: AlgorithmConfig
     temperature: float
     """The sampling temperature, at which log-probs are taken."""
     checkpointed: tuple[nn.Module, ...]
-    """Layers that compute their activations again in the backward pass."""
+    """Layers that keep no activations but compute them again in the backward pass."""
     scores_policy: bool = False
-    """Whether scores hold the policy's log-probs even if the advantages do not need them."""
+    """Whether `scores` gives the policy's log-probs even if the advantages do not need them."""
 
     @classmethod
     def of(
@@ -63,8 +64,9 @@ class ModelSet:
         scores_policy: bool = False,
         stage: Cut | None = None,
     ) -> ModelSet:
-        """Make a set around `model`, which is trained in place. A reference is a copy of the model
-        as it is now. With a `stage` all models are cut down, in place, to the stage's parts."""
+        """Make the set around `model`, which is trained in place. A reference is a copy of the
+        model as it is now. With a `stage`, all models are cut down in place to that stage's
+        layers."""
         policy = Policy(model)
         if stage is not None:
             policy = stage.policy(policy)
@@ -93,21 +95,21 @@ class ModelSet:
 
     @property
     def frozen(self) -> list[Policy]:
-        """The policies that only give scores and are not trained: reference and teacher."""
+        """The policies that are run but not trained: the reference and the teacher, if any."""
         return [one.policy for one in (self.reference, self.teacher) if one is not None]
 
     def besides_the_policy(self) -> Iterator[nn.Module]:
-        """Yield the other transformers models that run on the policy's micro-batches."""
+        """Yield the transformers models of reference, teacher and critic, as far as they exist."""
         yield from (one.model for one in self.frozen)
         if self.critic is not None:
             yield self.critic.model
 
     def for_backward(self) -> AbstractContextManager[None]:
-        """A context in which the layers of `checkpointed` keep no activations."""
+        """A context for forward and backward passes in which gradient checkpointing is on."""
         return layers_in_training(self.checkpointed)
 
     def outputs(self, batch: MicroBatch) -> Outputs:
-        """Run the models on a micro-batch, for its losses."""
+        """Run policy, reference and critic on a micro-batch, and return what the losses need."""
         reference = None
         if self.algorithm.reference_in_loss:
             reference = self._reference_log_probs(batch)
@@ -117,8 +119,8 @@ class ModelSet:
 
     @torch.no_grad()
     def scores(self, batch: MicroBatch) -> dict[str, Tensor]:
-        """Run the models on a micro-batch, for the scores that advantages need: [N] for its N
-        targets, by the fields of `TokenScores`."""
+        """Run the models on a micro-batch, without gradients, for the numbers that advantages need.
+        Returns tensors [N] for the N targets, by the names of `TokenScores`' fields."""
         columns: dict[str, Tensor] = {}
         if self.algorithm.reference_in_scores:
             columns["ref_log_probs"] = self._reference_log_probs(batch)

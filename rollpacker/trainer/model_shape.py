@@ -1,8 +1,6 @@
 """A decoder's shape and number of parameters, read from its files without torch.
 
-The files are `config.json` and the safetensors headers of a local model, or of the hub's local
-copy.
-"""
+The files are `config.json` and the safetensors headers of a local model or the hub's local copy."""
 
 from __future__ import annotations
 
@@ -25,11 +23,11 @@ _SIZE_IN_NAME = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)\s*([bBmM])(?![a-zA-Z0-9])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderShape:
-    """Widths of a decoder, from a model's config."""
+    """Widths and counts that describe a decoder, from a model's config."""
 
     layers: int
     attention_layers: int
-    """Number of layers that keep keys and values. Others keep a state of fixed size per row."""
+    """Number of layers that keep keys and values. Other layers keep a state of fixed size."""
     hidden: int
     feed_forward: int
     query: int
@@ -53,7 +51,7 @@ class DecoderShape:
 
 def model_folder(path: str) -> Path | None:
     """Return the folder of a model's files on this machine: the path itself, or the hub's local
-    copy. None: there is none."""
+    copy. None: the files are not on this machine."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
@@ -70,7 +68,7 @@ def model_folder(path: str) -> Path | None:
 
 
 def read_shape(folder: Path, notes: list[str]) -> DecoderShape | None:
-    """Read a decoder's shape from `config.json`. None if that is impossible; `notes` say why."""
+    """Read a decoder's shape from `config.json`. None: it cannot be read; `notes` say why."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
@@ -81,8 +79,8 @@ def read_shape(folder: Path, notes: list[str]) -> DecoderShape | None:
 
 
 def decoder_shape(config: Mapping[str, Any]) -> DecoderShape:
-    """Read a decoder's shape from the entries of a text model's config, by the names that
-    families give them. Raises `KeyError` for an entry that is missing."""
+    """Read a decoder's shape from a text model's config, whose entries have different names in
+    different model families. Raises `KeyError` for an entry that is missing."""
 
     def first(*names: str) -> int:
         for name in names:
@@ -120,8 +118,8 @@ def _attention_layers(config: Mapping[str, Any], layers: int) -> int:
 
 
 def num_parameters(folder: Path | None, path: str, notes: list[str]) -> int | None:
-    """Return a model's number of parameters, from the headers of its files, else from its config,
-    else from its name; `notes` say if not from files. None: it cannot be known."""
+    """Return a model's number of parameters from the headers of its files, else from its config,
+    else from its name. None: it cannot be known. If it is not from the files, `notes` says so."""
     files = sorted(folder.glob("*.safetensors")) if folder else []
     if files:
         return sum(_parameters_in(file) for file in files)

@@ -3,8 +3,7 @@ precision the model has.
 
 For a bfloat16 model every backward pass adds its gradients to float32 sums and frees them; the step
 updates float32 masters and rounds them into the model, in place. A float32 weight is its own
-master. Parameters may be plain tensors or, all of them, FSDP2's `DTensor`s.
-"""
+master. Parameters may be plain tensors or, all of them, FSDP2's `DTensor`s."""
 
 from __future__ import annotations
 
@@ -32,9 +31,9 @@ _FULL_PRECISION = (torch.float32, torch.float64)
 def build_optimizer(
     named_parameters: Iterable[tuple[str, nn.Parameter]], config: TrainConfig
 ) -> MasterOptimizer:
-    """Build the optimizer of `train.optimizer` for the parameters that require a gradient. Call
-    this after the model was sharded, since that replaces the parameters. Raises `ValueError` where
-    this torch or this model cannot do what the config asks for."""
+    """Build the optimizer that `train.optimizer` names, for the parameters that require a gradient.
+    Call this after sharding, which replaces the parameters. Raises `ValueError` if the model or the
+    installed torch does not allow what the config asks for."""
     return MasterOptimizer(
         named_parameters,
         optimizer=config.optimizer,
@@ -46,17 +45,13 @@ def build_optimizer(
 
 class MasterOptimizer:
     """Updates float32 masters of a model's weights. Weight decay is on matrices only, not on biases
-    and norms.
-
-    With optimizer="muon", Muon updates the matrices inside the layers, with momentum 0.95 and
-    torch's other defaults; AdamW, with `betas` and `eps`, updates embeddings, head, norms and
-    biases. Muon's updates are scaled to the size of AdamW's (`adjust_lr_fn="match_rms_adamw"`: an
-    orthogonal update of a matrix [A, B] times 0.2 * sqrt(max(A, B)) has a root mean square of about
-    0.2, as AdamW's typically has; Liu et al. 2025, "Muon is scalable for LLM training"). So both
-    use one learning rate and one weight decay, of AdamW's usual size.
-
-    `offload` takes memory off devices of type `offload_from`.
-    """
+    and norms. With optimizer="muon", Muon updates the matrices inside the layers, with momentum
+    0.95 and torch's other defaults; AdamW, with `betas` and `eps`, updates embeddings, head, norms
+    and biases. Muon's updates are scaled to the size of AdamW's (`adjust_lr_fn="match_rms_adamw"`:
+    an orthogonal update of a matrix [A, B] times 0.2 * sqrt(max(A, B)) has a root mean square of
+    about 0.2, as AdamW's typically has; Liu et al. 2025, "Muon is scalable for LLM training"). So
+    both use one learning rate and one weight decay, of AdamW's usual size. `offload` takes memory
+    off devices of type `offload_from`."""
 
     def __init__(
         self,
@@ -89,8 +84,7 @@ class MasterOptimizer:
         self._parked_gradients: dict[str, Tensor] = {}
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return the sums of gradients so far, by parameter, not as copies. Parameters without a
-        gradient are left out."""
+        """Return the summed gradients of those parameters that have one, by name, not copied."""
         self.reload(state=False)
         return {n: m.grad for n, m in self._masters.items() if m.grad is not None}
 
@@ -109,16 +103,12 @@ class MasterOptimizer:
         gradient_scale: float = 1.0,
         whole_norm: float | None = None,
     ) -> float:
-        """Multiply the gradients by `gradient_scale`, clip, update the weights, drop the gradients.
-        Returns the gradients' norm after scaling and before clipping, over all processes. Reloads
-        what was offloaded.
-
-        `whole_norm`: the norm of a larger gradient, of which this is a pipeline stage's part; that
-        norm is then used to clip, and returned.
-
-        Raises `NonFiniteError` if the norm is NaN or infinite; weights and optimizer are then as
-        before.
-        """
+        """Multiply the gradients by `gradient_scale`, clip them, update the weights, drop the
+        gradients. Returns the gradients' norm over all processes, after scaling and before
+        clipping. Optimizer state is brought back from host memory first. `whole_norm` is given for
+        a pipeline stage: the norm of the gradient over all stages, by which the stage then clips,
+        and which is returned. None: this model's own norm is used. Raises `NonFiniteError` if the
+        norm is NaN or infinite; weights and optimizer are then unchanged."""
         self.reload()
         gradients = self.gradients()
         shards = [local(gradient) for gradient in gradients.values()]
@@ -145,11 +135,11 @@ class MasterOptimizer:
         return norm_value
 
     def state(self) -> dict[str, Tensor]:
-        """Return the optimizer's tensors by name: `exp_avg.NAME`, `exp_avg_sq.NAME` and
-        `step.NAME`, or `momentum_buffer.NAME` for Muon, or with 8 bits `state1.NAME`,
-        `absmax1.NAME` and so on; and `master.NAME` where master and weight differ. They are no
-        copies, and `DTensor`s where the parameters are. Reloads what was offloaded, unless it is
-        readable where it is."""
+        """Return the optimizer's tensors, keyed by kind and parameter name: `exp_avg.NAME`,
+        `exp_avg_sq.NAME` and `step.NAME`, or `momentum_buffer.NAME` for Muon, or with 8 bits
+        `state1.NAME`, `absmax1.NAME` and so on; and `master.NAME` for float32 weights kept beside
+        the model's. The tensors are not copied; they are `DTensor`s where the parameters are.
+        Offloaded tensors are brought back first, unless they can be read in host memory."""
         if not self.offloaded_state.is_readable:
             self.reload()
         tensors: dict[str, Tensor] = {}
@@ -161,8 +151,8 @@ class MasterOptimizer:
         return tensors
 
     def state_like(self) -> dict[str, Tensor]:
-        """Tensors with the names, shapes, dtypes and placements of all that `state` can have; their
-        values mean nothing."""
+        """Return tensors with the names, shapes, dtypes and placements of all that `state` may
+        return. Their values are arbitrary."""
         tensors: dict[str, Tensor] = {}
         for name, master in self._masters.items():
             for key, blank in self._blank_state(name).items():
@@ -173,9 +163,9 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load what `state` returned, exactly and as copies; `DTensor`s where the parameters are.
-        Gradients are dropped. Raises `TrainerStateError` if the state belongs to other parameters
-        or to another `train.optimizer`."""
+        """Load a copy of what `state` returned, bit for bit, and drop the gradients. Sharded
+        parameters need `DTensor`s. Raises `TrainerStateError` if the state is for other parameters
+        or another `train.optimizer`."""
         self.reload()
         per_name: dict[str, dict[str, Tensor]] = {}
         for full_name, value in tensors.items():
@@ -196,8 +186,8 @@ class MasterOptimizer:
         self.forget_gradients()
 
     def offload(self) -> None:
-        """Move state, masters and gradients to host memory. Call `reload` before the next backward
-        pass."""
+        """Move optimizer state, float32 weights and gradients to host memory. `reload` must be
+        called before the next backward pass."""
         gradients = self.gradients()
         for name in gradients:
             self._masters[name].grad = None
@@ -213,8 +203,8 @@ class MasterOptimizer:
         )
 
     def reload(self, *, state: bool = True) -> None:
-        """Bring back what was offloaded, bit for bit. With `state` false only gradients are, which
-        is enough for backward passes; `step` then fetches the rest. Idempotent."""
+        """Bring back what `offload` moved, bit for bit. With `state` false only the gradients come
+        back, which is enough for backward passes; `step` then brings back the rest. Idempotent."""
         self._offloaded_gradients.reload()
         for name, gradient in self._parked_gradients.items():
             assert self._masters[name].grad is None, f"a backward pass while {name} was offloaded"
@@ -224,7 +214,8 @@ class MasterOptimizer:
             self.offloaded_state.reload()
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield weights, masters, gradients and state, without gradients that are offloaded."""
+        """Yield the weights, float32 master weights, gradients and optimizer state. Gradients that
+        are offloaded are left out."""
         for name, master in self._masters.items():
             yield from (self._weights[name], master)
             if master.grad is not None:
@@ -254,7 +245,7 @@ class MasterOptimizer:
         return {}
 
     def _blank_state(self, name: str) -> dict[str, Tensor]:
-        """Return blank tensors like those that the optimizer keeps of this parameter."""
+        """Return tensors with the names, shapes and dtypes of this parameter's optimizer state."""
         master = self._masters[name]
         if self._is_coded:
             return moments_like(master)
@@ -301,19 +292,20 @@ class MasterOptimizer:
 
 
 class MirrorGradient:
-    """Sums the gradient, in full precision, of a weight that another pipeline stage updates."""
+    """Sums, in full precision, the gradient of this pipeline stage's copy of a tied weight. Another
+    stage, which owns the weight, updates it."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         self._weight = weight
         self._sum: Tensor | None = None
-        """The float32 sum of gradients of a weight in half precision. None: there is none yet,
-        or the weight is in full precision."""
+        """Float32 sum of the gradients of a half-precision weight. None: there was no gradient yet,
+        or the weight is in full precision and its own `grad` is the sum."""
         if weight.dtype not in _FULL_PRECISION:
             _after_gradient(weight, self._add)
 
     @property
     def gradient(self) -> Tensor | None:
-        """The sum of gradients so far; not a copy. None: there was no backward pass."""
+        """The gradient summed so far, not copied. None: there was no backward pass."""
         return self._weight.grad if self._sum is None else self._sum
 
     def forget(self) -> None:
@@ -327,7 +319,7 @@ class MirrorGradient:
 
 
 class _GradientSum:
-    """A hook that moves a parameter's new gradient into the float32 sum of its master."""
+    """A hook on a parameter that moves each new gradient into the float32 sum of gradients."""
 
     def __init__(self, master: Tensor) -> None:
         self._master = master
@@ -372,7 +364,7 @@ def _adamw_8bit(
 
 
 def _decayed(masters: list[Tensor], weight_decay: float) -> list[dict[str, Any]]:
-    """Return the optimizer's groups: matrices, which decay, and other parameters, which do not."""
+    """Return the optimizer's parameter groups: matrices with weight decay, and all else without."""
     groups = [
         {"params": [m for m in masters if m.ndim >= 2], "weight_decay": weight_decay},
         {"params": [m for m in masters if m.ndim < 2], "weight_decay": 0.0},
@@ -419,8 +411,7 @@ class _ShardedMuon(torch.optim.Optimizer):
 
 
 def _orthogonal_update(gradient: Tensor, learning_rate: float) -> Tensor:
-    """Return the change that torch's Muon without momentum and decay makes to a matrix with this
-    gradient."""
+    """Return the change that torch's Muon, without momentum and decay, makes to a matrix."""
     change = torch.zeros_like(gradient, requires_grad=True)
     change.grad = gradient
     torch.optim.Muon(

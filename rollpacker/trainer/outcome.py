@@ -1,4 +1,4 @@
-"""Reports of ranks at the end of a step, and the step's metrics made of them."""
+"""The record that each rank returns of an update, and the step's metrics made of these records."""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """One rank's report about an update. The norms are those of the whole gradient, the same on
-    every rank."""
+    """One rank's record of an update. The gradient norms are those over all ranks."""
 
     sums: StepSums
     grad_norm: float
     learning_rate: float
     critic_grad_norm: float | None
     peak_memory_bytes: int
-    """The most bytes that this rank's process or device held since the step before."""
+    """The most bytes that this rank held (on its GPU, else as a process) since the last update."""
     lora_merge_loss: float | None = None
-    """Share of the adapters' change that merging would lose by rounding, after the update. None:
-    nothing is rounded."""
+    """Share of the adapters' change that merging them into the weights would lose by rounding.
+    None: there are no adapters, or merging does not round."""
     stage_times: StageTimes | None = None
-    """Times of this rank's pipeline stage. None: the model is not in stages."""
+    """Times of the passes in this rank's pipeline stage. None: the model is not in stages."""
 
 
 def step_metrics(outcomes: Sequence[StepOutcome], peak_flops: float | None) -> dict[str, float]:
-    """Return one step's metrics from all ranks' outcomes. `peak_flops` is what one rank's device
-    could do, in FLOP/s; None: not known."""
+    """Return an update's metrics from all ranks' records. `peak_flops` is the peak FLOP/s of one
+    rank's device; None: it is not known, and the metrics lack the utilization."""
     first = outcomes[0]
     sums = StepSums.merge(outcome.sums for outcome in outcomes)
     metrics = sums.metrics(

@@ -2,8 +2,7 @@
 `core/packs.py` chooses which rows share a pack.
 
 Everything that works token by token (projections, norms, the feed-forward) then sees real tokens
-only. Attention alone needs to know where rows begin: `varlen.py` has its implementations.
-"""
+only. Attention alone needs to know where rows begin: `varlen.py` has its implementations."""
 
 from __future__ import annotations
 
@@ -31,14 +30,14 @@ KINDS: tuple[PackedKind, ...] = ("varlen", "flex", "grouped")
 """Kinds of packed attention, the fastest first."""
 
 _names: dict[tuple[PackedKind, str | None], str] = {}
-"""Names under which transformers knows our functions: one per kind and implementation replaced."""
+"""Names of packed attention in transformers, by its kind and the attention it replaces."""
 _replaced: dict[str, str | None] = {}
-"""The implementation of attention that each of our names replaces. None: transformers' default."""
+"""For each name of packed attention, the attention it replaces. None: transformers' default."""
 
 
 def pack(rows: Sequence[Row], device: torch.device) -> MicroBatch:
-    """Pack rows, in the given order, into one row [1, N]. `packed_attention` must be on for the
-    model's call, and for its backward pass if that computes activations again."""
+    """Lay rows end to end, in the given order, into a micro-batch of one row [1, N]. The model must
+    run on it inside the context `packed_attention`, also to compute activations again."""
     lengths = [row_length(row) for row in rows]
     packed = PackedRows(lengths, device)
     tokens = [token for row in rows for token in (*row.context, *row.response[:-1])]
@@ -54,15 +53,15 @@ def pack(rows: Sequence[Row], device: torch.device) -> MicroBatch:
 def best_kind(
     model: nn.Module, device: torch.device, dtype: torch.dtype | None = None
 ) -> PackedKind | None:
-    """Return the fastest packed attention that this model can use on this device; None: none."""
+    """Return the fastest packed attention that this model can use on this device. None: none."""
     return next((kind for kind in KINDS if why_not(model, kind, device, dtype) is None), None)
 
 
 def why_not(
     model: nn.Module, kind: PackedKind, device: torch.device, dtype: torch.dtype | None = None
 ) -> str | None:
-    """Return why `model` cannot use this packed attention on `device`; None if it can. `dtype` is
-    that of the computation; None: the dtype of the weights."""
+    """Return a text that says why `model` cannot use this kind of packed attention on `device`;
+    None if it can. `dtype` is that of the computation; None: the dtype of the weights."""
     transformer = _outermost_transformer(model)
     if transformer is None:
         return f"{type(model).__name__} is no transformers model"
@@ -83,8 +82,8 @@ def why_not(
 
 
 def layers_with_state(model: PreTrainedModel) -> str | None:
-    """Name the model's layers that are no attention over the keys and values of a row, such as
-    linear attention, a convolution or a recurrence. None if all are attention."""
+    """Return words for the model's layers that are not attention over a row's keys and values, such
+    as linear attention, a convolution or a recurrence. None: all layers are such attention."""
     types = getattr(model.config.get_text_config(), "layer_types", None) or ()
     foreign = sorted(set(types) - {"full_attention", "sliding_attention"})
     if foreign:
@@ -127,9 +126,9 @@ def _head_dim(config: Any) -> int:
 
 @contextmanager
 def packed_attention(model: nn.Module, kind: PackedKind) -> Iterator[None]:
-    """A context in which calls with a `pack`, and their backward passes, use packed attention;
-    other calls use what they did before. Afterwards the model is as it was. `model` may wrap the
-    transformers model (peft, a policy, a critic)."""
+    """A context in which calls on packed rows, and their backward passes, use packed attention;
+    other calls use the model's own attention. Afterwards the model is as it was. `model` may be a
+    wrapper of the transformers model (peft, a policy, a critic)."""
     configs = _configs(model)
     before = [config._attn_implementation for config in configs]
     try:
@@ -147,7 +146,8 @@ def _outermost_transformer(model: nn.Module) -> PreTrainedModel | None:
 
 
 def _configs(model: nn.Module) -> list[Any]:
-    """Every config that a part of the model may ask for its attention, outer ones first."""
+    """Return every config in which a part of the model may look up its attention, outer configs
+    before the configs inside them."""
     found: dict[int, Any] = {}
     waiting = [m.config for m in model.modules() if isinstance(m, PreTrainedModel)]
     while waiting:
@@ -161,8 +161,9 @@ def _configs(model: nn.Module) -> list[Any]:
 
 
 def _registered_name(kind: PackedKind, before: str | None) -> str:
-    """Return the name under which transformers finds this packed attention in place of `before`.
-    The name does not contain `before`: transformers looks for words such as "flash" in a name."""
+    """Return the name under which packed attention in place of the attention `before` (None: the
+    default) is registered with transformers. The name does not contain `before`: transformers
+    searches names for words such as "flash"."""
     before = _replaced.get(before, before) if before is not None else None
     name = _names.get((kind, before))
     if name is None:

@@ -1,10 +1,11 @@
-"""Sweeps of the models over micro-batches: rows and losses in, sums and gradients out.
+"""Sweeps (forward and backward passes) of the models over micro-batches: rows and losses in, sums
+and gradients out.
 
 A learner chooses samples and losses; how samples are cut into micro-batches, and in which order
-these run through which device, is known here alone. `LocalPasses` runs whole models, or with FSDP2
-a rank's shards of them: then every pass is a joint one, and a rank with fewer micro-batches also
-runs fillers. `pipeline.stages.passes` has the `Passes` of a model in pipeline stages.
-"""
+these run on which device, is known here alone. `LocalPasses` runs whole models, or with FSDP2 a
+rank's shards of them: then every pass is a collective, and a rank with fewer micro-batches also
+runs fillers (the smallest ones, of weight 0). `pipeline.stages.passes` has the `Passes` of a model
+in pipeline stages."""
 
 from __future__ import annotations
 
@@ -26,15 +27,16 @@ from rollpacker.trainer.trainer import ScoreRequest, TokenScores, TrainSample
 
 LossFunction = Callable[[Outputs, Sequence[TrainSample]], Losses]
 Look = Callable[[Losses, Sequence[TrainSample]], None]
-"""A check that is called after each backward pass with its losses and samples (none for a filler).
-It may raise, in all ranks alike."""
+"""A check that is called after each backward pass with the micro-batch's losses and samples (empty
+for a filler of weight 0). If it raises, it does so on all ranks."""
 
 
 class Passes(Protocol):
-    """What runs the models over samples. Several ranks must make every call together."""
+    """Runs the models over samples. Several ranks must make every call together."""
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[TokenScores]:
-        """Run the models without gradients, and return the requests' scores in order."""
+        """Run the models on the requested responses without gradients. Returns the scores in the
+        requests' order; empty in all pipeline stages but the last."""
         ...
 
     def differentiate(
@@ -48,32 +50,31 @@ class Passes(Protocol):
         look: Look | None = None,
     ) -> bool | None:
         """Run forward and backward over the samples. Every parameter's gradient grows by that of
-        their losses times `gradient_factor`, and `sums` by the losses' sums times `factor`. Without
-        `look` that may take until `finish`.
-
-        Returns whether every loss was finite here; None: only `finish` can say that. A loss that
-        was not has spoilt the gradient: its backward pass ran all the same, since other ranks or
-        stages wait in it.
-        """
+        the losses times `gradient_factor`, and `sums` by the losses times `factor`. Without `look`
+        (a check after each micro-batch) some passes may still be running on return; `finish` waits
+        for them. Returns whether every loss was finite on this rank; None: only `finish` can say. A
+        backward pass runs even from a loss that is not finite, since other ranks or stages wait in
+        it, so the gradient is then unusable."""
         ...
 
     def rescale(self, factor: float) -> bool:
-        """Multiply by this factor all that is still to be added to `sums`. Returns whether no pass
-        is under way, so that gradients may be multiplied now."""
+        """Multiply by `factor` the losses that running passes have yet to add to `sums`. Returns
+        whether no pass is running, so that gradients may be multiplied now."""
         ...
 
     def finish(self) -> bool:
-        """Wait until no pass is under way. Returns whether every loss was finite here, of those for
+        """Wait until no pass is running. Returns whether all losses were finite on this rank for
         which `differentiate` has returned None."""
         ...
 
     def differentiate_nothing(self) -> None:
-        """Run the smallest possible forward and backward, with losses of weight zero."""
+        """Run forward and backward of the smallest possible micro-batch, with losses of weight
+        zero, so that gradients are summed over ranks."""
         ...
 
 
 class LocalPasses:
-    """Runs whole models on this device, or this rank's shards of them, as `Passes`."""
+    """Runs whole models, or a rank's shards of them, as `Passes` without pipeline stages."""
 
     def __init__(
         self, models: ModelSet, batcher: Batcher, *, device: torch.device, shards: Shards | None
@@ -85,7 +86,7 @@ class LocalPasses:
         self._shards = shards
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[TokenScores]:
-        """Run the models without gradients, and return the requests' scores in order."""
+        """Run the models on the requested responses without gradients. Returns scores in order."""
         rows = [row_of(request) for request in requests]
         scores: dict[int, TokenScores] = {}
         with self._batcher.attention():
@@ -104,7 +105,7 @@ class LocalPasses:
         sums: StepSums,
         look: Look | None = None,
     ) -> bool:
-        """Run forward and backward over the samples; return whether all losses were finite."""
+        """Run forward and backward over the samples. Returns whether all losses were finite."""
         rows = [row_of(sample) for sample in samples]
         finite = True
         with self._batcher.attention(), self._models.for_backward():
@@ -125,23 +126,23 @@ class LocalPasses:
         return finite
 
     def rescale(self, factor: float) -> bool:
-        """Do nothing and return True: no pass goes on between calls."""
+        """Return True: no pass runs between two calls, so there is nothing to multiply."""
         return True
 
     def finish(self) -> bool:
-        """Do nothing and return True: no pass goes on between calls."""
+        """Return True: no pass runs between two calls, so there is nothing to wait for."""
         return True
 
     def differentiate_nothing(self) -> None:
-        """Run forward and backward of a filler, with losses of weight zero."""
+        """Run forward and backward of the smallest possible micro-batch, with loss weight 0."""
         batch = self._batcher.filler()
         with self._batcher.attention(), self._models.for_backward():
             for loss in no_losses(self._models.outputs(batch)).losses:
                 _backward(loss)
 
     def _micro_batches(self, rows: Sequence[Row]) -> Iterator[tuple[list[int], MicroBatch]]:
-        """Yield each micro-batch with its rows' places in `rows`; at the end as many fillers,
-        without places, as other ranks have more micro-batches."""
+        """Yield each micro-batch with the indices of its rows. Fillers (micro-batches of weight 0),
+        with no indices, follow if another rank has more micro-batches."""
         plan = self._batcher.plan([row_length(row) for row in rows])
         num_fillers = same_number(len(plan), self._shards) - len(plan)
         for places in plan:
@@ -150,13 +151,14 @@ class LocalPasses:
             yield [], self._batcher.filler()
 
     def _synchronize(self) -> None:
-        """Wait for the GPU, which works behind Python's back, so that the passes can be timed."""
+        """Wait until the GPU has done its work, so that passes are timed rightly."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
 
 def token_scores(columns: Mapping[str, Tensor], batch: MicroBatch) -> list[TokenScores]:
-    """Return scores of each row of a batch, from the models' numbers for all N targets."""
+    """Return the scores of each row of a micro-batch. `columns` are tensors of one number per
+    target, by the names of `TokenScores`' fields."""
     split = {
         name: torch.split(values.double().cpu(), list(batch.num_targets))
         for name, values in columns.items()
@@ -175,7 +177,8 @@ def note_micro_batch(
     factor: float,
     flops: FlopModel,
 ) -> None:
-    """Add one micro-batch's losses, times `factor`, to `sums`; the caller adds the time."""
+    """Add a micro-batch's losses times `factor`, token counts and FLOPs, but not time, to
+    `sums`."""
     lengths = [len(s.prompt_tokens) + len(s.response_tokens) - 1 for s in samples]
     sums.add_micro_batch(
         batch=batch,

@@ -1,9 +1,8 @@
-"""The policy as the trainer runs it: a micro-batch in, log-probabilities and entropies out.
+"""The model that is trained, as a function from a micro-batch to log-probabilities and entropies.
 
-The decoder gives hidden states, of which only those that predict something go on, and the output
-layer is applied to them in blocks (`logprobs.chunked_log_probs`). A model that does more to its
-logits than is known here runs as a whole, at the same positions, with full logits.
-"""
+The output layer is applied in blocks (`logprobs.chunked_log_probs`), and only to those hidden
+states that predict a target. A model that does more to its logits than is known here runs as a
+whole, with all logits of these positions at once."""
 
 from __future__ import annotations
 
@@ -21,22 +20,20 @@ from rollpacker.trainer.micro_batch import MicroBatch
 
 CHECKED_TOKENS = 8
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
-"""The largest difference allowed between logits made in blocks and the model's own, as a share
-of the largest logit. Both are rounded alike but for the order of sums."""
+"""The largest difference allowed between logits computed in blocks and the model's own, as a share
+of the largest logit. The two differ only in the order of sums."""
 LOW_PRECISION_TOLERANCE = 0.05
 
 logger = logging.getLogger(__name__)
 
 
 class Policy(nn.Module):
-    """A causal language model of transformers, or such a model with peft's adapters.
-
-    Parameters are touched inside `forward` only, so that the module can be the root of a sharded
-    model (FSDP2). Nothing of the model is changed, and its mode (training, evaluation) is left as
-    it is. Construction runs `CHECKED_TOKENS` tokens both ways to see whether the blocks give the
-    model's own logits; where they do not, one warning says so and the logits of a micro-batch exist
-    as a whole.
-    """
+    """A causal language model of transformers, or such a model with peft's adapters, as a function
+    to log-probabilities. Parameters are touched inside `forward` only, so that the module can be
+    the root of a sharded model (FSDP2). The model is not changed, and its mode (training,
+    evaluation) is left as it is. Construction compares, on `CHECKED_TOKENS` tokens, logits computed
+    in blocks with the model's own; if they differ, one warning says so and all logits of a
+    micro-batch are computed at once."""
 
     def __init__(self, model: nn.Module, *, block_elements: int | None = None) -> None:
         super().__init__()
@@ -54,10 +51,10 @@ class Policy(nn.Module):
             )
 
     def forward(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities [N] of the batch's targets and the entropies [N] of their
-        distributions, under softmax(logits / temperature). Both are differentiable, in float32
-        (float64 for such a model). No attention mask is given: with causal attention nothing real
-        looks at the padding on the right."""
+        """Return log-probabilities [N] of the batch's targets and entropies [N] of the
+        distributions that they are drawn from, under softmax(logits / temperature). Both are
+        differentiable, in float32 (float64 for a float64 model). There is no attention mask: with
+        causal attention no real token sees the padding on its right."""
         if not self.runs_in_blocks:
             return _log_probs(self._logits_at(batch), batch.targets, temperature)
         hidden = self._hidden_states(batch.input_ids, batch.model_inputs)
@@ -66,8 +63,8 @@ class Policy(nn.Module):
     def from_hidden_states(
         self, hidden: Tensor, batch: MicroBatch, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies, as `forward` does, from hidden states [B, W, D] after the
-        last norm. The logits are made in blocks."""
+        """Return the same as `forward`, from hidden states [B, W, D] after the last norm, with the
+        logits computed in blocks."""
         head = _base_model(self.model).get_output_embeddings()
         return chunked_log_probs(
             hidden.flatten(0, 1).index_select(0, batch.positions),
@@ -86,8 +83,9 @@ class Policy(nn.Module):
         return hidden
 
     def _logits_at(self, batch: MicroBatch) -> Tensor:
-        """Return logits [N, V] at the batch's positions, by feeding the output layer only their
-        hidden states. What the model does to its logits afterwards stays in place."""
+        """Run the whole model, and return its logits [N, V] at the batch's positions, with all that
+        the model does to its logits. The output layer gets only the hidden states of these
+        positions."""
         head = _base_model(self.model).get_output_embeddings()
         owner = threading.get_ident()
 
@@ -130,13 +128,13 @@ class Policy(nn.Module):
 
 
 def _base_model(model: Any) -> Any:
-    """The model without peft's wrapper; its adapters are inside the layers."""
+    """Return the model without peft's wrapper, but with the adapters inside its layers."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _logit_transform(config: Any) -> LogitTransform:
-    """The transform of a model's logits, by the config keys of its family: Granite divides,
-    Cohere and Falcon-H1 multiply, Gemma caps."""
+    """Read from a model's config what it does to its logits: Granite divides them, Cohere and
+    Falcon-H1 multiply, Gemma caps."""
     scale = 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
     for name in ("logit_scale", "lm_head_multiplier"):
         scale *= getattr(config, name, None) or 1.0

@@ -1,13 +1,14 @@
-"""The trainer in processes of its own, the ranks, which work while the engine generates.
+"""The trainer in processes of its own, the ranks, which train while the engine generates.
 
 Samples are dealt out to the ranks by their work. Every rank adds up the gradients of its own
 samples, and `apply` sums them over the ranks. Of several replicas (`train.replicas`) some may be
-called alone. Engines have copies of the weights, which are updated through memory of rank 0's host
-that rank 0 writes and the engines read. If a rank is lost, new ranks are started, which load the
-last checkpoint and repeat the calls made since (`journal.py`); the memory outlives the ranks. In
-the same way ranks are replaced between two steps by ranks in another layout (`relayout`): another
-number of stages, or other layers and shards for each rank.
-"""
+called alone. Engines have copies of the weights, which are updated through shared memory that rank
+0 writes and the engines read.
+
+If a rank is lost, new ranks are started, which load the last checkpoint and repeat the calls made
+since (`journal.py`); the memory outlives the ranks. In the same way ranks are replaced between two
+steps by ranks in another layout (`relayout`): another number of stages, or other layers and shards
+for each rank."""
 
 from __future__ import annotations
 
@@ -56,14 +57,11 @@ logger = logging.getLogger(__name__)
 
 
 class ProcessTrainer:
-    """A `Trainer` (trainer/trainer.py) that has its work done by ranks. Calls must not overlap; the
-    driver awaits each call.
-
-    `ranks` are started, connected or not yet; they end with the trainer. `engine_weights` are what
-    the engine's copy consists of: names, shapes and dtypes. `journal_in` is the folder for the
-    journal of calls; None: that of temporary files. Raises `TrainerProcessError` if a process ends,
-    then or in any later call.
-    """
+    """A `Trainer` (trainer/trainer.py) whose work is done by ranks, which are processes of their
+    own. Calls must not overlap. `ranks` may be connected or only started; `close` ends them.
+    `engine_weights` are the names, shapes and dtypes of the weights that engines get. `journal_in`
+    is the folder for recorded calls and kept states; None: the system's folder for temporary files.
+    The constructor and all calls raise `TrainerProcessError` if a rank ends."""
 
     def __init__(
         self,
@@ -79,15 +77,13 @@ class ProcessTrainer:
         self._kept = KeptState(journal_in)
         self._replicas = setup.train.replicas
         self.overseer = _overseer(setup)
-        """Watches links and stages of a model in pipeline stages. None: the model is not in
-        stages."""
+        """Watches the speed of pipeline stages and links. None: the model is not in stages."""
         self._arranged: Arrangement | None = None
-        """The arrangement of pipeline stages that the ranks were sent last, or that they begin
-        with."""
+        """How pipeline stages send tensors and what costs they plan with, as the ranks were told
+        last. None: the model is not in stages."""
         self._relayout = Relayout.of(setup, can_switch=ranks.can_start_anew)
         self._switch_s = 0.0
-        """Seconds that the last switch of the layout took, or before the first one the ranks'
-        start."""
+        """Seconds that the last change of layout took, or before any change the ranks' start."""
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
         try:
             self._layout = BufferLayout.of(engine_weights)
@@ -99,7 +95,7 @@ class ProcessTrainer:
     async def score(
         self, requests: Sequence[ScoreRequest], replicas: Sequence[int] | None = None
     ) -> list[TokenScores]:
-        """Return scores of responses, which the ranks share; see `Trainer.score`."""
+        """Have the ranks share the requests, and return the responses' scores in order."""
         shares = self._shares(requests, replicas)
 
         def score() -> list[TokenScores]:
@@ -121,8 +117,7 @@ class ProcessTrainer:
     async def accumulate(
         self, samples: Sequence[TrainSample], replicas: Sequence[int] | None = None
     ) -> None:
-        """Deal the samples out to the ranks, which add their gradients; see
-        `Trainer.accumulate`."""
+        """Deal the samples out to the ranks, which add their gradients to the step's."""
         ordered = sorted(samples, key=lambda sample: sample.sample)
         shares = self._shares(ordered, replicas)
 
@@ -152,8 +147,8 @@ class ProcessTrainer:
         return await self._in_thread(update)
 
     async def apply(self) -> Mapping[str, float]:
-        """Make the step's last update, and return its metrics. The ranks may then be replaced by
-        others in a better layout. Raises `TrainerError` if nothing was accumulated."""
+        """Make the step's last update, and return its metrics. Afterwards ranks in a better layout
+        (split of the model) may replace these. Raises `TrainerError` if nothing was accumulated."""
 
         def apply() -> Mapping[str, float]:
             outcomes = self._change_all("apply")
@@ -175,23 +170,23 @@ class ProcessTrainer:
         return await self._in_thread(write)
 
     async def offload(self) -> None:
-        """Have all ranks move what is on devices to host memory; see `Trainer.offload`."""
+        """Have all ranks move everything from their devices to host memory."""
         await self._in_thread(lambda: self._all("offload"))
 
     async def reload(self, replicas: Sequence[int] | None = None) -> None:
-        """Have the ranks of these replicas move what was offloaded back to devices. None: all."""
+        """Have the ranks of these replicas (None: all) move what was offloaded back to devices."""
         ranks = self._ranks_of(replicas)
         await self._in_thread(lambda: self._ranks.call("reload", [()] * len(ranks), ranks))
 
     def save(self, folder: Path) -> None:
-        """Have the ranks write a checkpoint; see `Trainer.save`."""
+        """Have the ranks write a checkpoint to `folder`."""
         self._all("save", folder)
         self._journal.saved(self.version)
         if self._kept.version is not None and not self._journal.reaches(self._kept.version):
             self._kept.drop()
 
     def load(self, folder: Path) -> None:
-        """Have the ranks load a checkpoint. Raises `TrainerError` if it is not this model's."""
+        """Have the ranks load a checkpoint. Raises `TrainerError` if it is of another model."""
         self.version = self._all("load", folder)[0]
         self._journal.loaded(self.version)
         self._kept.drop()
@@ -201,8 +196,9 @@ class ProcessTrainer:
         return self._ranks.how_lost()
 
     async def restore(self, checkpoint: Path | None, tell: Callable[[], None]) -> None:
-        """Start new ranks and bring them to the state of `version`; see `Trainer.restore`. Also
-        raises `TrainerProcessError` if the checkpoint is too old."""
+        """Start new ranks and bring them to the present `version`, from a checkpoint (None: from
+        the run's first model) and recorded calls. `tell` is called now and then as a sign of life.
+        Raises `TrainerProcessError` if too few calls are recorded for this checkpoint."""
 
         def restore() -> None:
             self._ranks.start_anew()
@@ -223,14 +219,12 @@ class ProcessTrainer:
     async def relayout(
         self, pipeline: PipelineConfig, order: Sequence[int] | None = None
     ) -> float | None:
-        """Replace the ranks between two steps by new ones in another layout, which load the state
-        that the old ones wrote. `order` is the place of each new rank; rank 0's is the same as
-        before. Returns the seconds that it took. None: the layout failed, and the ranks are back in
-        the one before.
-
-        Raises `ValueError` under torchrun, `TrainerError` or `OSError` if the state cannot be
-        written, and `RanksLost` if ranks were lost meanwhile, or the layout before fails, too.
-        """
+        """Replace the ranks between two steps by new ones in another layout (split of the model
+        over ranks). The new ranks load the state that the old ones wrote. `order` gives the index
+        of each new rank's place; that of rank 0 cannot change. Returns the seconds that this took.
+        None: the new layout failed, and ranks in the old one are back. Raises `ValueError` under
+        torchrun, `TrainerError` or `OSError` if the state cannot be written, and `RanksLost` if
+        ranks were lost meanwhile, or if the old layout fails, too."""
         return await self._in_thread(lambda: self._switch(pipeline, order))
 
     def _switch(self, pipeline: PipelineConfig, order: Sequence[int] | None) -> float | None:
@@ -266,8 +260,8 @@ class ProcessTrainer:
         return self._switch_s
 
     def _go_back(self, setup: LearnerSetup, order: Sequence[int]) -> None:
-        """Go back to the layout before. Raises `RanksLost` if that fails; `restore` starts in
-        it."""
+        """Start ranks in the layout before a failed change. Raises `RanksLost` if that fails
+        too."""
         try:
             self._load_anew(setup, order)
         except Exception as error:
@@ -278,9 +272,9 @@ class ProcessTrainer:
             self._kept.give_up(self.version)
 
     def _relaid(self, outcomes: Sequence[StepOutcome]) -> dict[str, float]:
-        """Switch the layout after a step, if it is time for a switch. Returns the switch's metrics;
-        empty: there was none. The step is done whatever happens: that ranks were lost is left to be
-        found by `how_lost`."""
+        """Change the layout after a step if a measured one would be quicker. Returns the change's
+        metrics; empty: there was no change. Lost ranks are not reported here but found by
+        `how_lost`, since the step is done."""
         overseer = self.overseer
         if overseer is None or self._relayout is None:
             return {}
@@ -307,7 +301,7 @@ class ProcessTrainer:
         return {f"{PREFIX}/relayout_s": seconds}
 
     def _load_anew(self, setup: LearnerSetup, order: Sequence[int] | None) -> None:
-        """Start new ranks, which load the state that the ranks before have written."""
+        """Start new ranks, and have them load the state that the old ranks have written."""
         self._setup = setup
         self._ranks.start_anew(order)
         self._begin(lambda: None)
@@ -315,7 +309,8 @@ class ProcessTrainer:
         assert version == self.version, (version, self.version)
 
     def _begin(self, tell: Callable[[], None]) -> None:
-        """Set up ranks that were started. `tell` is called as a sign of life, as in `restore`."""
+        """Connect to the started ranks, and have them load the models. Calls `tell` as a sign of
+        life."""
         began = time.perf_counter()
         if not self._ranks.all:  # else they are
             self._ranks.connect()
@@ -328,7 +323,7 @@ class ProcessTrainer:
         self._switch_s = self._switch_s or time.perf_counter() - began
 
     def close(self) -> None:
-        """End thread and processes. Idempotent."""
+        """End the trainer's thread and its ranks. Idempotent."""
         self._ranks.close()
         self._journal.close()
         self._kept.drop()
@@ -340,7 +335,7 @@ class ProcessTrainer:
 
     @property
     def pids(self) -> list[int]:
-        """The process ids, by rank."""
+        """The process ids of the ranks, in rank order."""
         return [rank.pid for rank in self._ranks.all]
 
     def _shares(
@@ -348,8 +343,8 @@ class ProcessTrainer:
         rows: Sequence[ScoreRequest] | Sequence[TrainSample],
         replicas: Sequence[int] | None,
     ) -> dict[int, list[int]]:
-        """Return for each rank of these replicas the indices of its share of `rows`. All pipeline
-        stages get the same shares."""
+        """Deal `rows` out to the ranks of these replicas (None: of all), and return the row indices
+        for each rank. Ranks that differ only in their pipeline stage get the same rows."""
         lengths = [length_of(row) for row in rows]
         ranks = self._ranks_of(replicas)
         shares = assign(lengths, len(ranks) // self._stages)
@@ -363,7 +358,8 @@ class ProcessTrainer:
     def _metrics(
         self, told: Sequence[tuple[StepOutcome, float | None]], step: int
     ) -> dict[str, float]:
-        """The metrics of the update that made this step, from the ranks' reports."""
+        """Return an update's metrics from the ranks' records. `step` is its step's number from
+        1."""
         outcomes = [outcome for outcome, _ in told]
         metrics = step_metrics(outcomes, told[0][1])
         if self.overseer is not None:
@@ -372,9 +368,9 @@ class ProcessTrainer:
         return metrics
 
     def _arrange(self) -> None:
-        """Send the ranks the overseer's arrangement, if it has changed. This comes before they
-        compute again, not in `apply`: a rank lost there, after the update, would count as lost in
-        the step that is done."""
+        """Tell the ranks how pipeline stages are to send tensors and plan, if the overseer has
+        changed that. This is done before they compute again, not in `apply`: a rank lost there,
+        after the update, would count as lost in a finished step."""
         if self.overseer is not None and self._arranged != self.overseer.arrangement:
             self._all("arrange", self.overseer.arrangement)
             self._arranged = self.overseer.arrangement
@@ -393,7 +389,8 @@ class ProcessTrainer:
     def _change(
         self, method: str, arguments: Sequence[tuple[Any, ...]], numbers: Sequence[int] = ()
     ) -> list[Any]:
-        """Call the ranks, and record the call, since ranks that replace these must repeat it."""
+        """Call the ranks with a call that changes their state, and record the call, since ranks
+        that replace these must repeat it."""
         calls = [codec().encode((method, one)) for one in arguments]
         try:
             results = self._ranks.send(method, calls, numbers)
@@ -411,7 +408,8 @@ class ProcessTrainer:
 
 
 def _overseer(setup: LearnerSetup) -> Overseer | None:
-    """An overseer that has measured nothing yet. None: the trainer has no stages."""
+    """Return a new overseer, which watches the links between pipeline stages and their speed. None:
+    the model is not in stages."""
     pipeline = setup.train.pipeline
     if pipeline.stages == 1:
         return None
@@ -419,5 +417,5 @@ def _overseer(setup: LearnerSetup) -> Overseer | None:
 
 
 def _is_over(error: Exception) -> bool:
-    """Whether the error means that the run was closed meanwhile."""
+    """Whether the error says that the run was closed during the call."""
     return isinstance(error, TrainerProcessError) and not isinstance(error, RanksLost)

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from rollpacker.imports import require
 
 MIN_8BIT_ELEMENTS = 4096
-"""Number of elements below which a parameter keeps float32 moments."""
+"""Number of elements from which a parameter's moments have 8 bits. Smaller ones are in float32."""
 BLOCK_8BIT, BLOCK_4BIT, BLOCK_OF_SCALES = 256, 64, 256
-"""Numbers of elements that share a scale, in 8-bit moments and in 4-bit matrices; of the latter,
-256 scales share a scale of their own."""
+"""Three block sizes: elements per scale in 8-bit moments, elements per scale in 4-bit matrices, and
+scales per scale-of-scales in 4-bit matrices."""
 IN_A_LAYER = re.compile(r"\.\d+\.")
 """Matches names of modules inside a layer, since only layers are numbered:
 model.layers.3.mlp.up_proj."""
@@ -27,7 +27,8 @@ _SCALES = ("absmax1", "absmax2")
 
 
 def require_bitsandbytes(what: str) -> Any:
-    """Import bitsandbytes. Raises `MissingPackageError`, naming the extra, if it is missing."""
+    """Import bitsandbytes and return the module. Raises `MissingPackageError`, naming the extra to
+    install, if it is missing; `what` is the setting that needs it."""
     require("bitsandbytes", extra="quantized", what=what)
     logger = logging.getLogger("bitsandbytes")
     level = logger.level
@@ -45,8 +46,8 @@ def require_bitsandbytes(what: str) -> Any:
 def adamw_8bit(
     groups: list[dict[str, Any]], betas: tuple[float, float], eps: float
 ) -> torch.optim.Optimizer:
-    """Build an AdamW whose moments are codes of 8 bits with a scale for every 256 (Dettmers et al.
-    2022, "8-bit optimizers via block-wise quantization")."""
+    """Build an AdamW with moments of 8 bits, with one scale per 256 elements (Dettmers et al. 2022,
+    "8-bit optimizers via block-wise quantization")."""
     package = require_bitsandbytes("train.optimizer=adamw_8bit")
     optimizer: torch.optim.Optimizer = package.optim.AdamW8bit(
         groups, lr=0.0, betas=betas, eps=eps, min_8bit_size=MIN_8BIT_ELEMENTS
@@ -55,7 +56,8 @@ def adamw_8bit(
 
 
 def moments_like(master: Tensor) -> dict[str, Tensor]:
-    """Return blank tensors with the names, shapes and dtypes of a parameter's `moments_of`."""
+    """Return tensors with the names, shapes and dtypes of what `moments_of` returns for a
+    parameter. Their values are arbitrary."""
     is_coded = master.numel() >= MIN_8BIT_ELEMENTS
     dtype = torch.uint8 if is_coded else torch.float32
     found = {name: torch.empty_like(master.detach(), dtype=dtype) for name in _MOMENTS}
@@ -66,8 +68,8 @@ def moments_like(master: Tensor) -> dict[str, Tensor]:
 
 
 def moments_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of one parameter's optimizer state that a checkpoint needs, without the
-    code's table. They are no copies, but for `step`."""
+    """Return those tensors of one parameter's 8-bit optimizer state that a checkpoint needs; the
+    table of codes is left out. All but `step` are not copied."""
     found = {name: state[name] for name in (*_MOMENTS, *_SCALES) if name in state}
     return found | {"step": torch.tensor(float(state["step"]))}
 
@@ -75,7 +77,8 @@ def moments_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
 def restore_moments(
     optimizer: torch.optim.Optimizer, saved: Mapping[nn.Parameter | Tensor, Mapping[str, Tensor]]
 ) -> None:
-    """Load what `moments_of` returned, exactly. Parameters that are not in `saved` get no state."""
+    """Load moments that `moments_of` returned, exactly. Parameters not in `saved` get no
+    moments."""
     known: Any = optimizer
     known.state.clear()
     for group_index, group in enumerate(optimizer.param_groups):
@@ -95,9 +98,10 @@ def restore_moments(
 
 
 def quantize_layers(model: nn.Module, device: torch.device, dtype: torch.dtype) -> int:
-    """Replace the matrices inside the model's layers, in place, by NormalFloat codes of 4 bits with
-    scales that are codes themselves (Dettmers et al. 2023, "QLoRA"). Embeddings, output layer and
-    norms stay. A matrix goes to `device` when it is quantized. Returns the number of matrices."""
+    """Quantize the matrices inside the model's layers, in place, to 4-bit NormalFloat with
+    quantized scales (Dettmers et al. 2023, "QLoRA"). Embeddings, output layer and norms stay. Each
+    matrix goes to `device` as it is quantized; `dtype` is that of the computation. Returns the
+    number of quantized matrices."""
     package = require_bitsandbytes("model.quantization=4bit")
     plain = [
         (name, module)
@@ -134,14 +138,14 @@ def _quantized(package: Any, module: nn.Linear, device: torch.device, dtype: tor
 
 
 def num_elements(parameter: Tensor) -> int:
-    """Return the number of elements of a matrix, also if `parameter` holds its 4-bit codes."""
+    """Return the number of elements of a matrix, which may be held as 4-bit codes."""
     state = getattr(parameter, "quant_state", None)
     return parameter.numel() if state is None else math.prod(state.shape)
 
 
 def dequantized(weight: Tensor) -> Tensor:
-    """Return the matrix that 4-bit codes stand for, in the dtype of its computation; any other
-    tensor as it is."""
+    """Return the matrix that a 4-bit weight stands for, in the dtype of its computation. Any other
+    weight is returned as it is."""
     state = getattr(weight, "quant_state", None)
     if state is None:
         return weight.detach()

@@ -1,6 +1,8 @@
-"""Samples as the rows that go through the models: one row per sample, or of a trajectory whose
-template rewrites earlier turns as many rows as there were prompts. A row has the numbers of its own
-tokens only, such as log-probs; a token's weight is that of the whole sample."""
+"""Samples as rows, the token sequences that go through the models.
+
+A sample is one row, unless its chat template rewrote earlier turns of the dialogue: then there is a
+row for each prompt that the model saw. A row has per-token numbers, such as log-probs, of its own
+tokens only; its token weight is the sample's."""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ OF_TOKENS = (
 
 
 def rows_of(sample: Sample) -> list[Sample]:
-    """Return the rows of tokens that the models run for this sample: the sample itself if it is one
-    row, or a sample for each row if a chat template rewrote earlier turns of its dialogue."""
+    """Return the sample's rows as samples: the sample itself, or several if a chat template rewrote
+    earlier turns of its dialogue."""
     if not sample.rewritten:
         return [sample]
     tokens, rows, drawn = sample.response_tokens, [], 0
@@ -49,8 +51,8 @@ def rows_of(sample: Sample) -> list[Sample]:
 
 
 def joined(scores: Sequence[TokenScores], counts: Iterable[int]) -> list[TokenScores]:
-    """Join the scores of rows into those of samples that had `counts` rows each. Empty if `scores`
-    is empty, as in all but the last pipeline stage."""
+    """Join the scores of rows into scores of samples, of which each had as many rows as `counts`
+    says. Empty if `scores` is empty, as in all pipeline stages but the last."""
     if not scores:
         return []
     answers, start = [], 0
@@ -61,7 +63,7 @@ def joined(scores: Sequence[TokenScores], counts: Iterable[int]) -> list[TokenSc
 
 
 def length_of(sample: ScoreRequest) -> int:
-    """Return the number of tokens of all rows of a sample, with each row's context."""
+    """Return the number of tokens in all rows of a sample, prompts included."""
     count = len(sample.response_tokens)
     return num_in_rows(sample.prompt_tokens, count, sample.given, sample.rewritten)
 

@@ -38,26 +38,22 @@ def build_train_samples(
     turn_rewards: Mapping[SampleId, TurnRewards] | None = None,
 ) -> tuple[list[TrainSample], dict[str, float]]:
     """Return all training samples of one step, in the order given, and metrics of their advantages.
-    The denominators are global, so pass the whole step at once.
-
-    Each group holds the (response, reward) pairs of one prompt, without samples whose reward
-    failed. `weights` (one per sample, aligned with `groups`) multiply the samples' losses; the
-    denominators stay those of an unweighted step. `scores` of every sample are needed if
-    `config.needs_scores`, `max_response_tokens` for the overlong penalty and fixed-length. With
-    `mask_truncated`, responses that were cut off have weight 0. Metrics of rewards and groups are
-    derived from the event log, not here.
-
-    `updates` (one per group) is the number of the step's optimizer update that trains on the group:
-    each update has its own denominators, and later ones take old log-probs from `scores`.
-    `reward_parts`, each reward's own values, are for an advantage function that asks for them.
-    `turn_rewards` are for `config.credit` by turn; a sample that is not among them has one turn.
-
-    `partial`: these are whole groups, but not all of the step. Their token weights then lack the
-    denominator: those of the whole step are smaller by one common factor.
-
+    Pass the whole step at once, since the losses' denominators count all its tokens or samples.
     Raises `NonFiniteError`, naming the sample, if a reward is NaN or infinite; `ValueError` if the
     algorithm cannot work with what it is given.
-    """
+
+    - `groups`: for each prompt its (response, reward) pairs, without samples whose reward failed.
+    - `weights`: for each sample, in the order of `groups`, a factor of its loss (None: 1). The
+      denominators do not depend on it.
+    - `partial`: whether the step has further groups, not given here. Token weights then lack the
+      denominator: all are too large by one common factor.
+    - `scores`: log-probs and values of every sample, needed if `config.needs_scores`.
+    - `max_response_tokens`: needed for the overlong penalty and for fixed-length losses.
+    - `updates`: for each group, the number (from 0) of the step's optimizer update that trains on
+      it (None: 0). Each update has its own denominators; later ones take old log-probs from
+      `scores`.
+    - `reward_parts`: each reward's own values, for an advantage function that asks for them.
+    - `turn_rewards`: rewards by dialogue turn; a sample that is not among them has one turn."""
     flat = [(response, reward) for group in groups for response, reward in group]
     _check_rewards(groups, config, partial=partial)
     if not flat:
@@ -118,7 +114,8 @@ def _token_weights(
     denominator: int | None,
     max_response_tokens: int | None,
 ) -> list[float]:
-    """Return the weight of each response's tokens, by the denominator of the response's update."""
+    """Return for each response the weight of its tokens' losses. The denominator counts the
+    responses of the same optimizer update; if given, `denominator` takes its place."""
     weights = [0.0] * len(responses)
     for update in set(of_update):
         places = [place for place, of in enumerate(of_update) if of == update]
@@ -137,8 +134,8 @@ def _token_weights(
 def _with_old(
     sample: TrainSample, update: int, scores: Mapping[SampleId, TokenScores] | None
 ) -> TrainSample:
-    """Return a sample with the log-probs under the weights that sampled, if the first update of the
-    step, which changes these weights, comes before the sample's."""
+    """Give a sample the log-probs under the weights that sampled it, from `scores`, unless it is
+    trained on by the step's first optimizer update (number 0), before which these weights stand."""
     if update == 0:
         return sample
     own = (scores or {}).get(sample.sample)
@@ -153,9 +150,8 @@ def _turns(
     turn_rewards: Mapping[SampleId, TurnRewards],
     config: AlgorithmConfig,
 ) -> Turns | None:
-    """Return the turns of these samples; None: there is no credit by turn. What was added to
-    `rewards` [N] to make them `shaped` [N] is for the whole response, so it counts at the last
-    turn."""
+    """Return the dialogue turns of these samples, each with its token count and reward; None if
+    credit is not by turn. A penalty (`shaped` minus `rewards`, [N]) counts at the last turn."""
     if config.credit == "trajectory":
         return None
     counts: list[int] = []
@@ -183,8 +179,9 @@ def _for_own(
     reward_parts: Mapping[SampleId, Mapping[str, float | None]],
     config: AlgorithmConfig,
 ) -> dict[str, object]:
-    """Return tensors that an advantage function from outside of the package may ask for besides
-    rewards and scores: [N] by sample, or [K] of all samples' tokens."""
+    """Return the further tensors that a user's own advantage function may ask for, by name: [N]
+    with a number per sample, or [K] with one per sampled token of all samples. Empty if the
+    algorithm has no such function."""
     if config.own_advantages is None:
         return {}
     parts = [reward_parts.get(response.sample, {}) for response in responses]
@@ -210,8 +207,9 @@ def _flat_scores(
     scores: Mapping[SampleId, TokenScores] | None,
     config: AlgorithmConfig,
 ) -> dict[str, Tensor | None]:
-    """Return scores of other models by name, sample after sample; None for scores that were not
-    asked for. Raises `ValueError` if a sample has no scores."""
+    """Return the scores of all samples by name, one tensor each, sample after sample; None for a
+    score that some sample lacks. Empty if the algorithm needs none. Raises `ValueError` if a sample
+    is missing."""
     if not config.needs_scores:
         return {}
     names = ("log_probs", "ref_log_probs", "teacher_log_probs", "values")
@@ -273,8 +271,8 @@ def _samples(
 def _by_sample(
     step: StepAdvantages, num_drawn: Sequence[int]
 ) -> Sequence[float | tuple[float, ...]]:
-    """Return each sample's advantage, or the advantages of its sampled tokens. A sample of a single
-    turn has one number."""
+    """Return for each sample its advantage, or the advantages of its sampled tokens. A sample of a
+    single turn has one advantage."""
     if step.turns is not None:
         per_token, has_one = step.turns.over_tokens(step.advantages), step.turns.counts
     elif step.per_token:

@@ -20,18 +20,16 @@ _NEED_METRICS = ("reduce_lr_on_plateau", "greedy")
 KNOWN = tuple(t.value for t in SchedulerType if t.value not in _NEED_METRICS)
 _WITH_FLOOR = ("linear", "cosine")
 _GIVEN = ("optimizer", "last_epoch", "num_warmup_steps", "num_training_steps")
-"""Arguments of transformers' schedules that the user does not give: they come from the config."""
+"""Arguments of transformers' schedules that come from the config, not from the user's options."""
 
 
 def learning_rate(step: int, config: TrainConfig, total_steps: int | None) -> float:
-    """Return the learning rate of step `step` (from 0).
-
-    After the warm-up that is transformers' schedule of that name. The warm-up itself is linear and
-    rises from 1/(warmup_steps + 1) instead of from 0: a first step at rate 0 would waste a whole
-    round. Steps beyond `total_steps` (they train on the last deferred prompts) keep the last
-    planned rate. `min_learning_rate_ratio` is where linear and cosine end. All but constant need
-    `total_steps`.
-    """
+    """Return the learning rate of step `step` (from 0). `total_steps` is the planned number of
+    steps; None is allowed for the constant schedule alone. A linear warm-up rises from
+    1/(warmup_steps + 1) and not from 0, since a first step at rate 0 would waste a whole round.
+    After the warm-up the rate follows transformers' schedule of the configured name; linear and
+    cosine end at `min_learning_rate_ratio`. Steps beyond `total_steps`, which train on the last
+    prompts that were put off, keep the last planned rate."""
     if total_steps is not None:
         step = min(step, total_steps - 1)
     if step < config.warmup_steps:
@@ -49,7 +47,8 @@ def learning_rate(step: int, config: TrainConfig, total_steps: int | None) -> fl
 
 
 def check_schedule(config: TrainConfig) -> None:
-    """Raise `ValueError` unless `learning_rate` works for every planned step of this config."""
+    """Raise `ValueError` if the schedule is unknown, its options do not fit, or a planned step
+    would have a learning rate that is negative or not finite."""
     name = config.schedule
     if name in _NEED_METRICS:
         raise ValueError(
@@ -78,8 +77,8 @@ def check_schedule(config: TrainConfig) -> None:
 
 
 def _check_options(config: TrainConfig) -> None:
-    """Raise `ValueError` for options that the schedule does not have. Those of its warm-up are
-    refused too, since `train.warmup_steps` replaces it."""
+    """Raise `ValueError` for an option that the schedule does not have. Warm-up options are refused
+    too, since `train.warmup_steps` is used."""
     make: Any = TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(config.schedule)]
     arguments = [name for name in inspect.signature(make).parameters if name not in _GIVEN]
     options = [name for name in arguments if not name.startswith("warmup")]
@@ -101,8 +100,8 @@ def _share_of_the_rate(
     warmup_steps: int,
     total_steps: int | None,
 ) -> Callable[[int], float]:
-    """Return transformers' own function from the step to a share of the rate. The rate is passed,
-    since some options are relative to it."""
+    """Return transformers' function from the step to the share of the learning rate. The rate
+    itself is passed too, since some options are relative to it."""
     nothing = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=rate)
     schedule = get_scheduler(
         name,

@@ -1,5 +1,5 @@
-"""Builds a learner from a configuration, in the process in which the learner is to live. Torch is
-imported by the call."""
+"""Builds a learner from its settings, in the process where it will work. Imports torch only
+then."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSetup:
-    """All settings of a learner; sent to worker processes as it is."""
+    """All settings of a learner, in a form that can be sent to the trainer's processes."""
 
     model: ModelConfig
     train: TrainConfig
@@ -27,11 +27,12 @@ class LearnerSetup:
     temperature: float
     """The sampling temperature, at which log-probs are taken."""
     total_steps: int | None
-    """Step at which schedules end. None: they have no end."""
+    """Number of steps at whose end learning-rate schedules end. None: it is not known, which only
+    the constant schedule allows."""
     threads: int | None = None
-    """Torch's threads on a CPU. None: torch's own number."""
+    """Number of torch's threads on a CPU. None: torch's default number."""
     order_csv: str | None = None
-    """Text of the file that `train.pipeline.order` names. None: it names none."""
+    """Contents of the CSV file that `train.pipeline.order` names. None: it names no file."""
 
     def device(self) -> torch.device:
         """The device on which this process computes."""
@@ -47,9 +48,9 @@ def build_learner(
     tokenizer: PreTrainedTokenizerBase | None = None,
     shards: Shards | None = None,
 ) -> Learner:
-    """Load the models and build a learner. `model` and `tokenizer`: train these in place; None:
-    load them. Raises `ModelError` and `ValueError` for what is wrong with model, teacher or
-    settings."""
+    """Load the models and build a learner. A given `model` (with its `tokenizer`) is trained in
+    place; None: it is loaded. `shards` are the ranks that share the model; None: there is one
+    process. Raises `ModelError` or `ValueError` for a wrong model, teacher or setting."""
     from rollpacker.trainer.critic import from_policy_model, load_critic
     from rollpacker.trainer.frozen import check_same_vocabulary, load_teacher
     from rollpacker.trainer.learner import Learner

@@ -1,42 +1,23 @@
 """FSDP2: a model's parameters, gradients and optimizer state, sharded over processes.
 
-    shards = join(device)                            # under torchrun; gloo on a CPU, nccl on CUDA
-    policy = Policy(model)                           # the same weights in every process
-    gradients = shard(policy, shards, param_dtype=torch.bfloat16, gradient_sync="step")
-    optimizer = build_optimizer(policy.model.named_parameters(), config)      # DTensors from here
+A program with the same weights in every process calls these functions in this order:
 
-    # scoring: a forward is a collective, so every process runs as many
-    batches = mine + [filler] * (same_number(len(mine), shards) - len(mine))
-    with torch.no_grad():
-        scores = [policy(batch, temperature) for batch in batches]
+- `join` joins the processes that torchrun has started, by gloo on a CPU and nccl on CUDA.
+- `shard` shards the model. An optimizer that is built afterwards has `DTensor`s.
+- Forward and backward are collectives, so every process runs `same_number` micro-batches. One that
+  has fewer adds fillers (micro-batches of weight 0). A process whose loss is not finite must run a
+  backward pass all the same, since the others wait in theirs.
+- `ShardedGradients.finish` sums the gradients over the processes.
+- If `any_rank` says that a loss was not finite in some process, all processes `forget` their
+  gradients; else all step the optimizer.
+- `leave` ends the process group.
 
-    for batch in batches:                            # a filler's loss has weight 0
-        loss, finite = ...
-        broken |= not finite                         # backward all the same: the others wait in it
-        (loss if finite else zero_loss).backward()
-    gradients.finish(run_filler)                     # forward and backward of one micro-batch of
-                                                     # weight 0; now they are summed over all
-    if any_rank(broken, shards):
-        gradients.forget()                           # and the optimizer's, and NonFiniteError, in
-                                                     # every process
-    norm = optimizer.step(learning_rate, max_grad_norm)
+All processes call these functions, in the same order. With `shards=None` there is one process with
+a plain model, and no process group is needed.
 
-    save_model(policy.model, tokenizer, folder / "model", shards=shards, dtype=torch.bfloat16)
-    masters = {f"master.{n}": p for n, p in policy.model.named_parameters() if p.requires_grad}
-    tensors = optimizer.state() | masters            # the model folder has but bfloat16's digits
-    save_trainer(tensors, {"version": 3}, folder / "trainer", shards)
-    load_model_weights(policy.model, folder / "model", shards)
-    tensors = load_trainer_tensors(folder / "trainer", like, shards)          # as those of `like`
-    leave()
-
-Everything here is a collective: all processes call it, in the same order. With `shards=None` there
-is one process, which needs no process group; the model is then a plain one.
-
-With several replicas (`join(device, replicas=2)`) each has the whole model, sharded over its own
-processes. A forward, a backward and `same_number` are then collectives of one replica alone, which
-may do any number of them, or none, while others do something else; `finish` and all else are
-joint, as above.
-"""
+With several replicas (`join(device, replicas=2)`) each is a whole copy of the model, sharded over
+its own processes. Forward, backward and `same_number` are then collectives of one replica alone,
+whatever other replicas do; `finish`, `any_rank` and an optimizer's step are collectives of all."""
 
 from __future__ import annotations
 
@@ -58,41 +39,40 @@ from transformers import PreTrainedModel
 from rollpacker.trainer.trainer import TrainerError
 
 TIMEOUT_S = 1800.0
-"""Seconds that a process waits for others: more than it takes to load a large model or to write a
-checkpoint alone."""
+"""Seconds that a process waits for others, enough to load or write a large model meanwhile."""
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-"""torch.distributed's backends, by type of device. With CUDA, small numbers are exchanged in host
-memory, so that no process waits for a GPU."""
+"""The torch.distributed backends by type of device. With CUDA, small numbers are exchanged through
+host memory, so that no process waits for a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shards:
-    """The processes that share a model, as one of them sees them."""
+    """The processes that share a model, as seen from one of them."""
 
     rank: int
     size: int
     mesh: DeviceMesh
-    """The processes as a mesh: [size], or with several replicas [replicas, processes of each]."""
+    """Mesh of the processes: [size], or with several replicas [replicas, processes per replica].
+    With pipeline stages, the mesh of this process's stage."""
     device: torch.device
     """The device of this process."""
     pipelines: DeviceMesh | None = None
-    """Mesh [stages, processes of each] of a model in pipeline stages, of which `mesh` is then this
-    process's stage. None: the model is not in stages."""
+    """Mesh [stages, processes per stage] of a model in pipeline stages. None: there are none."""
 
     @property
     def leads(self) -> bool:
-        """Whether this process is the first of the model, or of its stage."""
+        """Whether this process is the model's first, or with pipeline stages its stage's first."""
         return not any(self.mesh.get_coordinate() or ())
 
     @property
     def replicas(self) -> int:
-        """Number of whole copies of the model. Replica r is the ranks from r * size / replicas."""
+        """Number of whole copies of the model. Replica r begins at rank r * size / replicas."""
         return self.mesh.size(0) if self.mesh.ndim == 2 else 1
 
     @property
     def own_replica(self) -> dist.ProcessGroup:
-        """The processes of this one's replica."""
+        """The process group of the replica that this process belongs to."""
         return self.mesh.get_group(-1)
 
 
@@ -100,12 +80,9 @@ def join(
     device: torch.device, timeout_s: float = TIMEOUT_S, *, replicas: int = 1, stages: int = 1
 ) -> Shards:
     """Join the processes that torchrun's environment variables describe, divided evenly into
-    `replicas` or pipeline `stages`, and return this process's view of them.
-
-    On CUDA the process's device is that of LOCAL_RANK. A process that waits longer than `timeout_s`
-    for the others fails. Raises `TrainerError` if a variable is not set, `ValueError` if there are
-    fewer devices than processes.
-    """
+    `replicas` or pipeline `stages`, and return this process's view of them. On CUDA the process's
+    device is that of LOCAL_RANK. A process that waits longer than `timeout_s` for the others fails.
+    Raises `TrainerError` if a variable is not set, `ValueError` if devices are too few."""
     if missing := [name for name in _ENVIRONMENT if name not in os.environ]:
         raise TrainerError(f"{', '.join(missing)} not set: start the processes with torchrun")
     if device.type == "cuda":
@@ -136,7 +113,7 @@ def join(
 
 
 def leave() -> None:
-    """End the process group, if there is one."""
+    """End torch's process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -152,19 +129,20 @@ class ShardedGradients:
         self._fsdp: FSDPModule = root
         self._at_every_backward = gradient_sync == "micro-batch"
         self._is_complete = self._at_every_backward and replicas == 1
-        """Whether every backward pass sums over all processes."""
+        """Whether every backward pass leaves gradients that are summed over all processes."""
         self._sum_at_backward()
 
     def _sum_at_backward(self) -> None:
-        """Have each backward pass sum over the processes of this replica at most, as during a
-        step."""
+        """Let backward passes sum gradients over no processes, or with "micro-batch" over this
+        replica's."""
         self._fsdp.set_requires_gradient_sync(self._at_every_backward)
         self._fsdp.set_requires_all_reduce(self._is_complete)
 
     def finish(self, run_filler: Callable[[], object]) -> None:
-        """Sum the gradients, so that every parameter's `grad` holds its shard of the sum.
-        `run_filler` runs forward and backward of the whole model once, with a loss of weight zero;
-        it is not called where every backward has summed already."""
+        """Sum the gradients over the processes, so that every parameter's `grad` is its shard of
+        the sum. FSDP2 sums in a backward pass, so `run_filler` must run forward and backward of the
+        whole model once, with a loss of weight zero. Nothing is done if every backward pass has
+        summed over all processes."""
         if self._is_complete:
             return
         self._fsdp.set_requires_gradient_sync(True)
@@ -174,8 +152,8 @@ class ShardedGradients:
             self._sum_at_backward()
 
     def forget(self) -> None:
-        """Drop gradients that this process has not summed yet, and every parameter's `grad`. Also
-        called after a forward pass with gradients that no backward pass follows."""
+        """Drop all gradients of the module in this process, summed or not. This must also be called
+        after a forward pass with gradients that no backward pass follows."""
         if self._fsdp._get_fsdp_state()._is_root is not None:  # there was a forward
             _free_after_forward(self._root)
         for parameter in self._root.parameters():
@@ -188,8 +166,8 @@ class ShardedGradients:
                     parameter._unsharded_param.grad = None
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield gradients that this process has not summed yet, and free whole parameters that a
-        forward pass has left."""
+        """Yield the gradients that this process has not summed over the processes yet. Gathered
+        parameters that a forward pass has left are freed first."""
         if self._fsdp._get_fsdp_state()._is_root is not None:  # there was a forward
             _free_after_forward(self._root)
         for group in _parameter_groups(self._root):
@@ -205,9 +183,9 @@ class ShardedGradients:
                         yield gradient
 
     def non_finite(self) -> list[str]:
-        """Return names of parameters whose gradient so far is not finite in this process: what it
-        has not summed yet, and its shard of what was. Gradients summed within a replica are known
-        only by layer; a layer is named by its first parameter."""
+        """Return the names of parameters whose gradient, as far as this process has it, is not
+        finite. Gradients already summed within a replica are kept per layer; for these the layer's
+        first parameter is named."""
         found = []
         for group in _parameter_groups(self._root):
             in_replica = group._partial_reduce_output
@@ -230,13 +208,11 @@ def shard(
     param_dtype: torch.dtype | None,
     gradient_sync: Literal["step", "micro-batch"],
 ) -> ShardedGradients:
-    """Shard `root` in place, layer by layer. All its forwards must go through `root` itself.
-
-    Every process must have the same weights before. Computation is in `param_dtype`, for which
-    trainable parameters become float32 if they are of less; gradients are added up in float32. With
-    None nothing is cast. Gradients are sums over processes, not means. With "step" each process
-    keeps whole gradients until `finish`; with "micro-batch" only its shard.
-    """
+    """Shard `root` in place with FSDP2, layer by layer. All forward passes must go through `root`
+    itself. Every process must have the same weights before. The computation is in `param_dtype`;
+    trainable parameters of lower precision become float32, and gradients are summed in float32.
+    None: no parameter is cast. Gradients are sums over processes, not means. With `gradient_sync`
+    "step" each process keeps whole gradients until `finish`; with "micro-batch" only its shard."""
     policy = MixedPrecisionPolicy()
     if param_dtype is not None:
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
@@ -257,9 +233,9 @@ def shard(
 
 @contextmanager
 def gathered(roots: Sequence[nn.Module]) -> Iterator[None]:
-    """A context in which sharded ones of these modules have whole parameters, and no forward or
-    backward is a collective: processes may run different numbers of them. Gradients are not summed
-    over processes inside."""
+    """A context in which every process has the whole parameters of these modules, as far as they
+    are sharded. Forward and backward are then not collectives, so processes may run different
+    numbers of them; gradients are not summed over processes."""
     sharded = [root for root in roots if isinstance(root, FSDPModule)]
     for root in sharded:
         root._get_fsdp_state()._lazy_init()
@@ -281,8 +257,8 @@ def gathered(roots: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def sum_in_full_precision(root: nn.Module) -> None:
-    """Add gradients that `gathered` parameters were given outside of a backward pass to their sums,
-    as after such a pass."""
+    """Add to FSDP2's gradient sums the gradients that the `gathered` parameters got outside of a
+    backward pass, as FSDP2 itself does after such a pass."""
     for group in _parameter_groups(root):
         for parameter in group.fsdp_params:
             parameter.accumulate_unsharded_grad_if_needed()
@@ -290,14 +266,14 @@ def sum_in_full_precision(root: nn.Module) -> None:
 
 
 def whole(value: Tensor) -> Tensor:
-    """Return a `DTensor` gathered from all processes, which must take part; other tensors as they
-    are."""
+    """Return a `DTensor` gathered into a plain tensor, a collective of its processes. Any other
+    tensor is returned as it is."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def placed_like(target: Tensor, value: Tensor) -> Tensor:
-    """Return a whole tensor on the target's device and in its dtype, cut into shards like the
-    target if that is a `DTensor`. Every process has the whole tensor, so nothing is sent."""
+    """Return the unsharded tensor `value` on the target's device and in its dtype; sharded like the
+    target if that is a `DTensor`. Every process must have all of `value`, so nothing is sent."""
     value = value.to(device=target.device, dtype=target.dtype)
     if not isinstance(target, DTensor):
         return value
@@ -308,9 +284,9 @@ def placed_like(target: Tensor, value: Tensor) -> Tensor:
 def full_tensors(
     named: Iterable[tuple[str, Tensor]], shards: Shards | None, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield whole tensors in host memory, one at a time, on rank 0, or for a model in stages on the
-    first process of each stage. Other processes get nothing, but they must iterate to the end too.
-    Floating-point tensors are cast to `dtype`, if given, before they are gathered."""
+    """Yield unsharded tensors in host memory, one at a time, on rank 0 (with pipeline stages on the
+    first process of each stage). Other processes get nothing but must iterate to the end too.
+    Floating-point tensors are first cast to `dtype`; None: they are not cast."""
     for name, value in named:
         value = value.detach()
         if dtype is not None and value.is_floating_point():
@@ -321,28 +297,29 @@ def full_tensors(
 
 
 def same_number(count: int, shards: Shards | None) -> int:
-    """Return the largest `count` of a replica's processes, such as micro-batches to run."""
+    """Return the largest `count` among the processes of this process's replica. It serves to run
+    equally many micro-batches."""
     return int(_largest([count], None if shards is None else shards.own_replica)[0])
 
 
 def any_of_replica(flag: bool, shards: Shards | None) -> bool:
-    """Whether the flag is true in any process of this one's replica."""
+    """Whether the flag is true in any process of this process's replica."""
     return same_number(int(flag), shards) == 1
 
 
 def any_rank(flag: bool, shards: Shards | None) -> bool:
-    """Whether the flag is true in any process of all replicas."""
+    """Whether the flag is true in any process of any replica."""
     return max_over_ranks([int(flag)], shards) == [1.0]
 
 
 def max_over_ranks(values: Sequence[float], shards: Shards | None) -> list[float]:
-    """Return the largest of each value over all replicas' processes, which must give as many
-    values. Computed in float64."""
+    """Return, value by value, the largest over the processes of all replicas, in float64. All
+    processes must give the same number of values."""
     return _largest(values, None if shards is None else dist.group.WORLD)
 
 
 def _largest(values: Sequence[float], group: dist.ProcessGroup | None) -> list[float]:
-    """Return the largest of each value over the processes of `group`; None: this process alone."""
+    """Return, value by value, the largest over the processes of `group` (None: only this one)."""
     numbers = torch.tensor(values, dtype=torch.float64)
     if group is not None:
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
@@ -355,8 +332,8 @@ def _is_finite(gradient: Tensor) -> bool:
 
 
 def _layers(root: nn.Module) -> list[nn.Module]:
-    """Return the model's layers: the modules that transformers says must stay together. Raises
-    `TrainerError` if it says nothing."""
+    """Return the model's layers: the modules that transformers says must not be split. Raises
+    `TrainerError` if it names none."""
     models = [module for module in root.modules() if isinstance(module, PreTrainedModel)]
     names = {name for model in models for name in model._no_split_modules or ()}
     layers = [module for module in root.modules() if type(module).__name__ in names]
@@ -369,7 +346,7 @@ def _layers(root: nn.Module) -> list[nn.Module]:
 
 
 def _widen_trainable(module: nn.Module) -> None:
-    """Make trainable half-precision parameters float32, in place; sharded ones are already."""
+    """Make trainable half-precision parameters float32, in place, before the module is sharded."""
     for parameter in module.parameters():
         if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
             parameter.data = parameter.data.float()
@@ -380,15 +357,15 @@ def _sharded_modules(root: nn.Module) -> list[FSDPModule]:
 
 
 def _parameter_groups(root: nn.Module) -> Iterator[Any]:
-    """Yield FSDP2's own records of parameters, one for each sharded module."""
+    """Yield FSDP2's internal records of parameters, one for each sharded module."""
     for module in _sharded_modules(root):
         if (group := module._get_fsdp_state()._fsdp_param_group) is not None:
             yield group
 
 
 def _after_forward(root: nn.Module, _inputs: object, _output: object) -> None:
-    """A hook that frees after a forward pass without gradient what a backward pass would have
-    freed. Else the next forward would use the root's old whole parameters, even after an update."""
+    """A forward hook that frees, after a forward pass without gradients, what a backward pass would
+    have freed. Otherwise the next forward pass would use outdated gathered parameters."""
     if torch.is_grad_enabled() or _stays_gathered(root):
         return
     _free_after_forward(root)
@@ -399,8 +376,8 @@ def _stays_gathered(root: nn.Module) -> bool:
 
 
 def _free_after_forward(root: nn.Module) -> None:
-    """Free the root's whole parameters, which stay for a backward pass, and FSDP2's notes for that
-    pass. While whole parameters stay, `named_parameters` gives them instead of the shards."""
+    """Free the root's gathered parameters, which FSDP2 keeps for a backward pass, and its notes for
+    prefetching in that pass. Until then `named_parameters` yields gathered ones, not shards."""
     assert isinstance(root, FSDPModule)
     root.reshard()
     # FSDP2 notes the order of forwards for the next backward's prefetching. A model that only

@@ -1,8 +1,7 @@
-"""Sums over a step's micro-batches, and the step's metrics made of them.
+"""Sums over a step's micro-batches, and the step's metrics computed from them.
 
-Only sums, smallest and largest values are kept, so that those of several ranks can be merged into
-the whole step's.
-"""
+Only sums, smallest and largest values are kept, so that the records of several ranks can be merged
+into one."""
 
 from __future__ import annotations
 
@@ -18,25 +17,27 @@ from torch import Tensor
 from rollpacker.trainer.batches import MicroBatch
 
 OUTSIDE_NATS = 0.2
-"""Difference between a token's two log-probs beyond which the token counts for
-`sampling/sampling_logp_difference/outside`: the trainer's probability is then more than 1.22 times
-the engine's, or less than 0.82 times."""
+"""Difference (natural log) between the trainer's and the engine's log-prob of a token beyond which
+the token counts in `sampling/sampling_logp_difference/outside`. The trainer's probability is then
+more than 1.22 or less than 0.82 times the engine's."""
 MAX_LOG_RATIO = 20.0
-"""Importance ratios are cut at exp of this number, so that one broken token gives no infinity."""
+"""Largest absolute log of an importance ratio, so that one broken token gives no infinity."""
 WEIGHT, WEIGHT_SQUARED = "mismatch_weight", "mismatch_weight_squared"
-"""Names of the loss's sums from which `sampling/ess` is computed."""
+"""Names of the two sums reported by the loss from which the metric `sampling/ess` is computed."""
 OUTSIDE_SUM = "mismatch_outside"
-"""Name of the loss's sum that becomes `sampling/mismatch_outside`. Others become `actor/NAME`."""
+"""Name of the sum reported by the loss that becomes the metric `sampling/mismatch_outside`. Other
+sums become `actor/NAME`."""
 _ADDED = (
     *("response_tokens", "real_tokens", "padded_tokens", "micro_batches"),
     *("recomputed_micro_batches", "samples", "ranks", "flops"),
 )
-"""Fields of `StepSums` that are added up over ranks."""
+"""Fields of `StepSums` that are added up when the records of several ranks are merged."""
 
 
 @dataclass(slots=True)
 class StepSums:
-    """Sums over a step's micro-batches, without fillers (see `Batcher.filler`). Picklable."""
+    """Sums over a step's micro-batches, on one rank or on all. Fillers (micro-batches of weight 0,
+    run to keep step with other ranks) are not counted."""
 
     response_tokens: int = 0
     real_tokens: int = 0
@@ -44,15 +45,15 @@ class StepSums:
     micro_batches: int = 0
     recomputed_micro_batches: int = 0
     samples: int = 0
-    """Number of samples whose loss weight was given to `add_micro_batch`."""
+    """Number of samples whose `sample_weights` were given to `add_micro_batch`."""
     ranks: int = 1
     flops: float = 0.0
     seconds: float = 0.0
-    """Seconds that forward and backward passes took; of several ranks, those of the slowest."""
+    """Seconds of forward and backward passes; for several ranks, those of the slowest."""
     min_log_ratio: float = math.inf
     max_log_ratio: float = -math.inf
     totals: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Sums by name; what was never added is 0."""
+    """Further sums, by name. A sum to which nothing was added is 0."""
 
     def add_micro_batch(
         self,
@@ -69,15 +70,13 @@ class StepSums:
         value_loss: float | None = None,
         value_token_sums: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Add the sums of one forward and backward pass.
-
-        `loss` and the critic's `value_loss` are the micro-batch's shares of the step's. [N]:
-        `entropy`; `log_ratio`, the trainer's log-probs minus the engine's; `update_log_ratio`, the
-        trainer's minus the old ones of the loss (None: they are the same). `token_sums` and
-        `value_token_sums` are sums over the tokens, by the names that the losses give them.
-        `sample_weights`: what each sample's loss is multiplied by, relative to a step without such
-        weights (1). `seconds` and `flops` (`flops.FlopModel`) are of the two passes.
-        """
+        """Add the numbers of one micro-batch's forward and backward pass. `loss` and the critic's
+        `value_loss` (None: no critic) are the micro-batch's shares of the step's losses. Tensors
+        [N] by sampled token are `entropy`; `log_ratio`, the trainer's log-probs minus the engine's;
+        and `update_log_ratio`, the trainer's log-probs minus the old ones in the loss (None: they
+        are the same). `token_sums` and `value_token_sums` are sums over the tokens, by the names
+        that the losses give them. `sample_weights` are factors of the samples' losses (None: not
+        counted); 1 is no change. `seconds` and `flops` are of the two passes."""
         self.response_tokens += len(batch.targets)
         self.real_tokens += batch.num_tokens
         self.padded_tokens += batch.input_ids.numel()
@@ -100,14 +99,14 @@ class StepSums:
         self._add_tokens(entropy, log_ratio, named)
 
     def scale(self, factor: float) -> None:
-        """Multiply the losses so far by `factor`, since their weights were provisional."""
+        """Multiply the losses added so far by `factor`, as sample weights were provisional."""
         for name in ("loss", "value_loss"):
             if name in self.totals:
                 self.totals[name] *= factor
 
     @staticmethod
     def merge(parts: Iterable[StepSums]) -> StepSums:
-        """Merge the sums of several ranks, of at least one, into those of one step."""
+        """Merge the records of one or more ranks into that of the whole step."""
         first, *others = parts
         merged = copy.deepcopy(first)
         for part in others:
@@ -128,8 +127,9 @@ class StepSums:
         critic_grad_norm: float | None = None,
         peak_flops: float | None = None,
     ) -> dict[str, float]:
-        """Return the step's metrics, named as in `docs/metrics.md`. `peak_flops` is what one rank's
-        device could do, in FLOP/s; None: there is no MFU. A micro-batch must have been added."""
+        """Return the step's metrics, named as in `docs/metrics.md`. `peak_flops` is the peak FLOP/s
+        of one rank's device; None: the utilization (MFU) is left out. At least one micro-batch must
+        have been added."""
         assert self.response_tokens > 0, "a step without response tokens has no metrics"
         return {
             "actor/loss": self.totals["loss"],
@@ -219,10 +219,11 @@ def _ratio(log_ratio: float) -> float:
 
 
 def _effective_size(total: float, squares: float, count: int) -> float:
-    """Effective sample size of weights w, (sum w)^2 / (n sum w^2): 1 if all weights are equal."""
+    """Return the effective sample size of `count` weights, as a share of their count: (sum w)^2 /
+    (n sum w^2). It is 1 if all weights are equal."""
     return total * total / (count * squares)
 
 
 def _to_numbers(scalars: Sequence[Tensor]) -> list[float]:
-    """Values of tensors as numbers, read in one transfer from the device."""
+    """Return the values of scalar tensors, read in one transfer from the device."""
     return torch.stack([value.double() for value in scalars]).tolist()

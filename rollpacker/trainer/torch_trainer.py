@@ -1,5 +1,4 @@
-"""The trainer in the run's own process: a learner with a thread of its own, so that the caller's
-event loop stays free."""
+"""The trainer in the run's own process: a learner whose thread leaves the event loop free."""
 
 from __future__ import annotations
 
@@ -23,15 +22,11 @@ Result = TypeVar("Result")
 
 
 class TorchTrainer:
-    """A `Trainer` (trainer/trainer.py) in this process. Calls must not overlap; the driver awaits
-    each.
-
-    `in_place`: an engine reads the learner's own tensors. Otherwise engines have copies, which with
+    """A `Trainer` (trainer/trainer.py) in the run's own process. Calls must not overlap. With
+    `in_place` an engine reads the learner's own tensors. Otherwise engines have copies, which with
     `shared` are updated through memory that other processes can read. `threads` is torch's number
-    of threads for this trainer's work on a CPU; None: torch's own.
-
-    Raises `ValueError` if there is no room for shared weights.
-    """
+    of threads for this trainer's work on a CPU; None: torch's default. Raises `ValueError` if there
+    is no room for shared weights."""
 
     def __init__(
         self,
@@ -58,18 +53,19 @@ class TorchTrainer:
     async def score(
         self, requests: Sequence[ScoreRequest], replicas: Sequence[int] | None = None
     ) -> list[TokenScores]:
-        """Return scores of responses; see `Trainer.score`. There is one replica."""
+        """Return the scores (log-probs, values) of the responses, in order. `replicas` has no
+        effect, since there is one replica."""
         return await self._in_thread(lambda: self.learner.score(requests))
 
     async def accumulate(
         self, samples: Sequence[TrainSample], replicas: Sequence[int] | None = None
     ) -> None:
-        """Add the samples' share of the gradient; there is one replica. Raises `NonFiniteError` for
-        a loss or an advantage that is not finite."""
+        """Add the gradient of these samples to the step's. `replicas` has no effect, since there is
+        one replica. Raises `NonFiniteError` for a loss or an advantage that is not finite."""
         await self._in_thread(lambda: self.learner.accumulate(samples))
 
     async def rescale(self, factor: float) -> None:
-        """Multiply what was accumulated so far by `factor`."""
+        """Multiply the gradient and the losses accumulated so far by `factor`."""
         await self._in_thread(lambda: self.learner.rescale(factor))
 
     async def update(self) -> Mapping[str, float]:
@@ -81,7 +77,8 @@ class TorchTrainer:
         return await self._in_thread(update)
 
     async def apply(self) -> Mapping[str, float]:
-        """Make the step's last update. Raises `TrainerError` if nothing was accumulated."""
+        """Make the step's last update, and return its metrics. Raises `TrainerError` if nothing was
+        accumulated."""
 
         def apply() -> Mapping[str, float]:
             return step_metrics([self.learner.apply()], peak_flops(self.learner.device))
@@ -89,7 +86,8 @@ class TorchTrainer:
         return await self._in_thread(apply)
 
     async def hand_over(self) -> HandOver:
-        """Return the engine's weights; they are None if the engine reads the learner's own."""
+        """Return the weights for an engine with a copy, and their hash. Both are None if the engine
+        reads the learner's own tensors."""
 
         if self._in_place:
             return HandOver(weights=None, probe=None)
@@ -109,19 +107,20 @@ class TorchTrainer:
         await self._in_thread(self.learner.offload)
 
     async def reload(self, replicas: Sequence[int] | None = None) -> None:
-        """Move back to the device what `offload` moved. There is one replica."""
+        """Move what `offload` moved back to the device. `replicas` has no effect, since there is
+        one replica."""
         await self._in_thread(self.learner.reload)
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint to `folder`; see `Trainer.save`."""
+        """Write a checkpoint (model, optimizer, version) to `folder`."""
         self.learner.save(folder)
 
     def load(self, folder: Path) -> None:
-        """Restore a checkpoint from `folder`. Raises `TrainerError` if it is not this model's."""
+        """Restore a checkpoint from `folder`. Raises `TrainerError` if it is another model's."""
         self.learner.load(folder)
 
     def how_lost(self) -> None:
-        """Return None: this trainer lives as long as the run's own process."""
+        """Return None, as this trainer cannot be lost: it is in the run's own process."""
 
     async def restore(self, checkpoint: Path | None, tell: Callable[[], None]) -> None:
         """Raise `AssertionError`: this trainer cannot be lost, so there is nothing to restore."""

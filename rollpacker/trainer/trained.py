@@ -1,4 +1,4 @@
-"""The modules of a model set that are trained, each with its optimizer."""
+"""The modules that are trained (policy, critic), each with its gradients and its optimizer."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class Trained:
-    """A module that is trained: its gradients, its optimizer and its part of a checkpoint;
-    sharded or not."""
+    """A module that is trained, with its gradients, its optimizer and its part of a checkpoint."""
 
     def __init__(
         self,
@@ -28,15 +27,16 @@ class Trained:
         run_dtype: torch.dtype,
         mirror: str | None = None,
     ) -> None:
-        """Shard `module` if `shards` are given, and build its optimizer. `named_by` is the part
-        whose parameter names are used. `mirror`: a parameter that another stage owns; its gradient
-        is summed, but it is not updated here."""
+        """Shard `module` if `shards` are given, and build its optimizer. `named_by` is the
+        submodule by whose parameter names gradients and state are known. `mirror` names this
+        stage's copy of a tied weight that another pipeline stage updates: its gradient is summed
+        here, but it is not updated. None: there is no such copy."""
         self.module = module
         self._named_by = named_by
         self._offloads = config.offload
         self._sharded: ShardedGradients | None = None
         self._widened: frozenset[str] = frozenset()
-        """Names of parameters that sharding made float32; empty without sharding."""
+        """Names of trainable parameters that sharding changed from half precision to float32."""
         if shards is not None:
             named = named_by.named_parameters()
             self._widened = frozenset(
@@ -59,7 +59,7 @@ class Trained:
     # -- gradients -------------------------------------------------------------------------
 
     def forget_gradients(self) -> None:
-        """Drop the gradients, also those that wait to be summed over the ranks."""
+        """Drop all gradients of the module, also those not summed over the ranks yet."""
         if self._sharded is not None:
             self._sharded.forget()
         self.optimizer.forget_gradients()
@@ -67,19 +67,20 @@ class Trained:
             self._mirror.forget()
 
     def mirror_gradient(self) -> Tensor | None:
-        """Return the gradient of the parameter that another stage owns, in full precision. None: it
-        has none yet."""
+        """Return the gradient of the copy of a tied weight that another pipeline stage updates, in
+        full precision. None: there is no gradient yet."""
         assert self._mirror is not None
         return self._mirror.gradient
 
     def norm(self) -> float:
-        """Return the norm of the whole gradient so far, without that of a mirrored parameter."""
+        """Return the gradient's norm over all ranks, leaving out a tied weight that another
+        pipeline stage updates."""
         norm = torch.nn.utils.get_total_norm(list(self.optimizer.gradients().values()))
         return whole(norm).item()
 
     def non_finite(self) -> list[str]:
-        """Return names of parameters whose gradient so far is not finite, seen from this
-        process."""
+        """Return the names of parameters whose gradient, as far as this rank has it, is not
+        finite."""
         if self._sharded is not None:
             return self._sharded.non_finite()
         gradients = dict(self.optimizer.gradients())
@@ -88,8 +89,8 @@ class Trained:
         return [n for n, g in gradients.items() if not bool(torch.linalg.vector_norm(g).isfinite())]
 
     def multiply_gradients(self, factor: float) -> bool:
-        """Multiply the gradients, and return whether that was possible. Gradients of a sharded
-        module are FSDP's until they are summed over the ranks."""
+        """Multiply the gradients so far by `factor`, and return True. Returns False, with nothing
+        changed, for a sharded module, whose gradients FSDP2 holds until they are summed."""
         if self._sharded is not None:
             return False
         for gradient in self.optimizer.gradients().values():
@@ -101,18 +102,19 @@ class Trained:
     # -- host memory -----------------------------------------------------------------------
 
     def offload(self) -> None:
-        """Move optimizer state and gradients to host memory, if the config says so. Methods that
-        need gradients or state bring them back."""
+        """Move optimizer state and gradients to host memory, if `train.offload` is set. Methods
+        that need them bring them back."""
         if self._offloads:
             self.optimizer.offload()
 
     def reload_gradients(self) -> None:
-        """Bring the gradients back, before a backward pass adds to them."""
+        """Bring the gradients back from host memory, before a backward pass adds to them."""
         if self._offloads:
             self.optimizer.reload(state=False)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield all tensors kept for training the module, also those that wait to be summed."""
+        """Yield all tensors kept for training the module: weights, optimizer state and gradients,
+        summed over the ranks or not."""
         if self._sharded is not None:
             yield from self._sharded.tensors()
         yield from self.optimizer.tensors()
@@ -122,19 +124,20 @@ class Trained:
     # -- checkpoints -----------------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
-        """Return the optimizer's state, with float32 weights where a model folder has fewer
-        digits."""
+        """Return the optimizer's tensors by name, and as `master.NAME` the float32 weights that a
+        model folder would hold in half precision."""
         masters = {f"master.{n}": p.detach() for n, p in self._masters()}
         return self.optimizer.state() | masters
 
     def state_like(self) -> dict[str, Tensor]:
-        """Return blank tensors with the names, shapes and places that `state`'s may have."""
+        """Return tensors with the names, shapes and placements of all that `state` may return.
+        Their values are arbitrary."""
         masters = {f"master.{n}": torch.empty_like(p) for n, p in self._masters()}
         return self.optimizer.state_like() | masters
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load what `state` returned. Raises `TrainerError` if master weights are missing."""
+        """Load what `state` returned. Raises `TrainerError` if float32 weights are missing."""
         rest = dict(tensors)
         for name, parameter in self._masters():
             if f"master.{name}" not in rest:
@@ -146,14 +149,14 @@ class Trained:
         return (item for item in self._named_by.named_parameters() if item[0] in self._widened)
 
     def summing(self, run_filler: Callable[[], object]) -> Callable[[], object]:
-        """Return `run_filler` wrapped so that its backward pass also sums gradients over the
-        ranks."""
+        """Return a function that calls `run_filler` so that its backward pass also sums this
+        module's gradients over the ranks."""
         return run_filler if self._sharded is None else partial(self._sharded.finish, run_filler)
 
 
 def sum_gradients(all_trained: Iterable[Trained], run_filler: Callable[[], object]) -> None:
-    """Sum the gradients of all these modules over the ranks, by one call of `run_filler`, a forward
-    and backward of the least work possible."""
+    """Sum the gradients of all these modules over the ranks, by one call of `run_filler`, which
+    runs forward and backward of a smallest micro-batch of weight 0."""
     finish = run_filler
     for trained in all_trained:
         finish = trained.summing(finish)

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from rollpacker.weights.buffer import WeightSource
 
 AUTO_MICRO_BATCH_TOKENS = 4096
-"""Default of `train.micro_batch_tokens`. `auto` starts from it: more for a longer sample, less
-where pipeline stages keep fewer tokens."""
+"""Default of `train.micro_batch_tokens`, and the number from which the setting `auto` starts."""
 
 
 class TrainerError(RuntimeError):
@@ -35,7 +34,7 @@ class RanksLost(TrainerProcessError):
     ended, and `Trainer.restore` starts new ones."""
 
     def __init__(self, reason: str) -> None:
-        """`reason` says in words which process was lost, and how."""
+        """Store the message; `reason` says in words which process was lost, and how."""
         super().__init__(
             f"{reason}. No update of this step was kept; --resume goes on from the last checkpoint"
         )
@@ -65,12 +64,11 @@ class ModelConfig:
     """Further keyword arguments for the tokenizer's `apply_chat_template`. None: there are none."""
     quantization: Literal["4bit"] | None = None
     """How frozen weights are kept. 4bit: the matrices inside the layers as 4-bit NormalFloat codes
-    (bitsandbytes), with `model.lora` trained above them, in trainer and engine alike. None: as they
-    are."""
+    (bitsandbytes), in trainer and engine alike, for training `model.lora`. None: unquantized."""
     lora: LoraConfig | None = None
-    """Train low-rank adapters (peft) instead of the weights; None: the weights. The engine
-    generates with the same adapters; checkpoints hold the merged model and, beside it, the
-    adapter."""
+    """Settings of low-rank adapters (peft), which are then trained instead of the weights. None:
+    the weights are trained. The engine generates with the same adapters; checkpoints hold the
+    merged model and, beside it, the adapter."""
     teacher: str | None = None
     """The teacher of algorithm.advantage=teacher: a folder or hub name of a model with the policy's
     vocabulary. None: there is no teacher."""
@@ -85,15 +83,14 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig:
-    """Settings of low-rank adapters (`model.lora.*`). With adapters, the reference model is the
-    model without them."""
+    """Settings of low-rank adapters (`model.lora.*`). The reference model then has no adapters."""
 
     rank: int = 16
     alpha: float = 32.0
     """The adapters' product is multiplied by alpha / rank."""
     target_modules: tuple[str, ...] = ("all-linear",)
-    """Names of the modules that get adapters, as in peft's `target_modules`; all-linear: every
-    linear layer except the output layer."""
+    """Names of the modules that get adapters, as in peft's `target_modules`. all-linear: every
+    linear layer but the output layer."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -129,8 +126,7 @@ class CriticConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineConfig:
-    """Settings of pipeline stages, into which the layers of the trainer's models are split
-    (`train.pipeline.*`)."""
+    """Settings of the stages into which the models' layers are split (`train.pipeline.*`)."""
 
     stages: int = 1
     """Number of pipeline stages; 1: the models are not split. Each stage has train.processes /
@@ -140,23 +136,23 @@ class PipelineConfig:
     order: str = "ready"
     """The order in which a stage runs its ops: forwards, backwards for inputs and backwards for
     weights. ready: whichever op is ready first, backwards for inputs before others. 1f1b: a forward
-    and a backward by turns. zero-bubble: backwards for weights fill the waits, planned as if every
-    op took the same time and messages none. adapted: planned before each sweep (an update's
-    micro-batches) from the times of the last steps. Else a CSV in torch's format, such as
-    `rollpacker plan --csv` writes, for as many micro-batches as each sweep has."""
+    and a backward by turns. zero-bubble: backwards for weights fill the waits, planned as if all
+    ops took the same time and messages none. adapted: planned before each sweep (an update's
+    micro-batches) from the times of the last steps. Any other value: a CSV file in torch's format,
+    such as `rollpacker plan --csv` writes, for as many micro-batches as each sweep has."""
     live_tokens: int | Literal["auto"] = "auto"
     """The most tokens whose activations a stage keeps at once; with more, a stage waits less for
     slow links. auto: two micro-batches for each stage from this one to the last."""
     links: Literal["host", "direct", "auto"] = "auto"
     """How stages send tensors to each other. host: through host memory and TCP, which survives lost
     connections and does not hold a stage up. direct: through torch.distributed, on a CPU only.
-    auto: host on CUDA; on a CPU direct, and host as long as a link is slow."""
+    auto: host on CUDA; on a CPU direct, and host for as long as a link is slow."""
     interfaces: tuple[str, ...] = ()
-    """Network interfaces of each host that host links use, such as [eth0, eth1]: the first, and
-    another while the first falls silent. Empty: the address at which the processes meet."""
+    """Network interfaces of each host for links through host memory, such as [eth0, eth1]: the
+    first, and another while the first is silent. Empty: the address at which the processes meet."""
     relayout: Literal["propose", "do", "never"] = "propose"
-    """What happens when a stage is slow, so that another split of the layers would be quicker, or a
-    link, so that another order of the processes would be. propose: the change is proposed in the
+    """What is done about a slow stage, where another split of the layers would be quicker, or a
+    slow link, where another order of the processes would be. propose: the change is proposed in the
     log. do: the processes are started anew with it between two steps. never: nothing."""
 
     def __post_init__(self) -> None:
@@ -177,27 +173,28 @@ class TrainConfig:
     """Settings of training: steps, processes, optimizer and micro-batches (`train.*`)."""
 
     steps: int | None = None
-    """Number of steps, each of which trains on one round of samples. Prompts that were put off to
-    long rounds are trained on at the end, which can add steps. None: until `epochs` are done."""
+    """Number of steps, each of which trains on one round of generated samples. Prompts that were
+    put off to later rounds are trained on at the end, which can add steps. None: until `epochs` are
+    done."""
     updates_per_round: int = 1
-    """Number of optimizer updates per round, each on an equal share of its prompts. From the second
+    """Number of optimizer updates per step, each on an equal share of its prompts. From the second
     on the policy is no longer the one that sampled: ratios differ from 1 and may be clipped."""
     epochs: int | None = None
-    """Passes over the training data. None: as many as `steps` needs. At least one of `steps` and
-    `epochs` must be set."""
+    """Passes over the training data. None: as many as `steps` needs. Not both can be None."""
     processes: int | None = None
     """Number of the trainer's own processes, over which parameters, gradients and optimizer state
-    are sharded (FSDP2); they train while the engine generates (stream_trainer). None: the trainer
-    works in the run's own process, on the engine's weights. Under `torchrun` the processes are
-    those that torchrun started."""
+    are sharded (FSDP2). They can train while the engine generates (stream_trainer). None: the
+    trainer works in the run's own process, on the engine's weights. Under `torchrun` the processes
+    are those that torchrun started."""
     replicas: int = 1
     """Number of whole copies of the model, each sharded over its share of the trainer's processes.
     A replica computes gradients alone; they are added up over all replicas at the end of a step."""
     colocate: bool = False
-    """Whether engines and the trainer's processes share devices: on each, one process and one
-    engine or a share of one. With stream_trainer, engines leave their devices towards the end of a
-    round; their samples go on in other engines, and replicas begin on complete groups. On CUDA,
-    trainer and engine wait in host memory while the other has its turn."""
+    """Whether engines and the trainer's processes share devices: each device then has one trainer
+    process, and an engine or a part of one. With stream_trainer, engines leave their devices
+    towards the end of a round of generation; their samples go on in other engines, and replicas
+    begin to train on prompts with all samples. On CUDA, trainer and engine wait in host memory for
+    their turn."""
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     gradient_sync: Literal["step", "micro-batch"] = "step"
     """When gradients are added up over several processes: once a step, or after every micro-batch,
@@ -210,29 +207,30 @@ class TrainConfig:
     """Further arguments of `schedule`, such as num_cycles."""
     warmup_steps: int = 0
     min_learning_rate_ratio: float = 0.0
-    """Learning rate at which the schedules linear and cosine end, as a share of learning_rate."""
+    """Final learning rate of the schedules linear and cosine, as a share of learning_rate."""
     optimizer: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
-    """adamw: AdamW. adamw_8bit: AdamW with moments of 8 bits (bitsandbytes). muon: torch's Muon for
-    the matrices inside the layers, AdamW for all else."""
+    """The optimizer. adamw: AdamW. adamw_8bit: AdamW with moments of 8 bits (bitsandbytes). muon:
+    torch's Muon for the matrices inside the layers, AdamW for all else."""
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     max_grad_norm: float | None = 1.0
-    """Norm to which larger gradients are scaled down. None: gradients are not clipped."""
+    """Largest norm of the gradient, which is scaled down to it. None: it is never scaled down."""
     micro_batch_tokens: int | Literal["auto"] = AUTO_MICRO_BATCH_TOKENS
-    """The most tokens of a micro-batch, padding included. A longer sample gets a micro-batch of its
-    own. auto: 4096, or the length of the longest sample, since memory must have room for it; with
-    pipeline stages less where, by the samples' lengths, that makes a sweep quicker."""
+    """Largest number of tokens of a micro-batch, padding included; a longer sample gets a
+    micro-batch of its own. auto: 4096, or the length of the longest sample if that is more; with
+    pipeline stages fewer tokens if that makes an update quicker, by the samples' lengths."""
     micro_batches: Literal["auto", "sorted", "packed"] = "auto"
     """How samples lie in a micro-batch. packed: end to end without padding. sorted: samples of like
-    length, padded to the longest. auto: packed, where the model's attention allows it."""
+    length, padded to the longest. auto: packed, if the model's attention allows it."""
     offload: bool = False
     """Keep optimizer state and gradients in host memory while they are not needed (CUDA)."""
     compile: bool = False
     """Run the layers through torch.compile. If that fails, the run goes on without and says so."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     threads: int | Literal["auto"] = "auto"
-    """Number of torch's threads in this process on a CPU. auto: a short measurement picks."""
+    """Number of torch's threads on a CPU in the run's own process. auto: chosen by a
+    measurement."""
 
     def __post_init__(self) -> None:
         if self.steps is None and self.epochs is None:
@@ -308,28 +306,28 @@ class TrainConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRequest:
-    """A response whose tokens the models score before advantages are computed from the scores."""
+    """A response that the models are to score (`TokenScores`) before advantages are computed."""
 
     sample: SampleId
     prompt_tokens: tuple[int, ...]
     response_tokens: tuple[int, ...]
     given: Spans = ()
-    """Spans of response tokens that were given to the model, which did not sample them."""
+    """Spans of response tokens that the model was given (a tool's result) and did not sample."""
     rewritten: Rewritten = ()
-    """Where in the response the model saw a rewritten prompt. What follows each such place is
-    trained on as a row of its own (`rows`)."""
+    """Places in the response at which the model saw a rewritten prompt, each with that prompt. What
+    follows each place is trained on as a separate row."""
 
     @property
     def num_targets(self) -> int:
-        """Number of response tokens that the model sampled."""
+        """Number of response tokens that the model sampled, which are those to train on."""
         return num_outside(len(self.response_tokens), self.given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScores:
-    """Scores of the response tokens that the model sampled, one number per token, on which
-    advantages may depend besides rewards. A field is None where the algorithm does not need it.
-    Log-probs are at the sampling temperature."""
+    """Numbers for each response token that the model sampled, on which advantages may depend
+    besides rewards. A field is None if the algorithm does not need it. Log-probs are at the
+    sampling temperature."""
 
     log_probs: tuple[float, ...] | None = None
     """The policy's own log-probs, as the trainer computes them."""
@@ -342,52 +340,52 @@ class TokenScores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSample(ScoreRequest):
-    """A sample with its advantage and loss weight, in the same form for every algorithm."""
+    """A sample to train on, with advantage and loss weight, in one form for all algorithms."""
 
     rollout_log_probs: tuple[float, ...]
-    """The engine's log-probs, one per token that the model sampled, as in all fields below."""
+    """The engine's log-probs, one per sampled token, as in all fields below."""
     advantage: float | tuple[float, ...]
     """The advantage: one number for all sampled tokens, or one per sampled token."""
     token_weight: float
-    """Weight of each sampled token's loss in the step's sum. The step's *global* denominator is
-    already in it, such as 1 / (tokens of the whole step) for token-mean, so any split of the
-    samples adds up to the same gradient. A sample that is accumulated before the denominator is
-    known has a provisional one, which `Trainer.rescale` corrects."""
+    """Factor of each sampled token's loss in the step's loss. It contains the step's *global*
+    denominator, such as 1 / (tokens of the whole step) for token-mean, so any split of the samples
+    adds up to the same gradient. A sample that is accumulated before the denominator is known has a
+    provisional weight, which `Trainer.rescale` corrects."""
     ref_log_probs: tuple[float, ...] | None = None
-    """The reference model's log-probs, if they were computed before. None: they were not."""
+    """The reference model's log-probs, if advantages needed them. None: they did not."""
     loss_weight: float = 1.0
-    """Factor in `token_weight` that undoes the selection of samples by length. The rest of
-    `token_weight` comes from the denominator."""
+    """The part of `token_weight` that corrects for selecting samples by length; the rest comes from
+    the denominator. 1: no correction."""
     values: tuple[float, ...] | None = None
-    """The critic's values from which the advantages were computed. None: there is no critic."""
+    """The critic's values from which the advantages come, per sampled token. None: no critic."""
     returns: tuple[float, ...] | None = None
-    """Values that the critic should have given for the sampled tokens. None: there is no critic."""
+    """The values that the critic is trained towards, per sampled token. None: no critic."""
     old_log_probs: tuple[float, ...] | None = None
     """The trainer's log-probs under the weights that sampled. None: the policy was not updated
-    since then, so its present log-probs are the same."""
+    since, so its present log-probs are the same."""
 
     @property
     def advantages(self) -> tuple[float, ...]:
-        """The advantage as a tuple: one number for all sampled tokens, or one per token."""
+        """The advantage as a tuple: one number for all sampled tokens, or one per sampled token."""
         return self.advantage if isinstance(self.advantage, tuple) else (self.advantage,)
 
 
 class Trainer(Protocol):
-    """What the driver calls to train the policy. A step is any number of calls of `accumulate`,
-    then `apply`; of several updates, each but the last ends with `update`. `rescale` comes between
-    two calls of `accumulate` if the first samples had to be weighted provisionally."""
+    """The calls by which the driver (the run's main loop) trains the policy. A step is any number
+    of calls of `accumulate`, then `apply`; with several updates per step, each but the last ends
+    with `update`. `rescale` comes after calls of `accumulate` with provisional loss weights."""
 
     @property
     def version(self) -> int:
-        """Number of steps applied so far, however many updates each step had."""
+        """Number of steps that the weights have had. Several updates in a step count as one."""
         ...
 
     async def score(
         self, requests: Sequence[ScoreRequest], replicas: Sequence[int] | None = None
     ) -> list[TokenScores]:
-        """Return scores of responses for the advantages, under the present weights, in the
-        requests' order. Not called if the algorithm needs no scores. `replicas` are the numbers of
-        the replicas that compute; None: all."""
+        """Return scores of the responses under the present weights, in the requests' order;
+        advantages are computed from them. Not called if the algorithm needs no scores. `replicas`
+        are the numbers of the replicas that compute; None: all."""
         ...
 
     async def accumulate(
@@ -404,18 +402,19 @@ class Trainer(Protocol):
 
     async def update(self) -> Mapping[str, float]:
         """Make an update that is not the step's last: clip the gradients, step the optimizer, drop
-        the gradients. `version` and the schedules stay. Returns and raises what `apply` does."""
+        the gradients. `version` and the schedules stay. Returns the update's metrics, and raises
+        `NonFiniteError` as `apply` does."""
         ...
 
     async def apply(self) -> Mapping[str, float]:
-        """Make the step's last update: clip the gradients, step the optimizer, drop the gradients.
-        `version` goes up by one. Returns the update's metrics, named as in `docs/metrics.md`.
+        """Make the step's last update: clip the gradients, step the optimizer, drop the gradients,
+        and add one to `version`. Returns the update's metrics, named as in `docs/metrics.md`.
         Raises `NonFiniteError`, with weights and optimizer untouched and the gradients dropped, if
         the gradient is NaN or infinite."""
         ...
 
     async def hand_over(self) -> HandOver:
-        """Return the weights for the engine, and a hash of a fixed sample of their elements."""
+        """Return the weights for the engine, with a hash of a fixed sample of their elements."""
         ...
 
     async def offload(self) -> None:
@@ -423,9 +422,8 @@ class Trainer(Protocol):
         ...
 
     async def reload(self, replicas: Sequence[int] | None = None) -> None:
-        """Move what `offload` moved back to the devices, bit for bit. `replicas` are the numbers of
-        the replicas that do so; None: all. Only reloaded replicas may be called, and calls that
-        concern all replicas need all of them reloaded."""
+        """Move what `offload` moved back to the devices of these replicas (None: of all), bit for
+        bit. Only reloaded replicas may be called, and a joint call needs all reloaded."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -433,36 +431,35 @@ class Trainer(Protocol):
         ...
 
     def load(self, folder: Path) -> None:
-        """Restore model, optimizer and version from what `save` wrote, bit for bit at the same
-        number of processes."""
+        """Restore model, optimizer and version from what `save` wrote. With the same number of
+        processes, that is exact to the bit."""
         ...
 
     def how_lost(self) -> str | None:
         """Return in words why processes of the trainer can no longer be used, if that shows without
-        a call to them. None: the processes live, as far as is known, or there are none. To be
-        called between other calls."""
+        calling them. None: all are alive as far as is known. To be called between other calls."""
         ...
 
     async def restore(self, checkpoint: Path | None, tell: Callable[[], None]) -> None:
         """Start new processes after `RanksLost`, or when `how_lost` gives a reason, and bring them
-        to the state of `version` from `checkpoint`, a folder that `save` wrote; None: from the
-        run's beginning. Gradients accumulated since then are lost. `tell` is called now and then,
-        in any thread, as a sign of life. Raises `RanksLost` if a new process ends meanwhile."""
+        to the present `version`, from the folder `checkpoint` that `save` wrote (None: from the
+        run's beginning). Gradients of the open step are lost. `tell` is called now and then, in any
+        thread, as a sign of life. Raises `RanksLost` if a new process ends meanwhile."""
         ...
 
     def close(self) -> None:
-        """End threads and processes. Idempotent."""
+        """End the trainer's threads and processes. Idempotent."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandOver:
-    """The weights that an engine is to take over, and a hash to compare them by."""
+    """Weights that an engine is to take over, and a hash by which the engine can check its copy."""
 
     weights: Mapping[str, Tensor] | WeightSource | None
     """The weights that training changes, by the names of the model's parameters, or a source to
     read them from. None: the engine reads the trainer's own tensors. Tensors are valid until the
-    next call to the trainer, and a source until the next `hand_over`, so that an engine which joins
+    next call to the trainer, a source until the next `hand_over`, so that an engine which joins
     meanwhile can read it too."""
     probe: str | None
     """SHA-256 of a fixed sample of the weights' elements (`weight_probe`), in the engine's dtype.

@@ -1,17 +1,15 @@
-"""Memory of a process, part by part, from the config and the models' `config.json`.
-
-The process is a trainer in the run's own process, a rank, a pipeline stage's rank or an engine.
+"""Memory of a process, part by part, from the config and the models' `config.json`. The process is
+a trainer in the run's own process, a rank, a pipeline stage's rank or an engine.
 
 Weights, gradients, optimizer state, adapters, keys and values are exact, by formulas. Activations
 are what the model's layers keep when they run without data (`trainer/layer_trace.py`). Not counted
 are torch itself, a CUDA context, and what an allocator keeps of freed blocks.
 
-A micro-batch that is live in a pipeline stage is in one of two states: its forward pass is done,
-and what autograd saved is there; or its backward pass for inputs (I) is done, too, and inputs and
-output gradients of the linear layers wait for the weights' products (W). A stage that is not the
-last may have all its live tokens in the first state, when a slow link holds their gradients up. The
-last stage has one micro-batch in it, since its I follows the forward pass (F) at once.
-"""
+In a pipeline stage, a micro-batch takes memory in one of two states. After its forward pass, all
+that autograd saved is kept. After its backward pass for inputs, inputs and output gradients of the
+linear layers are kept for the backward pass for weights (W). In a stage before the last all tokens
+may be in the first state, if a slow link holds up their gradients. In the last stage one
+micro-batch at most is in that state, since its backward pass for inputs follows at once."""
 
 from __future__ import annotations
 
@@ -38,26 +36,24 @@ GIB = 1 << 30
 CPU_CACHE_GIB = 1.0
 """GiB that an engine on a CPU takes for keys and values unless the config sets another limit."""
 MOST_SIMULATED = 256
-"""The most micro-batches that a sweep is simulated with to predict its bubble (idle time). Longer
-sweeps have less of it."""
+"""Largest number of micro-batches with which an update is simulated to predict the stages' idle
+time. Updates of more micro-batches have a smaller share of idle time."""
 LOGIT_BLOCK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 24}
-"""Logits that are computed at a time, by type of device: a copy of `logprobs.BLOCK_ELEMENTS`, which
-this module cannot import without torch."""
+"""Number of logits that are computed at a time, by type of device: a copy of
+`logprobs.BLOCK_ELEMENTS`, which this module cannot import without torch."""
 BYTES_OF_8BIT = 1 + 4 / 256
-"""Bytes of one element of an optimizer's 8-bit moment: its code, and its part of a float32 scale
-for every 256 elements."""
+"""Bytes per element of an 8-bit optimizer moment: one byte, and 1/256 of a float32 scale."""
 BYTES_OF_4BIT = 0.5 + 1 / 64 + 4 / (64 * 256)
-"""Bytes of one element of a 4-bit matrix: its code, its part of an 8-bit code for the scale of
-every 64 elements, and of a float32 scale for every 256 of these codes."""
+"""Bytes per element of a 4-bit matrix: half a byte, 1/64 of an 8-bit scale, and the share of a
+float32 scale for every 256 of these scales."""
 OF_A_TURN = (
     *("gradients", "critic gradients", "activations", "decoded", "gathered", "backward"),
     *("kept for W", "messages", "summing"),
 )
-"""Names of the memory parts that a process of the trainer holds only from a step's first gradient
-to its update."""
+"""Names of memory parts that a trainer has only from a step's first gradient to its update."""
 OFFLOADED = ("optimizer", "critic optimizer", "master", "critic master")
-"""Names of the memory parts that a process of the trainer also holds only during that time, if
-`train.offload` is set on CUDA."""
+"""Names of memory parts that, if `train.offload` is set on CUDA, are also held only from a step's
+first gradient to its update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,17 +67,18 @@ class MemoryPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Memory that one process, or one engine on one of its devices, holds at the peak of a step."""
+    """Memory of one process, or of one engine on one of its devices, at a step's peak."""
 
     parts: tuple[MemoryPart, ...] = ()
     name: str = ""
-    """Name of this process among several unlike ones, such as "stage 1". Empty if all are alike."""
+    """Name of a process that differs from the others, such as "stage 1". Empty: all are alike."""
     layers: int = 0
-    """The policy's layers in a pipeline stage; 0 outside of stages."""
+    """Number of the policy's layers in this pipeline stage; 0 without stages."""
     live_tokens: int = 0
-    """The most tokens whose activations a pipeline stage keeps; 0 outside of stages."""
+    """Largest number of tokens whose activations this stage keeps at once; 0 without stages."""
     in_turn: tuple[str, ...] = ()
-    """Names of the parts that the process holds only while it has its turn on a shared device."""
+    """Names of the parts that are held only while the process uses a device that it shares with an
+    engine."""
 
     @property
     def size_bytes(self) -> int:
@@ -89,24 +86,24 @@ class Memory:
 
     @property
     def turn_bytes(self) -> int:
-        """Bytes that the process holds only while it has its turn on a shared device."""
+        """Bytes held only while the process, not the engine, uses the device that they share."""
         return sum(part.size_bytes for part in self.parts if part.name in self.in_turn)
 
     @property
     def stays_bytes(self) -> int:
-        """Bytes that the process holds even while another has its turn on a shared device."""
+        """Bytes held even while the engine uses the device that it shares with this process."""
         return self.size_bytes - self.turn_bytes
 
     @property
     def has_activations(self) -> bool:
-        """Whether activations are among the parts; they are missing if a model cannot be traced."""
+        """Whether activations are among the parts. They are not if a model could not be traced."""
         return any(part.name == "activations" for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """The largest sweep of a process, which is its share of an update's micro-batches, if all
-    responses are as long as they may be."""
+    """The largest sweep (micro-batches of one update) of a process, if all responses are as long as
+    allowed."""
 
     micro_batch_tokens: int
     """Tokens of the largest micro-batch."""
@@ -115,11 +112,12 @@ class Sweep:
     row_tokens: int
     """Tokens of each row."""
     bubble_share: float = 0.0
-    """Share of all pipeline stages' time in which they wait for each other."""
+    """Predicted share of the time in which pipeline stages are idle, over all stages."""
 
     @classmethod
     def of(cls, config: RunConfig, shards: int) -> Sweep:
-        """Return the largest sweep of one update, if `shards` processes share the update's rows."""
+        """Return the largest sweep (one update's micro-batches) of a process, if `shards` processes
+        share the update's samples."""
         batch = batch_arithmetic(config)
         row = longest_sample(config) - 1  # the last token does not go through the model
         rows = math.ceil(batch.trained_samples / batch.updates_per_round / shards)
@@ -136,12 +134,12 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
-    """One of the models of a run, and its split into pipeline stages."""
+    """One of the models of a run, with its size, its shape and its split into pipeline stages."""
 
     name: Literal["policy", "reference", "teacher", "critic"]
     path: str
     parameters: int
-    """Number of all parameters of the model. A critic has no output layer."""
+    """Number of all parameters of the model; for a critic without those of an output layer."""
     shape: DecoderShape | None
     """The model's shape. None if no `config.json` on this machine gives it."""
     is_trained: bool
@@ -153,17 +151,17 @@ class Decoder:
         return self.name != "critic"
 
     def layers_in(self, stage: int) -> int:
-        """Number of layers of a stage, or of an unsplit model; 0 if the shape is not known."""
+        """Return a stage's or an unsplit model's number of layers; 0 if the shape is not known."""
         if self.layers:
             return self.layers[stage]
         return 0 if self.shape is None else self.shape.layers
 
     def matrices_in(self, stage: int) -> int:
-        """Number of elements of all matrices in a stage's layers; 0 if the shape is not known."""
+        """Return the number of elements of a stage's layer matrices; 0: the shape is not known."""
         return 0 if self.shape is None else self.layers_in(stage) * self.shape.layer_matrices
 
     def in_stage(self, stage: int) -> int:
-        """Number of parameters of a stage, with the last stage's copy of a tied weight."""
+        """Return a stage's number of parameters, with the last stage's copy of a tied weight."""
         shape = self.shape
         if not self.layers or shape is None:
             return self.parameters
@@ -177,8 +175,7 @@ class Decoder:
         return count
 
     def mirrored_in(self, stage: int) -> int:
-        """Number of a stage's parameters that are copies of a weight which the first stage
-        updates."""
+        """Return the size of the last stage's copy of a tied weight, in parameters; else 0."""
         is_last = len(self.layers) > 1 and stage == len(self.layers) - 1
         if is_last and self.has_head and self.shape is not None and self.shape.tied:
             return self.shape.embedding
@@ -186,24 +183,24 @@ class Decoder:
 
 
 Graphs = Sequence[tuple[Decoder, LayerTrace]]
-"""The models that a sweep computes gradients of, the policy first, each with a trace of what its
-layers keep."""
+"""The models whose gradients are computed, the policy first, each with a trace of what its layers
+keep for the backward pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingMemory:
-    """The models of a run and how they are trained, as far as memory depends on it."""
+    """The models of a run, and the settings of training on which their memory depends."""
 
     config: RunConfig
     dtype: Literal["bfloat16", "float32"]
-    """The dtype of all computation."""
+    """Name of the dtype that the models compute in."""
     on_cuda: bool
     decoders: tuple[Decoder, ...]
-    """The models, the policy first. Empty if the policy's size is not known."""
+    """The models, the policy first. Empty: the policy's number of parameters is not known."""
 
     @classmethod
     def of(cls, config: RunConfig, *, on_cuda: bool, notes: list[str]) -> TrainingMemory:
-        """Read shapes and sizes of the run's models. What is not known is noted in `notes`."""
+        """Read the sizes and shapes of the run's models. `notes` gets what cannot be known."""
         dtype = config.model.dtype
         if dtype == "auto":
             dtype = "bfloat16" if on_cuda else "float32"
@@ -230,29 +227,29 @@ class TrainingMemory:
 
     @property
     def element(self) -> int:
-        """Bytes of a number in the dtype that is computed in."""
+        """Bytes of a number in the dtype that the models compute in."""
         return 2 if self.dtype == "bfloat16" else 4
 
     @property
     def block_elements(self) -> int:
-        """Number of logits that are computed at a time."""
+        """Number of logits that are computed at one time on this type of device."""
         return LOGIT_BLOCK_ELEMENTS["cuda" if self.on_cuda else "cpu"]
 
     @property
     def ranks(self) -> int:
-        """Number of processes over which the model, or a stage of it, is sharded."""
+        """Number of processes over which one replica of the model, or a stage of it, is sharded."""
         train = self.config.train
         return (train.processes or 1) // train.replicas // train.pipeline.stages
 
     @property
     def kept(self) -> int:
-        """Bytes of a trained parameter between two passes: 4 with several processes, since their
-        shards are float32 and are their own master weights; else those of `dtype`."""
+        """Bytes of a trained parameter between two passes: 4 with several processes, since shards
+        are kept in float32; else as many as in `dtype`."""
         return 4 if (self.config.train.processes or 1) > 1 else self.element
 
     def notes(self) -> list[str]:
-        """Return notes about parts of quantized weights and of adapters that are not counted, and
-        about memory that loading takes."""
+        """Return sentences about what is not counted of quantized weights and adapters, and about
+        memory that loading takes."""
         policy, model, notes = self.policy, self.config.model, []
         if policy is None:
             return []
@@ -271,7 +268,7 @@ class TrainingMemory:
     # -- what is there between two calls -------------------------------------------------------
 
     def weights(self, name: str, decoder: Decoder, stage: int = 0) -> MemoryPart:
-        """The part for a model's weights, which are 4-bit codes where the model is quantized."""
+        """Return the memory part `name` for a model's weights (4-bit codes if it is quantized)."""
         count, what = decoder.in_stage(stage), "parameters"
         if decoder.name == "policy" and self.config.model.quantization is not None:
             if coded := decoder.matrices_in(stage):
@@ -285,7 +282,8 @@ class TrainingMemory:
         return memory_part(name, count * kept // self.ranks, f"{what} x {kept} bytes{self._shared}")
 
     def at_rest(self, decoder: Decoder, stage: int = 0) -> list[MemoryPart]:
-        """The parts for weights, gradients and optimizer state of a model, or of its stage."""
+        """Return the memory parts for weights, gradients and optimizer state of a model, or of its
+        part in a pipeline stage."""
         is_policy, count = decoder.name == "policy", decoder.in_stage(stage)
         weights = self.weights("weights" if is_policy else decoder.name, decoder, stage)
         if decoder.is_trained:
@@ -306,8 +304,8 @@ class TrainingMemory:
     def _trained(
         self, count: int, own: int, what: str, matrices: int, prefix: str = ""
     ) -> list[MemoryPart]:
-        """The parts for gradients of `count` parameters, and for optimizer state of the `own`
-        parameters among them, of which `matrices` are elements of matrices in layers."""
+        """Return the memory parts for gradients of `count` parameters, and for optimizer state of
+        those `own` that this process updates. Of these, `matrices` are in layers' matrices."""
         whole = self.ranks > 1 and self.config.train.gradient_sync == "step"
         gradients, shared = (count * 4, "") if whole else (count * 4 // self.ranks, self._shared)
         size, formula = 8 * own, f"{what} x 2 moments x 4 bytes{self._shared}"
@@ -328,14 +326,13 @@ class TrainingMemory:
 
     def num_adapter_parameters(self, layers: int) -> int:
         """Return the number of parameters of the adapters in this many layers; 0 if there are no
-        adapters, or if the model's shape is not known."""
+        adapters or the model's shape is not known."""
         lora, sizes = self.config.model.lora, self._target_sizes()
         if lora is None:
             return 0
         return lora.rank * layers * sum(sizes[name] for name in self._targets() & sizes.keys())
 
     def _targets(self) -> set[str]:
-        """Names of the modules that have adapters."""
         lora = self.config.model.lora
         if lora is None:
             return set()
@@ -343,8 +340,8 @@ class TrainingMemory:
         return set(self._target_sizes()) if named == {"all-linear"} else named
 
     def _target_sizes(self) -> dict[str, int]:
-        """Number of inputs plus outputs of each matrix that may have an adapter, by its module's
-        name. Empty if the model's shape is not known."""
+        """Return for each matrix that may have an adapter the sum of its input and output widths,
+        by its module's name. Empty if the model's shape is not known."""
         shape = None if self.policy is None else self.policy.shape
         if shape is None:
             return {}
@@ -361,8 +358,9 @@ class TrainingMemory:
     # -- what is there during a step -----------------------------------------------------------
 
     def rank(self, notes: list[str]) -> Memory:
-        """Memory of a process that trains whole models, or a shard of each model. If the model
-        cannot be traced, activations are missing among its parts, and `notes` say why."""
+        """Return the memory of a process that trains whole models or shards of them, without
+        pipeline stages. If a model cannot be traced, activations are missing, and `notes` say
+        why."""
         parts = [part for decoder in self.decoders for part in self.at_rest(decoder)]
         sweep, policy = Sweep.of(self.config, 1), self.policy
         if policy is not None and policy.shape is not None:
@@ -384,8 +382,8 @@ class TrainingMemory:
         )
 
     def _graphs(self, decoders: Sequence[Decoder], sweep: Sweep, notes: list[str]) -> Graphs:
-        """Traces of policy and critic in the largest micro-batch of a sweep. Empty if the policy
-        cannot be traced. A critic that cannot be traced is taken to be like the policy."""
+        """Trace the layers of policy and critic with a sweep's largest micro-batch. Empty if the
+        policy cannot be traced; a critic that cannot be traced is taken to be like the policy."""
         found: list[tuple[Decoder, LayerTrace]] = []
         for decoder in decoders:
             if decoder.name not in ("policy", "critic"):
@@ -407,10 +405,10 @@ class TrainingMemory:
     # -- pipeline stages -----------------------------------------------------------------------
 
     def stages(self, notes: list[str]) -> tuple[tuple[Memory, ...], Sweep] | None:
-        """Memory of a process of each pipeline stage, and the stages' largest sweep. None if the
-        policy's shape, or what its layers keep, is not known; the policy's `layers` and the cap of
-        live tokens are then unchecked. Raises `ValueError` for layers or a cap of live tokens that
-        the run would refuse."""
+        """Return the memory of a process of each pipeline stage, and the largest sweep (one
+        update's micro-batches). None if the policy's shape, or what its layers keep, is not known.
+        Raises `ValueError` if the run would refuse the configured layers of the stages or their cap
+        on live tokens; when None is returned, these may be wrong unnoticed."""
         pipeline, sweep = self.config.train.pipeline, Sweep.of(self.config, self.ranks)
         caps = live_token_caps(
             pipeline.live_tokens, num_stages=pipeline.stages, longest=sweep.micro_batch_tokens
@@ -441,9 +439,9 @@ class TrainingMemory:
         return tuple(found), replace(sweep, bubble_share=bubble)
 
     def _split(self) -> list[Decoder]:
-        """The models whose shapes are known, each with its number of layers in each stage. The
-        policy is split as the config says, or by work; another model is split like the policy if it
-        has as many layers."""
+        """Return the models whose shapes are known, each with its number of layers in each stage.
+        The policy is split as the config says, or evenly by work; another model is split like the
+        policy if it has as many layers."""
         pipeline, policy = self.config.train.pipeline, self.policy
         if policy is None or policy.shape is None:
             return []
@@ -474,7 +472,7 @@ class TrainingMemory:
 
 @dataclass(frozen=True, slots=True)
 class _Working:
-    """Memory that a sweep takes in one process, besides weights and optimizer state."""
+    """Memory that an update's passes take in one process, besides weights and optimizer state."""
 
     models: TrainingMemory
     decoders: Sequence[Decoder]
@@ -482,8 +480,8 @@ class _Working:
     stage: int
     sweep: Sweep
     live_tokens: int | None
-    """The most tokens whose activations a pipeline stage keeps. None: the models are whole, and
-    one micro-batch after the other goes through them."""
+    """Largest number of tokens whose activations this pipeline stage keeps at one time. None: the
+    model is not in stages, and runs on one micro-batch after the other."""
 
     def parts(self) -> list[MemoryPart]:
         models, element, policy = self.models, self.models.element, self.decoders[0]
@@ -524,9 +522,9 @@ class _Working:
         return self.models.num_adapter_parameters(self.decoders[0].layers_in(self.stage))
 
     def _activations(self) -> list[MemoryPart]:
-        """The parts for activations: what forward passes leave, and in the last of several stages,
-        for live tokens beyond one micro-batch, what a backward pass for inputs leaves for the
-        weights' products."""
+        """Return the memory parts for activations: what is kept after a forward pass. In the last
+        pipeline stage one micro-batch at most is in that state; tokens beyond it have had their
+        backward pass for inputs, and count with what the backward pass for weights needs."""
         after_f = after_i = 0
         formulas = []
         for decoder, trace in self.graphs:
@@ -556,7 +554,7 @@ class _Working:
         return parts
 
     def _backward(self) -> MemoryPart:
-        """The part for the most memory that a running backward pass takes besides activations."""
+        """Return the memory part for what a backward pass takes at most, besides activations."""
         models, policy, shape = self.models, self.decoders[0], self._shape
         element, tokens = models.element, self.sweep.micro_batch_tokens
         choices = {
@@ -584,9 +582,9 @@ class _Working:
         return memory_part("backward", choices[formula], formula)
 
     def _logits(self) -> int:
-        """Bytes for logits: two float32 copies of a block of them, a third for the entropy's
-        gradient or if all logits are one block; also hidden states with their gradient, and the
-        output layer's gradient if that layer is trained."""
+        """Return the bytes for logits: two float32 copies of a block of them, a third for the
+        entropy's gradient or if there is only one block; also hidden states with their gradient,
+        and the output layer's gradient if that layer is trained."""
         models, shape, tokens = self.models, self._shape, self.sweep.micro_batch_tokens
         elements = tokens * shape.vocabulary
         is_one = elements <= models.block_elements
@@ -597,7 +595,8 @@ class _Working:
         return block + hidden + (shape.embedding * models.element if is_trained else 0)
 
     def _messages(self) -> MemoryPart:
-        """The part for hidden states or gradients on their way to and from neighbouring stages."""
+        """Return the memory part for hidden states, or their gradients, sent to or received from
+        the neighbouring stages."""
         hidden = sum(one.shape.hidden for one in self.decoders if one.shape is not None)
         neighbours = (self.stage > 0) + (not self._is_last)
         size = neighbours * self.sweep.micro_batch_tokens * hidden * self.models.element
@@ -605,9 +604,8 @@ class _Working:
         return memory_part("messages", size, formula)
 
     def _summing(self) -> int:
-        """Bytes, besides weights and optimizer state, when FSDP2 sums the last gradients: those of
-        embeddings and output layer, with input and output of the sum. Gradients of layers are
-        shards by then."""
+        """Return the bytes, besides weights and optimizer state, held when FSDP2 sums the last
+        gradients: those of embeddings and output layer. The layers' gradients are then shards."""
         policy, ranks, element = self.decoders[0], self.models.ranks, self.models.element
         layers = policy.matrices_in(self.stage)
         root = policy.in_stage(self.stage) - layers
@@ -619,9 +617,9 @@ class _Working:
 
 
 def _work(decoder: Decoder, stage: int, *, checkpointing: bool) -> tuple[float, float, float]:
-    """Work of forward (F), backward for inputs (I) and backward for weights (W) of a micro-batch in
-    a stage, in elements of the matrices that each multiplies with. The output layer's W is counted
-    in the last stage's I."""
+    """Return the work of a micro-batch's forward pass, backward pass for inputs and backward pass
+    for weights in a stage, in matrix elements that are multiplied with. The output layer's weight
+    gradient counts as part of the last stage's backward pass for inputs."""
     assert decoder.shape is not None
     layers = float(decoder.matrices_in(stage))
     head = float(decoder.shape.embedding) if stage == len(decoder.layers) - 1 else 0.0
@@ -634,9 +632,9 @@ def _work(decoder: Decoder, stage: int, *, checkpointing: bool) -> tuple[float, 
 
 
 def cache_rows(models: TrainingMemory) -> tuple[int, int, int | None]:
-    """Return the most samples that an engine generates at once, the bytes of the longest sample's
-    keys and values, and the most bytes that the engine takes for all keys and values, or None for
-    what is left of a GPU. All three are 0 if the model's shape is not known."""
+    """Return three numbers: the most samples that an engine generates at once, the bytes of the
+    longest sample's keys and values, and the most bytes for all keys and values (None: what is left
+    of a GPU). All three are 0 if the model's shape is not known."""
     config, policy = models.config, models.policy
     if policy is None or policy.shape is None:
         return 0, 0, 0
@@ -649,8 +647,8 @@ def cache_rows(models: TrainingMemory) -> tuple[int, int, int | None]:
 
 
 def engine_memory(config: RunConfig, devices: int, *, on_cuda: bool) -> Memory | None:
-    """Memory that one engine on this many devices holds on each of them until the engine ends. None
-    if the model is not known."""
+    """Return the memory that an engine on this many devices holds on each of them. None: the
+    model's shape is not known."""
     models = TrainingMemory.of(config, on_cuda=on_cuda, notes=[])
     policy = models.policy
     if policy is None or policy.shape is None:
@@ -670,9 +668,9 @@ def engine_memory(config: RunConfig, devices: int, *, on_cuda: bool) -> Memory |
 
 
 def rank_memory(config: RunConfig, *, on_cuda: bool) -> Memory | None:
-    """Memory of one process of the trainer, where the config says how many there are. None if the
-    model is not known. Processes of pipeline stages differ: on CUDA this is the largest, and on a
-    CPU, where they share memory, the mean. Raises `ValueError` as `TrainingMemory.stages` does."""
+    """Return the memory of one of the trainer's processes; None if the model's memory is not known.
+    Of pipeline stages, whose processes differ, this is the largest on CUDA, and the mean on a CPU,
+    where they share memory. Raises `ValueError` if the run would refuse the split into stages."""
     models = TrainingMemory.of(config, on_cuda=on_cuda, notes=[])
     if config.train.pipeline.stages == 1:
         memory = models.rank([])
@@ -692,8 +690,8 @@ def rank_memory(config: RunConfig, *, on_cuda: bool) -> Memory | None:
 
 
 def run_memory(config: RunConfig) -> int:
-    """Bytes on a CPU for the run's own process, and for the weights on their way from trainer to
-    engines, on the run's host; 0 if the model is not known."""
+    """Return the bytes that the run's own process takes on a CPU, with the weights on their way
+    from the trainer to engines; 0 if the model's size is not known."""
     models = TrainingMemory.of(config, on_cuda=False, notes=[])
     return 0 if models.policy is None else 2 * models.policy.parameters * models.element
 
@@ -701,7 +699,8 @@ def run_memory(config: RunConfig) -> int:
 def _decoder(
     name: Literal["policy", "teacher", "critic"], path: str, notes: list[str], *, is_trained: bool
 ) -> Decoder | None:
-    """Read a model by its path. Returns None, and adds to `notes`, if its size is not known."""
+    """Read a model's size and shape by its path. None: the size is not known, and a sentence in
+    `notes` says so."""
     folder = model_folder(path)
     shape = read_shape(folder, notes) if folder else None
     count = num_parameters(folder, path, notes)
@@ -711,14 +710,14 @@ def _decoder(
 
 
 def _without_head(critic: Decoder) -> Decoder:
-    """The critic without the output layer of the model that it is made from."""
+    """Return the record of a critic without the output layer of the model that it is made from."""
     shape = critic.shape
     head = 0 if shape is None or shape.tied else shape.embedding
     return replace(critic, parameters=critic.parameters - head)
 
 
 def memory_part(name: str, size_bytes: float, formula: str) -> MemoryPart:
-    """A part whose size is rounded down to whole bytes."""
+    """Make a memory part, with its size rounded down to whole bytes."""
     return MemoryPart(name=name, size_bytes=int(size_bytes), formula=formula)
 
 

@@ -3,10 +3,9 @@
 Three implementations, one function each, in the shape that transformers' `AttentionInterface` asks
 for. All find the rows in a keyword argument that transformers hands through to every layer.
 
-    varlen    torch's FlashAttention over cumulative lengths. CUDA, half precision.
-    flex      FlexAttention with a mask of blocks. CUDA; also soft caps, and float32.
-    grouped   rows of like length padded together for attention alone, by plain SDPA. Any device.
-"""
+- `varlen` is torch's FlashAttention over cumulative lengths, on CUDA in half precision.
+- `flex` is FlexAttention with a mask of blocks, on CUDA; also with soft caps, and in float32.
+- `grouped` pads rows of like length together for attention alone, by plain SDPA on any device."""
 
 from __future__ import annotations
 
@@ -28,22 +27,23 @@ ROWS_KEYWORD = "packed_rows"
 BLOCK_SIZE = 128
 """Tokens per side of a FlexAttention block."""
 GROUP_OVERHEAD_TOKENS = 80
-"""Cost of one more group in attention, in padded tokens."""
+"""Cost of one more group of rows in `grouped` attention, in padded tokens. Up to this much more
+padding is accepted to have one group fewer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowGroup:
-    """Rows of like length, padded to the longest for attention."""
+    """Rows of similar length, padded to the longest so that attention can run on them together."""
 
     num_rows: int
     width: int
     from_pack: Tensor
-    """Place in the pack of each of the group's tokens, [rows * width]. Padding points at the pack's
-    first token; what attention gives for padding is not used."""
+    """For each token of the group, its index in the packed rows, [rows * width]. Padding points at
+    index 0; its attention is not used."""
 
 
 class PackedAttention(Protocol):
-    """The signature of an implementation of packed attention."""
+    """The signature of a function that computes attention within rows laid end to end."""
 
     def __call__(
         self,
@@ -55,15 +55,15 @@ class PackedAttention(Protocol):
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        """Return attention [1, N, H, D] of query [1, H, N, D] to key and value [1, K, N, D].
-        `scaling` None is 1 / sqrt(D). `window`: how many tokens back a token sees, itself included;
-        None is all. `softcap` bends the scores to within this bound, as in Gemma 2; None: not."""
+        """Return attention [1, N, H, D] of query [1, H, N, D] to key and value [1, K, N, D], within
+        each row. `scaling` None is 1 / sqrt(D). `window` is how many tokens back a token sees,
+        itself included; None: all. `softcap` bounds the scores, as in Gemma 2; None: no bound."""
         ...
 
 
 class PackedRows:
-    """Where the rows of a pack begin and end, in the form that each implementation needs. Each form
-    is made when it is first asked for and kept, as all layers need the same form."""
+    """Where packed rows begin and end, in the form that each kind of attention needs. A form is
+    made at its first use and kept, as all layers need the same one."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         self.lengths = tuple(lengths)
@@ -74,18 +74,19 @@ class PackedRows:
         self._window_masks: dict[tuple[int, int], Tensor] = {}
 
     def position_ids(self) -> Tensor:
-        """Position of each token in its row, [1, N]: each row counts from 0."""
+        """Return each token's position in its row, [1, N]. Each row's positions begin at 0."""
         ids = np.concatenate([np.arange(length) for length in self.lengths])
         return torch.from_numpy(ids)[None].to(self._device)
 
     @cached_property
     def cumulative_lengths(self) -> Tensor:
-        """Start of each row, and the end of the last row; [rows + 1] int32."""
+        """Index of each row's first token, and the number of all tokens; [rows + 1] int32."""
         return torch.from_numpy(self._starts.astype(np.int32)).to(self._device)
 
     @cached_property
     def groups(self) -> tuple[list[RowGroup], Tensor]:
-        """The groups, and the place [N] of each token of the pack in the groups laid end to end."""
+        """The rows in groups of similar length, and for each of the N packed tokens its index in
+        the groups laid end to end."""
         order = np.argsort(self.lengths, kind="stable")
         lengths = np.asarray(self.lengths)[order]
         to_pack = np.empty(self._starts[-1], dtype=np.int64)
@@ -103,8 +104,8 @@ class PackedRows:
         return groups, torch.from_numpy(to_pack).to(self._device)
 
     def window_mask(self, width: int, window: int) -> Tensor:
-        """Return a bool mask [width, width]: causal, at most `window` tokens back, itself
-        included."""
+        """Return the bool mask [width, width] of causal attention to `window` tokens, the token
+        itself included."""
         if (width, window) not in self._window_masks:
             columns = torch.arange(width, device=self._device)
             distance = columns[:, None] - columns
@@ -112,15 +113,14 @@ class PackedRows:
         return self._window_masks[width, window]
 
     def block_mask(self, window: int | None) -> BlockMask:
-        """Return FlexAttention's mask: causal in each row, at most `window` tokens back (None:
-        all)."""
+        """Return FlexAttention's mask for these rows: causal within each row, to `window` tokens,
+        the token itself included (None: to all before)."""
         if window not in self._block_masks:
             self._block_masks[window] = self._new_block_mask(window)
         return self._block_masks[window]
 
     def _new_block_mask(self, window: int | None) -> BlockMask:
-        """Build the mask from the rows' starts, which say which blocks have something visible,
-        without an [N, N] matrix."""
+        """Build the mask from the rows' starts, without an [N, N] matrix."""
         total = int(self._starts[-1])
         row_of = np.repeat(np.arange(len(self.lengths)), self.lengths)
         first = np.arange(0, total, BLOCK_SIZE)
@@ -147,8 +147,8 @@ class PackedRows:
 
 
 def _block_lists(blocks: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return for each block of queries the number of its blocks of keys, [1, 1, Q], and the numbers
-    of all blocks, its own first, [1, 1, Q, K]."""
+    """Return FlexAttention's lists for blocks of queries: for each, the number [1, 1, Q] of blocks
+    of keys that it sees, and all blocks' numbers with the seen ones first [1, 1, Q, K]."""
     counts = blocks.sum(1).astype(np.int32)
     which = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
     return (
@@ -186,8 +186,8 @@ def flex(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Attend by FlexAttention; see `PackedAttention`. On a CPU the whole score matrix is made, and
-    there is no backward pass: that is for tests."""
+    """Compute attention within packed rows by FlexAttention. On a CPU the whole score matrix is
+    made, and there is no backward pass: that is for tests."""
     run: Any = _compiled_flex_attention() if query.is_cuda else flex_attention
     # Inside a compiled layer a soft cap would become a symbol, which FlexAttention cannot take.
     with torch._dynamo.config.patch(specialize_float=True):
@@ -205,7 +205,7 @@ def flex(
 
 @cache
 def varlen_function() -> Callable[..., Any] | None:
-    """Return torch's `varlen_attn`. None if there is none that accepts what `varlen` passes."""
+    """Return torch's `varlen_attn`. None: this torch has none with all needed arguments."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -223,7 +223,7 @@ def varlen(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Attend by `varlen_attn`, in half precision on CUDA; see `PackedAttention`."""
+    """Compute attention within packed rows by `varlen_attn`, in half precision on CUDA."""
     assert softcap is None, "varlen_attn has no soft cap"
     function = varlen_function()
     assert function is not None
@@ -250,7 +250,8 @@ def grouped(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Attend in groups of rows of like length, by plain SDPA; see `PackedAttention`."""
+    """Compute attention within packed rows by plain SDPA, on padded groups of rows of similar
+    length."""
     groups, to_pack = rows.groups
     flat = [states[0].transpose(0, 1).flatten(1) for states in (query, key, value)]
     outputs = []
@@ -285,7 +286,7 @@ def grouped(
 def _capped_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, softcap: float
 ) -> Tensor:
-    """Attention whose scores are bent by `softcap * tanh(score / softcap)`, as in Gemma 2."""
+    """Compute attention with scores capped as `softcap * tanh(score / softcap)`, as in Gemma 2."""
     share = query.shape[1] // key.shape[1]
     key, value = (states.repeat_interleave(share, dim=1) for states in (key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -304,9 +305,9 @@ IMPLEMENTATIONS: dict[str, PackedAttention] = {
 
 
 def packed_attention_function(kind: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """Build the function that transformers calls in every layer: attention over packed rows
-    where the call has them, else `otherwise`, so that an engine may use the model in a thread of
-    its own meanwhile."""
+    """Build the attention function that transformers calls in every layer. It computes attention
+    within packed rows if the call has such rows, else it calls `otherwise`, so that an engine can
+    use the model in another thread meanwhile."""
     implementation = IMPLEMENTATIONS[kind]
 
     def attend(
@@ -354,9 +355,8 @@ def _attend(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Run an implementation outside of torch.compile's tracing: rows are different in every call,
-    and a compiled layer would be compiled again for each. (FlexAttention itself still is
-    compiled.)"""
+    """Run an implementation untraced by torch.compile, as rows differ in every call, and a compiled
+    layer would be compiled again for each. (FlexAttention itself is still compiled.)"""
     if window is not None and window >= rows.max_length:
         window = None
     return implementation(rows, query, key, value, scaling, window, softcap)

@@ -1,8 +1,7 @@
 """Supervised fine-tuning before reinforcement learning: stages of steps over files of prompts and
 completions, or of chat messages.
 
-The loss is the mean over the batch's completion tokens, the end token included.
-"""
+The loss is the mean over the batch's completion tokens, the end token included."""
 
 from __future__ import annotations
 
@@ -38,18 +37,18 @@ SMALL_MODEL_PARAMETERS = 20_000_000
 """Number of a model's parameters below which one thread is at least as fast as several."""
 
 LOSS_WINDOW = 20
-"""Number of last steps over whose mean loss `max_loss` is checked."""
+"""Number of a stage's last steps over whose mean loss `max_loss` is checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupProgress:
-    """Progress of a warm-up, given to `on_progress` after every step."""
+    """Progress of a warm-up (supervised fine-tuning), which `on_progress` gets after every step."""
 
     stage: int
-    """Number of the stage, from 0."""
+    """Number of the warm-up's present stage, counted from 0."""
     num_stages: int
     step: int
-    """Number of steps done in this stage."""
+    """Number of steps done in the present stage."""
     num_steps: int
     loss: float
     """Mean loss of this step's completion tokens."""
@@ -61,7 +60,7 @@ class WarmupResult:
     output: Path
     num_parameters: int
     losses: tuple[float, ...]
-    """Mean loss of the last steps of each stage."""
+    """For each stage, the mean loss of its last steps (at most `LOSS_WINDOW` of them)."""
     trained_tokens: int
     """Number of completion tokens trained on; a token trained on twice counts twice."""
     elapsed_s: float
@@ -73,13 +72,11 @@ def run_warmup(
     *,
     overwrite: bool = False,
 ) -> WarmupResult:
-    """Run all stages and write the model to `config.output`, which must not exist or be an empty
-    folder, or with `overwrite` a model's folder, which is replaced at the end.
-
-    The same config gives the same weights, bit for bit, on the same machine. Raises `WarmupError`
-    (bad rows, with file and line; a loss above `max_loss`; an output that is in the way) and
-    `ModelError` if the model cannot be loaded or built.
-    """
+    """Run all stages of supervised fine-tuning, and write the model to `config.output`. This folder
+    must not exist or must be empty; with `overwrite` it may be a model's folder, which is replaced
+    at the end. The same config gives the same weights, bit for bit, on the same machine. Raises
+    `WarmupError` (for bad rows, with file and line; a loss above `max_loss`; an output that is in
+    the way) and `ModelError` if the model cannot be loaded or built."""
     started = time.monotonic()
     output = Path(config.output).expanduser()
     check_output(output, config, overwrite)
@@ -143,7 +140,7 @@ def _run_stage(
     rows: Sequence[Row],
     seed: tuple[int, int],
 ) -> Iterator[tuple[float, int]]:
-    """Train for one stage. Yields each step's loss and number of completion tokens."""
+    """Train for one stage. Yields for each step its loss and its number of completion tokens."""
     optimizer = MasterOptimizer(model.named_parameters(), betas=BETAS, eps=EPS, weight_decay=0.0)
     order = _shuffled_forever(len(rows), seed)
     policy = Policy(model)
@@ -169,8 +166,8 @@ def _run_stage(
 
 
 def _learning_rate(step: int, stage: WarmupStage) -> float:
-    """Return a step's learning rate, which rises linearly over the warm-up steps, then falls
-    linearly to its final share at the last step."""
+    """Return the learning rate of a step (from 0). It rises linearly over the warm-up steps, then
+    falls linearly to its configured share at the last step."""
     if step < stage.warmup_steps:
         return stage.learning_rate * (step + 1) / (stage.warmup_steps + 1)
     span = max(stage.steps - 1 - stage.warmup_steps, 1)
@@ -179,7 +176,7 @@ def _learning_rate(step: int, stage: WarmupStage) -> float:
 
 
 def _shuffled_forever(count: int, seed: tuple[int, int]) -> Iterator[int]:
-    """Yield row numbers without end, every row once before any comes again, in random order."""
+    """Yield row indices without end: all of them in a random order, then in another, and so on."""
     generator = np.random.default_rng(seed)
     while True:
         yield from generator.permutation(count).tolist()
@@ -197,7 +194,7 @@ def _check_loss(loss: float, stage: WarmupStage, index: int) -> None:
 
 
 def _stop_at(model: PreTrainedModel, tokens: set[int]) -> None:
-    """Let responses also stop at these tokens, which the model has learnt to end its turns with."""
+    """Add these end tokens of trained rows to those at which the model's responses stop."""
     generation = model.generation_config
     if not tokens or generation is None:
         return
@@ -208,7 +205,8 @@ def _stop_at(model: PreTrainedModel, tokens: set[int]) -> None:
 
 
 def _write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, output: Path) -> None:
-    """Write the model beside `output` and rename it, so that the folder is never incomplete."""
+    """Write the model to a folder beside `output` and rename it, so that `output` is never
+    incomplete."""
     unfinished = output.with_name(f"{output.name}.tmp-{os.getpid()}")
     try:
         save_model(model, tokenizer, unfinished)

@@ -1,4 +1,4 @@
-"""The check of where a warm-up may write its model, made before anything is loaded."""
+"""The check, before anything is loaded, that a warm-up (fine-tuning) can write its model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class WarmupError(ValueError):
 
 
 def check_output(output: Path, config: WarmupConfig, overwrite: bool) -> None:
-    """Raise `WarmupError` or `OSError`, before any work, if the model could not be written."""
+    """Raise `WarmupError` or `OSError` if the model could not be written to `output`."""
     if config.model is not None:
         start = Path(config.model.path).expanduser()
         if start.resolve() == output.resolve():

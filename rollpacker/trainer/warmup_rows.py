@@ -1,5 +1,4 @@
-"""The rows that a warm-up learns from, as tokens. They come from texts or chat messages, in a file
-or from a function."""
+"""The rows of tokens that a warm-up learns from, made of texts or chat messages."""
 
 from __future__ import annotations
 
@@ -25,8 +24,8 @@ Messages = list[dict[str, Any]]
 
 
 def rows_of(stage: WarmupStage, seed: tuple[int, int], parser: RowParser) -> list[Row]:
-    """Return the rows of the stage's file, or those that its function makes from `seed` alone.
-    Raises `WarmupError` that names the file and the line, or the function and the row."""
+    """Return the rows of the stage's file, or rows that its function makes from `seed` alone.
+    Raises `WarmupError`, which names the file and the line, or the function and the row."""
     if stage.path is not None:
         return read_rows(Path(stage.path), parser)
     assert stage.function is not None
@@ -39,7 +38,7 @@ def rows_of(stage: WarmupStage, seed: tuple[int, int], parser: RowParser) -> lis
 
 
 def read_rows(path: Path, parser: RowParser) -> list[Row]:
-    """Read the rows of a JSONL file. Raises `WarmupError` that names the file and the line."""
+    """Read the rows of a JSONL file. Raises `WarmupError`, which names the file and the line."""
     try:
         # Not splitlines: JSON may hold U+0085, U+2028 and U+2029 within a text.
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -62,18 +61,16 @@ class _Text(NamedTuple):
     prompt: str
     completion: str
     rendered: bool
-    """Whether the prompt comes from a chat template, which has put the special tokens in."""
+    """Whether the prompt comes from a chat template, so that it has its special tokens already."""
 
 
 class RowParser:
-    """Makes rows of records: prompt tokens, and completion tokens with the end token.
-
-    Records are objects with `prompt` and `completion`, each a text or chat messages, or with
-    `messages`. Every message of the assistant (of `completion`, if there is one) gives a row: the
-    text before the message, as the chat template renders it when it asks for an answer; then the
-    message and the token that ends a turn. `max_tokens` is the most that a row may have; None: any
-    number.
-    """
+    """Makes rows from records. A row has prompt tokens, and completion tokens with an end token. A
+    record is an object with `prompt` and `completion`, each a text or chat messages, or with
+    `messages` alone. Every message of the assistant (in `completion`, if there is one) gives a row:
+    its prompt is the text before the message, rendered by the chat template with the generation
+    prompt; its completion is the message and the token that ends a turn. `max_tokens` is the most
+    tokens of a row; None: any number."""
 
     def __init__(
         self,
@@ -88,7 +85,8 @@ class RowParser:
         self._end_of_turn = end_of_turn(tokenizer, self._options)
 
     def rows(self, records: Iterable[tuple[str, object]]) -> list[Row]:
-        """Make rows of (place, record) pairs. A `WarmupError` names the place of the bad record."""
+        """Make rows from pairs of a place (such as file and line) and a record. Raises
+        `WarmupError`, which names the place of a bad record."""
         texts: list[_Text] = []
         for place, record in records:
             try:
@@ -101,8 +99,8 @@ class RowParser:
         return rows
 
     def _texts(self, record: object) -> list[tuple[str, str, bool]]:
-        """Return the fields of `_Text` after its place, for each completion or assistant's
-        message."""
+        """Return for each completion in a record the prompt, the completion, and whether a chat
+        template rendered the prompt."""
         if not isinstance(record, dict):
             raise WarmupError("must be an object with `prompt` and `completion`, or `messages`")
         tools = record.get("tools")
@@ -120,8 +118,8 @@ class RowParser:
     def _turns(
         self, before: Messages, messages: Messages, tools: Any
     ) -> list[tuple[str, str, bool]]:
-        """Return prompt and completion for each of the assistant's `messages`. `tools` are schemas,
-        which the template shows."""
+        """Return prompt, completion and True for each of the assistant's messages in `messages`.
+        `tools` are JSON schemas for the template; None: there are no tools."""
         if self._tokenizer.chat_template is None:
             raise WarmupError(
                 "chat messages need a tokenizer with a chat template; use a text prompt"
@@ -138,8 +136,8 @@ class RowParser:
         return turns
 
     def _turn(self, before: Messages, message: dict[str, Any], tools: Any) -> tuple[str, str, bool]:
-        """Return the prompt and the assistant's message after it. Tool calls are written as the
-        template writes them."""
+        """Return prompt, completion and True for one of the assistant's messages. Tool calls are
+        written as the template writes them."""
         asked, text = self._rendered(before, tools, to_go_on=True), message["content"]
         if message.get("tool_calls"):
             text = self._rendered([*before, message], tools, to_go_on=False)
@@ -167,7 +165,6 @@ class RowParser:
         return text
 
     def _tokenized(self, texts: list[_Text]) -> list[Row]:
-        """Make rows of texts, tokenized all at once, which is many times faster than one by one."""
         end = self._tokenizer.eos_token_id
         ends = {False: end, True: end if self._end_of_turn is None else self._end_of_turn}
 

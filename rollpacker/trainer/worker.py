@@ -1,12 +1,8 @@
 """A process of the trainer: one rank, which does what the run's own process asks, call by call.
 
-    setup(LearnerSetup)   once: join the other ranks, load the models
-    score, accumulate, discard, rescale, update, apply, arrange, save, load, write_weights, offload,
-    reload, hashes
-
-The process ends when its connection to the run does, whatever it is doing: a run that is killed
-leaves no process behind.
-"""
+The first call, `setup`, joins the other ranks and loads the models. Later calls train, score and
+save (`calls.METHODS` lists all). The process ends when its connection to the run does, whatever it
+is doing: a run that is killed leaves no process behind."""
 
 from __future__ import annotations
 
@@ -31,12 +27,11 @@ from rollpacker.workers.line import LINE_FD, LineEnded
 from rollpacker.workers.program import answer_calls, begin_quietly
 
 TIMEOUT_S = 3600.0
-"""Seconds that a rank waits for other ranks in a joint call. The run's own deadlines are shorter,
-and end all ranks."""
+"""Seconds that a rank waits for others in a collective; the run's own deadlines are shorter."""
 
 
 class Worker:
-    """A rank's methods. `Ranks.call` may call those named in `calls.METHODS`."""
+    """The methods of a rank that the run's own process calls: those in `calls.METHODS`."""
 
     def __init__(self) -> None:
         self._buffer: WeightBuffer | None = None
@@ -71,11 +66,12 @@ class Worker:
         self._learner.rescale(factor)
 
     def update(self) -> Any:
-        """Make an update that is not the step's last. Returns what `apply` does."""
+        """Make an update that is not the step's last. Returns its record, and the device's peak
+        FLOP/s (None: not known)."""
         return self._learner.update(), peak_flops(self._learner.device)
 
     def apply(self) -> Any:
-        """Make the step's last update. Returns its outcome, and this device's peak FLOP/s."""
+        """Make the step's last update. Returns its record, and the device's peak FLOP/s or None."""
         return self._learner.apply(), peak_flops(self._learner.device)
 
     def arrange(self, arrangement: Arrangement) -> None:
@@ -85,17 +81,17 @@ class Worker:
         self._learner.save(folder)
 
     def load(self, folder: Path) -> int:
-        """Load a checkpoint and return its version."""
+        """Load a checkpoint from `folder`, and return its version (number of steps)."""
         self._learner.load(folder)
         return self._learner.version
 
     def map_weights(self, layout: BufferLayout | None) -> None:
-        """Map the memory that `write_weights` writes to. None: this rank writes nothing."""
+        """Map the shared memory that `write_weights` writes. None: this rank writes nothing."""
         self._buffer = None if layout is None else WeightBuffer(layout)
 
     def write_weights(self) -> str | None:
-        """Copy the weights to the shared memory; every rank takes part, rank 0 writes. Returns
-        their `weight_probe` on rank 0, None on others."""
+        """Copy the weights to the shared memory: every rank takes part, rank 0 writes. Returns on
+        rank 0 a hash of a fixed sample of the weights, on other ranks None."""
         if self._buffer is None:
             return self._learner.write_weights(None)
         with self._buffer.writing(self._learner.version) as tensors:

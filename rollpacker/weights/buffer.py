@@ -2,10 +2,11 @@
 
     count, version | tensors, each at a multiple of 64 bytes | count, version
 
-One process writes, any number of others read. The numbers before the tensors are changed before the
-tensors are, and those behind them afterwards. A reader compares both before it copies, and the
-first ones again after it: weights that were written in part, or changed meanwhile, are refused. The
-newest version stays there until the next one comes, for an engine that joins late.
+One process writes, any number of others read. `count` is how often writing began. The two numbers
+before the tensors are changed before the tensors are, the two behind them afterwards. A reader
+compares both pairs before it copies, and the first pair again after it: weights that were written
+in part, or changed meanwhile, are refused. The newest version stays until the next one comes, for
+an engine that joins late.
 
 The memory has no name in any folder, and no limit but the machine's: others map it through the
 descriptor of the process that made it. It is freed when the last process that maps it ends, so that
@@ -31,19 +32,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ALIGNMENT = 64
-"""Bytes to a multiple of which tensors are placed; also the size of the numbers at either end."""
+"""Tensors begin at multiples of 64 bytes; the numbers at either end occupy 64 bytes each."""
 
 
 class StaleWeightsError(RuntimeError):
-    """The buffer does not have the weights that were asked for; the message tells what it has."""
+    """Raised if a buffer does not have the wanted version; the message tells what it has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """The place of one tensor in a buffer, with its shape and dtype."""
+    """Where one tensor is in a buffer, with its shape and dtype."""
 
     start: int
-    """Number of bytes before the tensor in the buffer."""
+    """Number of bytes of the buffer before the tensor."""
     shape: tuple[int, ...]
     dtype: str
     """Name of the tensor's dtype in torch, such as float32 or bfloat16."""
@@ -51,7 +52,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferLayout:
-    """All that a process must know to map a buffer: its file, its size, its tensors' places."""
+    """What a process must know to map a buffer of weights: file, size, and places of tensors."""
 
     path: str
     inode: int
@@ -63,8 +64,8 @@ class BufferLayout:
 
     @classmethod
     def of(cls, like: Iterable[tuple[str, Tensor]]) -> BufferLayout:
-        """Return the layout for tensors of these names, shapes and dtypes, with no memory yet (see
-        `Host.hold`, workers/host.py)."""
+        """Return the layout of a buffer for tensors of these names, shapes and dtypes. It has no
+        memory yet (`Host.hold` in workers/host.py gives it one)."""
         places, end = {}, ALIGNMENT
         for name, value in like:
             dtype = str(value.dtype).removeprefix("torch.")
@@ -79,24 +80,24 @@ class BufferLayout:
         return Memory(self.size_bytes)
 
     def at(self, memory: Memory) -> BufferLayout:
-        """Return this layout for the same buffer in other memory."""
+        """Return this layout with the path of other memory."""
         return replace(self, path=memory.path, inode=memory.inode)
 
     def source(self, version: int) -> WeightSource:
-        """Return this version in this buffer, for engines to read."""
+        """Return the version of this number in this buffer, for engines to read."""
         return WeightSource(version=version, layout=self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSource:
-    """Weights of one version, for every process of its host to read (`WeightReader`)."""
+    """One version of the weights, and the buffer from which processes of its host can read it."""
 
     version: int
     layout: BufferLayout
 
 
 class WeightBuffer:
-    """A buffer that this process has mapped. `tensors` has views of its shared memory, by name."""
+    """A buffer of weights that this process maps. `tensors` has views of the memory by name."""
 
     def __init__(self, layout: BufferLayout) -> None:
         """Map the memory of `layout`. Raises `StaleWeightsError` if it is gone."""
@@ -113,7 +114,7 @@ class WeightBuffer:
             raise StaleWeightsError(f"the trainer's shared weights are gone: {error}") from error
         self.layout = layout
         self._memory: Memory | None = None
-        """The memory, if this object has made it; else None."""
+        """The buffer's memory if this object has made it; None if another process has."""
         self.tensors: dict[str, Tensor] = {}
         for name, place in layout.places.items():
             dtype: torch.dtype = getattr(torch, place.dtype)
@@ -135,8 +136,8 @@ class WeightBuffer:
 
     @contextmanager
     def writing(self, version: int) -> Iterator[Mapping[str, Tensor]]:
-        """Yield the tensors, for this version to be written into them. Readers are refused from now
-        on, until the block ends without an error."""
+        """Yield the tensors, for the block to write this version into them. Readers are refused
+        from now on, until the block ends without an error."""
         count = int(self._before[0]) + 1
         self._before[0], self._before[1] = count, version
         yield self.tensors
@@ -144,8 +145,8 @@ class WeightBuffer:
 
     @contextmanager
     def reading(self, version: int) -> Iterator[Mapping[str, Tensor]]:
-        """Yield the tensors, to be copied. Raises `StaleWeightsError` before that if they are
-        incomplete or of another version, and after the block if they changed meanwhile."""
+        """Yield the tensors, for the block to copy. Raises `StaleWeightsError` before the block if
+        they are incomplete or not of this version, and after it if they changed meanwhile."""
         before, behind = self._before.tolist(), self._behind.tolist()
         if not before[0]:
             raise StaleWeightsError("no weights have been written yet")
@@ -159,26 +160,26 @@ class WeightBuffer:
 
 
 class WeightReader:
-    """Reads weights from sources. It maps a buffer once for all the versions that come in it."""
+    """Reads versions of the weights. It maps a buffer once for all the versions written in it."""
 
     def __init__(self) -> None:
         self._buffer: WeightBuffer | None = None
 
     def reading(self, source: WeightSource) -> AbstractContextManager[Mapping[str, Tensor]]:
-        """Yield the tensors of this version, to be copied; see `WeightBuffer.reading`."""
+        """Yield the tensors of this version, for the block to copy (`WeightBuffer.reading`)."""
         if self._buffer is None or self._buffer.layout != source.layout:
             self._buffer = WeightBuffer(source.layout)
         return self._buffer.reading(source.version)
 
 
 def read(layout: BufferLayout, start: int, size: int) -> bytes:
-    """Return bytes of a buffer of this machine. Raises `OSError` if the buffer is gone."""
+    """Return `size` bytes of a buffer on this machine. Raises `OSError` if the buffer is gone."""
     with opened(layout) as file:
         return os.pread(file.fileno(), size, start)
 
 
 def opened(layout: BufferLayout, flags: int = os.O_RDONLY) -> IO[bytes]:
-    """Return a buffer's memory, on this machine, as a file. Raises `OSError` if it is gone."""
+    """Open the memory of a buffer on this machine as a file. Raises `OSError` if it is gone."""
     descriptor = os.open(layout.path, flags)
     if os.fstat(descriptor).st_ino != layout.inode:
         os.close(descriptor)
@@ -191,16 +192,16 @@ class Memory:
     lives."""
 
     def __init__(self, size_bytes: int) -> None:
-        """Raises `OSError`, or `ValueError` if the machine has not enough memory left."""
+        """Reserve the memory. Raises `OSError`, or `ValueError` if too little is left."""
         self.descriptor, self.path = _reserved(size_bytes)
         self.inode = os.fstat(self.descriptor).st_ino
         self.close = weakref.finalize(self, _give_up, self.descriptor, self.path)
-        """Gives the memory up; processes that have mapped it keep it."""
+        """A function that frees the memory; processes that have mapped it keep theirs."""
 
 
 def _reserved(size: int) -> tuple[int, str]:
-    """Return the descriptor of this many bytes of new memory, and the path by which other processes
-    open it. Raises `OSError`, or `ValueError` if there is not enough memory."""
+    """Reserve this many bytes of new memory. Returns its descriptor, and the path by which other
+    processes open it. Raises `OSError`, or `ValueError` if there is not enough memory."""
     available = _available_bytes()
     no_room = ValueError(
         f"{available / 2**30:.2f} GiB of memory are left, and weights on their way from the trainer"
@@ -228,8 +229,7 @@ def _reserved(size: int) -> tuple[int, str]:
 
 
 def _available_bytes() -> float:
-    """Return the bytes that the kernel estimates available without swapping; infinite if it does
-    not tell."""
+    """Return the kernel's estimate of the bytes available without swapping; infinity if unknown."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

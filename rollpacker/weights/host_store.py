@@ -28,14 +28,14 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 class HostStore:
-    """Moves tensors' storages off devices of type `source`. Tensors elsewhere stay where they are,
-    so that on a CPU nothing happens."""
+    """Moves the storages of tensors on devices of type `source` to host memory and back. Other
+    tensors stay where they are, so that on a CPU nothing happens."""
 
     def __init__(self, source: str = "cuda") -> None:
         self.source = source
         self._copies: list[tuple[torch.UntypedStorage, Tensor]] = []
         self._away: dict[int, tuple[Tensor, Tensor]] = {}
-        """By the identity of a tensor whose storage is empty: the tensor, and the copy of its
+        """For each tensor whose storage is empty, by its `id`: the tensor, and the copy of its
         storage."""
         self.is_readable = False
 
@@ -65,14 +65,14 @@ class HostStore:
         return sum(copy.numel() for _, copy in copies)
 
     def reload(self) -> None:
-        """Bring all storages back, bit for bit. The copies run on the current stream."""
+        """Bring all storages back to the device, bit for bit, by copies on the current stream."""
         for storage, copy in self._copies:
             storage.resize_(copy.numel())
             _bytes_of(storage).copy_(copy, non_blocking=True)
         self.forget()
 
     def forget(self) -> None:
-        """Drop the copies; the tensors' storages stay empty."""
+        """Drop the copies in host memory; the tensors' storages stay empty."""
         self._copies = []
         self._away = {}
 

@@ -1,4 +1,4 @@
-"""Compares two copies of a model by a fixed sample of their elements."""
+"""Hashes a fixed sample of a model's elements, by which two copies of a model are compared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 SAMPLED_ELEMENTS = 64
-"""Number of elements of each tensor that are compared. All are, if a tensor has fewer."""
+"""Number of elements of each tensor that are compared; of a smaller tensor, all."""
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 OUTPUT_LAYERS = ("lm_head.weight", "embed_out.weight")
 
@@ -21,8 +21,8 @@ def weight_probe(
     named_tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None
 ) -> str:
     """Return the SHA-256 (hex) of names, shapes and 64 elements of each tensor: the first, the last
-    and 62 places between them that follow from the tensor's name and size. Their order does not
-    matter.
+    and 62 places between them that follow from the tensor's name and size. The order of the
+    tensors does not matter.
 
     Floating-point tensors are cast to `dtype` first, so that a trainer's float32 can be compared
     with an engine's bfloat16. Give whole parameters: sharded ones have to be gathered before. Each
@@ -51,7 +51,7 @@ def weight_probe(
 
 
 def _positions(tensors: Sequence[tuple[str, Tensor]]) -> np.ndarray:
-    """Return flat places of elements [tensors, 64]. A smaller tensor repeats its last one."""
+    """Return flat indices of sampled elements [tensors, 64]; a small tensor repeats its last."""
     keys = [
         "embedding" if name.endswith(EMBEDDINGS + OUTPUT_LAYERS) else name for name, _ in tensors
     ]
@@ -77,7 +77,7 @@ def _mixed(values: np.ndarray) -> np.ndarray:
 def _sample(
     tensors: Sequence[Tensor], positions: np.ndarray, dtype: torch.dtype | None
 ) -> list[bytes]:
-    """Return the bytes of the sampled elements, for each tensor."""
+    """Return for each tensor the bytes of its sampled elements."""
     samples: list[bytes] = [b""] * len(tensors)
     for device in {tensor.device for tensor in tensors}:
         here = [i for i, t in enumerate(tensors) if t.device == device and t.numel()]

@@ -1,17 +1,16 @@
 """Processes that this one starts, talks to, watches and ends. Standard library only.
 
-    Host.start(module, name)         host.py      here, or on another host (hosts/)
-      Child, its guardian            child.py     stopped? how ended? kill, gone, close
-    Line, Listener                   line.py      messages over an inherited socket or a port
-      their kinds                    kinds.py     HELLO, SETUP, READY ... one numbering
-      what they hold                 ../codec.py  values as bytes that cannot execute
-    LoopUse                          loop.py      one thread with a loop for all lines
+    `host.py`: `Host.start` starts a process here, or on another host (`hosts/`).
+    `child.py`: `Child` tells whether a process here is stopped or how it ended, and ends it.
+    `line.py`, `listener.py`: lines carry messages over an inherited socket, or over a port.
+    `kinds.py`: the kinds of messages. `../codec.py`: their values, as bytes that cannot execute.
+    `loop.py`: one thread with an event loop for the lines to all processes.
 
-    the owner has                    the program has
-    Served              served.py    Program       program.py     an engine, a reward host
-    WorkerPool          pool.py      connected     answering.py   functions, environments
-      WorkerProcess     worker.py
-    Member, replies     group.py     answer_calls  program.py     the trainer's ranks
+The process that starts another is its owner. The two sides of a process are, by what it runs:
+
+    an engine or a reward host: the owner's `Served` (`served.py`), and `Program` (`program.py`).
+    a user's function or environment: `WorkerPool` (`pool.py`), and `connected` (`answering.py`).
+    a trainer's rank: `Member` and `replies` (`group.py`), and `answer_calls` (`program.py`).
 
 A process says hello at once and is told what to make; it reports that it is ready, or why it cannot
 be. A `Served` process answers at any time: silence longer than its heartbeat means that a signal

@@ -29,7 +29,8 @@ def connected(line: int | Line) -> Controller:
 
 
 class Controller:
-    """The process that started this one, over the line. When it hangs up, this process ends."""
+    """The process that started this one, and the line (message socket) to it. When it hangs up,
+    this process ends."""
 
     def __init__(self, line: Line) -> None:
         self.line = line
@@ -47,7 +48,7 @@ class Controller:
         self.say(call, json.dumps(reply, allow_nan=False).encode(), kind)
 
     def say(self, call: int, payload: bytes, kind: int = ANSWER) -> None:
-        """Send a reply whose payload is JSON already, after flushing what was printed."""
+        """Send a reply whose content is JSON already, after flushing stdout and stderr."""
         self._end_in_fork()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # the function may have closed or replaced it

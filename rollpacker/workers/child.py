@@ -1,4 +1,4 @@
-"""Starts a process, finds out whether it runs, is stopped or has ended, and ends it."""
+"""Starts a child process, finds out whether it runs, is stopped or has ended, and ends it."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from rollpacker.workers import guardian
 
 _MAX_SIGNAL = 64
 BY_SIGNAL = "was stopped by a signal"
-"""Words for a process that SIGSTOP holds, to follow its name in a sentence."""
+"""Words for a process that a signal (SIGSTOP) holds, to follow its name in a sentence."""
 END_S = 2.0
-"""Seconds for which a process that was told to end is waited for before it is killed."""
+"""Seconds that a process which was told to end is given before it is killed."""
 
 
 class Child:
-    """A process that this one has started. It ends when this object does, at the latest.
+    """A child process that this process has started. It ends when this object does, at the latest.
 
     The methods may be called from any thread.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], name: str, lifeline: int = -1) -> None:
-        """If `process` is a guardian, `lifeline` is this end of the pipe that keeps it; else -1."""
+        """`lifeline`: if `process` is a guardian, which ends the child once a pipe from here is
+        closed, this end of the pipe; else -1."""
         self.name = name
         self.pid = process.pid
-        """Id of the process that does the work: the one started, until the owner sets that of a
-        descendant."""
+        """Id of the process that does the work: the started one, or a descendant that the owner has
+        set."""
         self.process = process
         self._lifeline = lifeline
         self._close = weakref.finalize(self, _close, process, lifeline, os.getpid())
@@ -84,16 +85,16 @@ class Child:
         return f"{self.name} (pid {self.pid})"
 
     def is_stopped(self) -> bool:
-        """Whether a signal (SIGSTOP) holds the process, other than a debugger's. False where the
-        system does not show that."""
+        """Return whether a signal (SIGSTOP) holds the process, a debugger's excepted. False where
+        the system does not show that."""
         return state(self.pid) == "T"
 
     def is_cut_off(self) -> bool:
-        """Whether the process's host does not answer: never, since that is this host."""
+        """Return False: this process's own host always answers."""
         return False
 
     def how_ended(self, wait_s: float = 0.0) -> str | None:
-        """Return in words how the process ended, or None if it has not after `wait_s` seconds."""
+        """Return in words how the process ended; None if it still runs after `wait_s` seconds."""
         try:
             code = self.process.wait(timeout=wait_s)
         except subprocess.TimeoutExpired:
@@ -108,17 +109,17 @@ class Child:
             return f"signal {-code}"
 
     def went_with_host(self) -> bool:
-        """Whether the process ended with its host: never, since that is this host."""
+        """Return False: the process cannot have ended with its host, which is this one."""
         return False
 
     def kill(self) -> None:
-        """Kill the process; with a guardian, its children too. Does not wait for their end."""
+        """Kill the process; with a guardian, its descendants too. Does not wait for their end."""
         if self._close.alive:
             _kill(self.process, self._lifeline)
 
     async def gone(self) -> str | None:
-        """Wait in an event loop for the process's end, and return how it ended. After `END_S` it is
-        killed, and None is returned."""
+        """Wait in an event loop for the process's end, and return in words how it ended. After
+        `END_S` seconds the process is killed, and None is returned."""
         until = time.monotonic() + END_S
         while (how := self.how_ended()) is None and time.monotonic() < until:
             await asyncio.sleep(0.002)
@@ -133,7 +134,7 @@ class Child:
         self.process.kill()
 
     def close(self) -> None:
-        """End the process and wait for that, up to `END_S`. Further calls do nothing."""
+        """End the process and wait up to `END_S` seconds for that. Further calls do nothing."""
         self._close()
 
 
@@ -163,13 +164,13 @@ def _close_fd(fd: int) -> None:
 
 
 def state(pid: int) -> str:
-    """Return the kernel's letter for the process's state: R, S, D, T (stopped), t (traced), Z
+    """Return Linux's letter for the state of this process: R, S, D, T (stopped), t (traced), Z
     (ended); "" if there is no such process."""
     return (_stat(pid) or [""])[0]
 
 
 def children(pid: int) -> list[int]:
-    """Return the ids of the processes that this process has started and that still exist."""
+    """Return the ids of the children of this process that still exist."""
     try:
         text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
     except OSError:  # gone, or a kernel without that file
@@ -179,7 +180,7 @@ def children(pid: int) -> list[int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat after the name. The first two are state and parent."""
+    """Return the fields of /proc/PID/stat after the process's name: state, parent's id ..."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 HEADER = struct.Struct(">BQQ")
 """Header of a message: its kind, the number of its call, the number of bytes that follow."""
 MAX_BYTES = 16 << 30
-"""Default of the most bytes of one message: a guard against nonsense, not a limit of work."""
+"""Default for the most bytes of one message: a guard against nonsense, not a limit for work."""
 
 
 class Message(NamedTuple):
@@ -30,8 +30,8 @@ class Frames:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Message]:
-        """Return the messages that are complete with this data. Raises `ValueError` for one that is
-        longer than `max_bytes`."""
+        """Return the messages that these bytes complete. Raises `ValueError` for a message of more
+        than `max_bytes`."""
         self._buffer += data
         found = []
         while len(self._buffer) >= HEADER.size:

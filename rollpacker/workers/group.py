@@ -1,9 +1,9 @@
 """Processes that are called together, in a thread that waits for their answers. If one is lost, all
 are, since the others may wait for it in a joint call for ever.
 
-    say(members, payloads, during)    a call to each
-    replies(members, during)          what each answers; `MemberLost` if one ends or stays stopped
-    end(members), close(members)      have them end, and wait for that
+    say(members, calls, during): send each member its call.
+    replies(members, during): wait for the answers; `MemberLost` if one ends or stays stopped.
+    Member.end(), close(members): end the members, and wait until they have ended.
 
 Each member answers one call at a time (`program.answer_calls`). A member that a signal has stopped
 is waited for a while, since a user may let it go on.
@@ -22,36 +22,36 @@ from rollpacker.workers.kinds import CALL, ERROR
 from rollpacker.workers.line import Line, LineEnded, ready
 
 END_S = 5.0
-"""Seconds for which a member that was told to end is waited for."""
+"""Seconds that a member process which was told to end is given before it is killed."""
 GRACE_S = 30.0
-"""Seconds for which the other members' replies are awaited once one has failed, since they may wait
-for it in a joint call."""
+"""Seconds for which the other members' replies are awaited once one member has failed: they may
+hang, waiting for it in a collective call."""
 LOOK_S = 5.0
-"""Seconds between two checks, while replies are awaited, whether a signal has stopped a member."""
+"""Seconds between two checks whether a signal has stopped a member whose reply is awaited."""
 STOPPED_S = 60.0
-"""Seconds after which a member that a signal has stopped during a call is lost. A member that a
-debugger holds is not."""
+"""Seconds after which a member process that a signal has stopped during a call counts as lost. One
+that a debugger holds does not."""
 
 logger = logging.getLogger(__name__)
 
 
 class MemberLost(Exception):
-    """Raised if a member has ended, or stays stopped by a signal; the message tells how."""
+    """Raised if a member process has ended, or stays stopped by a signal; the message tells how."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Member:
-    """One process of a group whose members are called together."""
+    """One process of a group, such as a trainer's rank, that is called together with the others."""
 
     name: str
     number: int
     pid: int
     line: Line
     child: Process | None
-    """The process. None if this process did not start it."""
+    """The started process. None if this process did not start it."""
 
     def how_it_ended(self) -> str:
-        """Return in words how the member ended, once its line has ended."""
+        """Return in words how the member process ended, once its line (socket) has ended."""
         if self.child is None:
             return "hung up"
         how = self.child.how_ended(END_S)
@@ -61,7 +61,7 @@ class Member:
         return self.child is not None and self.child.is_stopped()
 
     def end(self) -> None:
-        """Kill the member's process, or hang up if this process did not start it."""
+        """Kill the member process, or close the line to it if this process did not start it."""
         if self.child is not None:
             self.child.kill()
         else:
@@ -72,7 +72,7 @@ class Member:
 
 
 def say(members: Sequence[Member], calls: Sequence[bytes], during: str) -> None:
-    """Send each member its call. `during`: the call's name in messages. Raises `MemberLost`."""
+    """Send each member process its call, which is named `during` in errors. Raises `MemberLost`."""
     for member, call in zip(members, calls, strict=True):
         try:
             member.line.send(CALL, payload=call)
@@ -81,8 +81,9 @@ def say(members: Sequence[Member], calls: Sequence[bytes], during: str) -> None:
 
 
 def replies(members: Sequence[Member], during: str) -> dict[int, tuple[int, bytes]]:
-    """Return kind and content of each member's reply, by the member's number. Some are missing if a
-    member failed and others took longer than `GRACE_S`. Raises `MemberLost`."""
+    """Wait for the members' replies. Returns each one's kind and content, by the member's number.
+    Some are missing if a member failed and others took longer than `GRACE_S`. Raises
+    `MemberLost`."""
     found: dict[int, tuple[int, bytes]] = {}
     waiting = {member.line: member for member in members}
     stopped: dict[int, float] = {}
@@ -104,8 +105,8 @@ def replies(members: Sequence[Member], during: str) -> dict[int, tuple[int, byte
 
 
 def _look_for_stopped(waiting: Iterable[Member], stopped: dict[int, float], during: str) -> None:
-    """Raises `MemberLost` for a member that was stopped for longer than `STOPPED_S`. `stopped`: by
-    a member's number, the time since when it is stopped; kept between calls."""
+    """Raise `MemberLost` for a member that has been stopped for more than `STOPPED_S` seconds.
+    `stopped`: by member number, since when; it is kept from call to call."""
     for member in waiting:
         if not member.is_stopped():
             stopped.pop(member.number, None)
@@ -121,8 +122,8 @@ def _ended(member: Member, during: str) -> MemberLost:
 
 
 def close(started: Sequence[Member]) -> None:
-    """Wait until these members, which this process has started, are gone; end them if that takes
-    longer than `END_S`."""
+    """Wait until these members, which this process has started, have ended, and kill those that
+    take longer than `END_S` seconds."""
     until = time.monotonic() + END_S
     for member in started:
         assert member.child is not None

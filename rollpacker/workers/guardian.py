@@ -3,9 +3,10 @@
     owner --lifeline--> guardian --> child --> whatever that starts
 
 Run as `python -ISB guardian.py LIFELINE COMMAND...`; standard library only. The guardian kills the
-family when the owner wants that or is gone, however busy or stopped the child is, also descendants
-outside of the child's process group: they are the guardian's as orphans. If the child ends by
-itself, so does it, with the same exit code (128 + N: signal N).
+child and all descendants when the owner wants that or is gone, however busy or stopped the child
+is. Descendants outside of the child's process group are included: as orphans they become the
+guardian's children. If the child ends by itself, the guardian kills the rest and ends with the
+same exit code (128 + N: signal N).
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from typing import NoReturn
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _EXPENDABLE = "500"
-"""The child's score, of -1000 to 1000, for being killed when memory runs out: rather than its
-owner, which can replace it."""
+"""The child's score, of -1000 to 1000, for being killed when memory runs out: it is to be killed
+before its owner, which can replace it."""
 _LOOK_MS = 1000 if hasattr(os, "pidfd_open") else 50
 _END_S = 2.0
 """Seconds for which the guardian waits for the killed processes to be gone."""
@@ -56,8 +57,8 @@ def main(lifeline: int, command: list[str]) -> NoReturn:
 
 
 def _watched(child: int, lifeline: int, owner: int) -> int | None:
-    """Wait until the child ends by itself and return its wait status, or None if the owner wants it
-    ended or is gone."""
+    """Wait until the child ends by itself, and return its wait status. None: its owner wants it
+    ended, or is gone."""
     poll = select.poll()
     poll.register(lifeline, select.POLLIN)
     if hasattr(os, "pidfd_open"):
@@ -71,8 +72,8 @@ def _watched(child: int, lifeline: int, owner: int) -> int | None:
 
 
 def _reap(child: int) -> int | None:
-    """Collect all children that have ended, orphans included. Returns the child's wait status if it
-    is among them, else None."""
+    """Collect all ended children of the guardian, orphans included. Returns the child's wait status
+    if it is among them, else None."""
     found = None
     with contextlib.suppress(ChildProcessError):
         while True:
@@ -85,7 +86,7 @@ def _reap(child: int) -> int | None:
 
 
 def _end_all(child: int, status: int | None) -> int | None:
-    """Kill the child and all descendants. Returns the child's wait status, or `status`."""
+    """Kill the child and all descendants. Returns the child's wait status, new or given."""
     until = time.monotonic() + _END_S
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)
@@ -102,7 +103,7 @@ def _end_all(child: int, status: int | None) -> int | None:
 
 
 def _children() -> list[int]:
-    """Return the ids of this process's children. Empty where the system does not list them."""
+    """Return the ids of the guardian's children. Empty where the system does not list them."""
     with contextlib.suppress(OSError), open(f"/proc/self/task/{os.getpid()}/children") as file:
         return [int(pid) for pid in file.read().split()]
     return []

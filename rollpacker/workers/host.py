@@ -1,4 +1,4 @@
-"""The hosts on which a run's processes are started: this machine, or others (`workers/hosts/`)."""
+"""The machines on which a run's processes are started: this one, or others (`workers/hosts/`)."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
 
 
 class Process(Protocol):
-    """A process as its owner sees it, on any host. `Child` has the docstrings that are missing."""
+    """A process on any host, as its owner sees it. Methods without docstring are as in `Child`."""
 
     pid: int
-    """Id of the process on its own host; 0 while it is unknown. The owner sets it to that of a
+    """Id of the process on its own host; 0 while it is unknown. The owner may set it to that of a
     descendant that does the work."""
 
     def is_stopped(self) -> bool: ...
 
     def is_cut_off(self) -> bool:
-        """Whether the process's host does not answer, so that silence of the process means nothing.
-        Before long the process is heard again, or counts as ended with its host."""
+        """Return whether the process's host does not answer: the process's silence then means
+        nothing. Soon it is heard again, or counts as ended with its host."""
         ...
 
     def how_ended(self, wait_s: float = 0.0) -> str | None: ...
 
     def went_with_host(self) -> bool:
-        """Whether the process counts as ended only because its host cannot be reached any more."""
+        """Return whether the process counts as ended only since its host cannot be reached."""
         ...
 
     def kill(self) -> None: ...
@@ -47,7 +47,8 @@ class Host(Protocol):
     def start(
         self, module: str, name: str, *, guarded: bool, environment: Mapping[str, str | None]
     ) -> tuple[Process, Line]:
-        """Start `python -m module`; return it with a line, whose other side it finds by `LINE_FD`.
+        """Start `python -m module` on this host. Returns the process, and a line (message socket)
+        to it.
 
         `environment` is added to the host's variables; None removes one. A process that cannot be
         reached any more is reported as ended. Raises `OSError`.
@@ -55,20 +56,20 @@ class Host(Protocol):
         ...
 
     def hold(self, layout: BufferLayout) -> BufferLayout:
-        """Return memory of this host for weights that a process there will write: the same each
-        time, as long as the host can be reached. Raises `OSError`, or `ValueError` if there is not
-        enough memory."""
+        """Return the layout of memory on this host into which a process there will write weights:
+        the same each time, as long as the host can be reached. Raises `OSError`, or `ValueError` if
+        there is not enough memory."""
         ...
 
     def weights(self, source: WeightSource) -> WeightSource:
-        """Return where processes of this host read these weights, after waiting until they have
-        arrived. Raises `OSError` if they cannot be brought, `StaleWeightsError` if they changed
+        """Return where processes of this host read this version of the weights, after waiting until
+        it has arrived. Raises `OSError` if it cannot be brought, `StaleWeightsError` if it changed
         meanwhile."""
         ...
 
 
 class ThisHost:
-    """The machine that this process runs on."""
+    """The machine on which this process runs, as a `Host`."""
 
     name = "this machine"
     _memory: Memory | None = None
@@ -76,7 +77,7 @@ class ThisHost:
     def start(
         self, module: str, name: str, *, guarded: bool, environment: Mapping[str, str | None]
     ) -> tuple[Child, Line]:
-        """Start a process here with a line to it; see `Host`."""
+        """Start `python -m module` on this machine. Returns the process and a line to it."""
         line, theirs = Line.pair()
         variables = {**os.environ, **environment, LINE_FD: str(theirs.fileno())}
         with theirs:
@@ -90,11 +91,11 @@ class ThisHost:
         return child, line
 
     def hold(self, layout: BufferLayout) -> BufferLayout:
-        """Return memory for weights that a process here will write; see `Host`."""
+        """Return the layout of memory here into which a process here will write weights."""
         if self._memory is None:
             self._memory = layout.memory()
         return layout.at(self._memory)
 
     def weights(self, source: WeightSource) -> WeightSource:
-        """Return these weights, which are on this host already; see `Host`."""
+        """Return `source` itself: its weights are on this machine already."""
         return source

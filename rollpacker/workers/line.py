@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 _CHUNK = 1 << 16
 LINE_FD = "ROLLPACKER_LINE"
-"""Variable of a child's environment with the descriptor of its side of the line."""
+"""Environment variable in which a child finds the descriptor of its side of the line."""
 
 
 class LineEnded(Exception):
-    """Raised if the other side hung up, is gone, or sent bytes that are no message."""
+    """Raised if the line's other side hung up, is gone, or sent bytes that are no message."""
 
 
 class Line:
-    """One side of a line: a socket on which messages are sent and received."""
+    """One process's side of a line, a socket on which messages are sent and received."""
 
     def __init__(self, connection: socket.socket, *, max_bytes: int = MAX_BYTES) -> None:
         self.frames = Frames(max_bytes)
@@ -39,22 +39,22 @@ class Line:
         self._heard: deque[Message] = deque()
         self._unsent = bytearray()
         self._is_flushing = False
-        """Whether the loop has been asked to send what is unsent."""
+        """Whether the event loop will soon send the messages that were posted."""
         self._waits_for_room = False
         self._is_finishing = False
-        """Whether the line is to be hung up once nothing is unsent."""
+        """Whether the line is to be closed once all posted messages are sent."""
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @classmethod
     def pair(cls, *, max_bytes: int = MAX_BYTES) -> tuple[Line, socket.socket]:
         """Return this process's side of a new line, and the other side's socket for a child to
-        inherit. `max_bytes`: most bytes of one message of the child."""
+        inherit. `max_bytes`: the most bytes of one message that this side accepts."""
         ours, theirs = socket.socketpair()
         return cls(ours, max_bytes=max_bytes), theirs
 
     @classmethod
     def inherited(cls, fd: int) -> Line:
-        """Return a child's side of its line, which is not inherited by the child's own children."""
+        """Return this child's side of its line. The child's own children do not inherit it."""
         os.set_inheritable(fd, False)
         return cls(socket.socket(fileno=fd))
 
@@ -62,7 +62,7 @@ class Line:
         return self._connection.fileno()
 
     def released(self) -> socket.socket:
-        """Return the socket, on which another protocol is spoken from now on; the line is not used
+        """Take the socket out of the line, and return it for another protocol; the line is not used
         any more."""
         assert self._loop is None and not self._heard
         return self._connection
@@ -77,7 +77,7 @@ class Line:
             raise LineEnded(str(error)) from None
 
     def read(self) -> list[Message]:
-        """Wait for some bytes, and return the messages complete by then. Raises `LineEnded`."""
+        """Wait for bytes, and return the messages that they complete. Raises `LineEnded`."""
         try:
             data = self._connection.recv(_CHUNK)
             messages = self.frames.feed(data)
@@ -107,8 +107,8 @@ class Line:
         heard: Callable[[Message], None],
         ended: Callable[[], None],
     ) -> None:
-        """Let this loop call `heard` with each message, and `ended` once when the line has ended. A
-        `ValueError` raised by `heard` ends the line."""
+        """Let this event loop call `heard` with each message, and `ended` once when the line has
+        ended. A `ValueError` raised by `heard` ends the line."""
         self._connection.setblocking(False)
         self._loop = loop
         self._is_flushing = self._waits_for_room = False  # which the last loop may not have come to
@@ -126,7 +126,7 @@ class Line:
         loop.add_reader(self.fileno(), readable)
 
     def post(self, kind: int, number: int = 0, payload: bytes = b"") -> None:
-        """Send a message from the loop without waiting. Does nothing after the end of the line."""
+        """Send a message from the event loop without waiting. Does nothing on an ended line."""
         self._unsent += packed(kind, number, payload)
         self._flush()
 
@@ -159,12 +159,12 @@ class Line:
             self.hang_up()
 
     def finish(self) -> None:
-        """Hang up once all that was posted is sent."""
+        """Close the line once all messages posted so far are sent."""
         self._is_finishing = True
         self._flush()
 
     def detach(self) -> None:
-        """Take the line out of the loop, whose callbacks are not called any more."""
+        """Take the line out of its event loop: `heard` and `ended` are not called any more."""
         if self._loop is not None and not self._loop.is_closed() and self._is_flushing:
             self._flush()  # the loop will not come to it
         loop, self._loop = self._loop, None
@@ -180,13 +180,13 @@ class Line:
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Take the line out of its loop, and close this side."""
+        """Take the line out of its event loop, and close this side of it."""
         self.detach()
         self._connection.close()
 
 
 def inherited_line() -> Line | None:
-    """Return the line of a process that a `Host` has started, or None in any other process."""
+    """Return this process's line if a `Host` has started it; None in any other process."""
     fd = os.environ.pop(LINE_FD, None)  # what this one starts has lines of its own
     return None if fd is None else Line.inherited(int(fd))
 
@@ -199,8 +199,8 @@ Readable = TypeVar("Readable", bound=HasFileno)
 
 
 def ready(those: Iterable[Readable], timeout_s: float | None) -> list[Readable]:
-    """Wait until some of these can be read without blocking, and return those. Empty after
-    `timeout_s` seconds; None: wait for ever."""
+    """Wait until some of these (lines or other readers) can be read without blocking, and return
+    them; after `timeout_s` seconds none. `timeout_s` None: wait for ever."""
     by_fd = {one.fileno(): one for one in those}
     poll = select.poll()  # `select.select` knows descriptors below 1,024 only
     for fd in by_fd:

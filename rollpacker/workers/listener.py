@@ -1,7 +1,7 @@
-"""Lines to processes that are not this one's children: they connect to a port and show a token.
+"""Accepts connections of processes that were not started by this one, if they show a token.
 
 A connection is closed unless it shows the token within `KNOCK_S`, in a message of at most
-`MAX_HELLO_BYTES`. No other connection waits meanwhile, and until then its bytes are only compared.
+`MAX_HELLO_BYTES`. Until then its bytes are only compared with the token; no other waits for it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from rollpacker.workers.kinds import HELLO
 from rollpacker.workers.line import HasFileno, Line, LineEnded, ready
 
 KNOCK_S = 10.0
-"""Seconds within which a connection must show the token."""
+"""Seconds within which a new connection to the port must show the token."""
 MAX_HELLO_BYTES = 4096
 MAX_KNOCKING = 64
-"""Most connections that have not shown the token yet. One more closes the oldest."""
+"""The most connections that have not shown the token yet. One more closes the oldest."""
 _TOKEN_BYTES = 32
 
 
@@ -29,14 +29,14 @@ _TOKEN_BYTES = 32
 class _Knock:
     line: Line
     until: float
-    """Time on the monotonic clock at which the connection is closed if it has shown no token."""
+    """The `time.monotonic` at which the connection is closed if it has not shown the token."""
 
 
 class Listener:
     """An open port. One thread at a time uses it; an event loop does so by `asyncio.to_thread`."""
 
     def __init__(self, host: str) -> None:
-        """Listen on any free port of this address. Raises `OSError`."""
+        """Listen on any free port of the address `host`. Raises `OSError`."""
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
@@ -47,12 +47,12 @@ class Listener:
         self.host: str = self._socket.getsockname()[0]
         self.port: int = self._socket.getsockname()[1]
         self.token = secrets.token_bytes(_TOKEN_BYTES)
-        """The secret that a process has to give to `connect`."""
+        """The secret that a process must give to `connect` to be accepted."""
         self._knocks: list[_Knock] = []
 
     def accept(self, within_s: float) -> list[tuple[Line, bytes]]:
-        """Wait for connections that show the right token. Returns their lines, each with the bytes
-        after the token, or nothing after `within_s` seconds."""
+        """Wait for connections that show the token. Returns a line and the bytes after the token
+        for each; an empty list after `within_s` seconds."""
         until = time.monotonic() + within_s
         found: list[tuple[Line, bytes]] = []
         while not found:
@@ -82,7 +82,7 @@ class Listener:
             self._forget(self._knocks[0])
 
     def _hello(self, knock: _Knock) -> bytes | None:
-        """Return the bytes after the token, or None if the message is incomplete or wrong."""
+        """Return the bytes after the token; None if the message is incomplete or wrong."""
         try:
             messages = knock.line.read()
         except LineEnded:
@@ -119,8 +119,8 @@ def connect(
     source: str | None = None,
     within_s: float | None = None,
 ) -> Line:
-    """Return a line to the listener there. `source`: address to connect from; None: any. Raises
-    `OSError`, also if it takes longer than `within_s` seconds, and `LineEnded`."""
+    """Connect to a `Listener`, and return the line. `source`: address to connect from; None: any.
+    Raises `OSError`, also if it takes longer than `within_s` seconds, and `LineEnded`."""
     own = None if source is None else (source, 0)
     line = Line(_watched(socket.create_connection((host, port), within_s, own)))
     try:
@@ -132,6 +132,6 @@ def connect(
 
 
 def _watched(connection: socket.socket) -> socket.socket:
-    """Let the kernel notice if the other machine is gone without a word (keep-alive)."""
+    """Return the connection, with TCP keep-alive: a silent end of the other side is noticed."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     return connection

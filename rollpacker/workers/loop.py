@@ -20,10 +20,10 @@ _running: _Running | None = None
 
 
 class LoopUse:
-    """One user's claim on the loop, from the making of this object to `end`."""
+    """A user's claim on the common event loop, from the making of this object to `end`."""
 
     def __init__(self) -> None:
-        """Starts the thread if the loop has no other user."""
+        """Start the common loop's thread if the loop has no other user."""
         global _running
         with _lock:
             if _running is None:
@@ -36,17 +36,17 @@ class LoopUse:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop that all users share."""
+        """The event loop that all users share."""
         return self._running.loop
 
     def soon(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Call the function in the loop, from any thread. Does nothing once the loop has closed."""
+        """Call the function in the event loop, from any thread. Does nothing on a closed loop."""
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(function, *arguments)
 
     def end(self) -> None:
-        """Give up the claim on the loop, in any thread. The last user ends the loop's thread, and
-        waits for that unless called in that thread. A further call waits again."""
+        """Give up the claim on the event loop, in any thread. The last user ends the loop's thread,
+        and waits for its end unless called in that thread. A further call waits again."""
         global _running
         with _lock:
             if not self._is_ended:
@@ -61,7 +61,7 @@ class LoopUse:
 
 
 class _Running:
-    """The thread, its loop, and the number of their users."""
+    """The thread of the common event loop, the loop, and the number of its users."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.num_users = 0
@@ -82,8 +82,8 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 def at_once(
     work: Sequence[Callable[[], Result]], within_s: float | None = None
 ) -> list[Result | Exception]:
-    """Call these functions at once, each in a daemon thread. Returns what they returned or raised,
-    or `TimeoutError` for those that take longer than `within_s` seconds; None: no limit."""
+    """Call these functions at the same time, each in a daemon thread. Returns for each its result
+    or exception, or `TimeoutError` after `within_s` seconds; None: no limit."""
     late = TimeoutError(f"no answer within {within_s} s")
     found: list[Result | Exception] = [late] * len(work)
 

@@ -12,21 +12,21 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 GLOO = "GLOO_SOCKET_IFNAME"
-"""Environment variable with the name of the interface that gloo listens on."""
+"""Environment variable that names the network interface on which torch's gloo listens."""
 INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 """Name of this machine's loopback interface."""
 LOOPBACK = "127.0.0.1"
 
 
 def gloo_at(address: str) -> dict[str, str]:
-    """Return variables for processes that meet at this address. If that is the loopback address,
-    all are on this machine, and gloo is to listen there too; else none."""
+    """Return environment variables for processes that meet at this address. If it is the loopback
+    address, all are on this machine, and gloo is to listen there too; else there are none."""
     return {GLOO: INTERFACE} if address == LOOPBACK else {}
 
 
 def unless_chosen(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return these variables without gloo's interface, if this process's environment has that one:
-    then it was chosen by the user, or by the starter of this process."""
+    """Return `environment` without gloo's interface if this process's environment names one: it was
+    chosen by the user, or by the process that started this one."""
     return {
         name: one for name, one in environment.items() if name != GLOO or name not in os.environ
     }
@@ -34,8 +34,8 @@ def unless_chosen(environment: Mapping[str, str]) -> dict[str, str]:
 
 @contextmanager
 def gloo_on_loopback() -> Iterator[None]:
-    """Inside the block, new groups of gloo listen on the loopback, unless the environment names an
-    interface. Afterwards the environment is as before."""
+    """During the block, new process groups of gloo listen on the loopback interface, unless the
+    environment names another. Afterwards the environment is as before."""
     if GLOO in os.environ:
         yield
         return

@@ -1,4 +1,4 @@
-"""Turns the output of a process into lines for a log, up to a number of bytes per minute."""
+"""Turns the printed output of a process into log lines, up to a number of bytes per minute."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable
 
 MAX_OUTPUT_BYTES = 64 << 10
-"""Most bytes of output that are kept per minute."""
+"""The most bytes of processes' output that are kept per minute."""
 _MAX_LINE = 2000
 _CHUNK = 1 << 16
 
 
 class OutputQuota:
-    """Lets `MAX_OUTPUT_BYTES` pass each minute and counts what exceeds them."""
+    """Lets `MAX_OUTPUT_BYTES` of output pass each minute, and counts the bytes that are dropped."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -24,7 +24,7 @@ class OutputQuota:
         self.num_dropped = 0
 
     def take(self, data: bytes) -> bytes:
-        """Return the data that may pass, after a line on what was dropped the minute before."""
+        """Return the data that may pass, after a note on bytes dropped the minute before."""
         told = b""
         if self._clock() - self._minute >= 60:
             self._minute, self._left = self._clock(), MAX_OUTPUT_BYTES
@@ -42,24 +42,24 @@ class Output:
     `writer` here afterwards, since the process has a copy."""
 
     def __init__(self, quota: OutputQuota, heard: Callable[[str], None]) -> None:
-        """`heard` is called with each line that is printed."""
+        """`heard` is called with each line that the process prints."""
         self._quota, self._heard = quota, heard
         self._reader, self.writer = os.pipe()
         os.set_blocking(self._reader, False)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._unfinished = b""
-        """The beginning of a line whose end is still to come."""
+        """The beginning of a printed line whose end has not been read yet."""
 
     def fileno(self) -> int:
         return self._reader
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Let this loop read whenever the process has printed."""
+        """Let this event loop read from the pipe whenever the process has printed."""
         self._loop = loop
         loop.add_reader(self._reader, self.read)
 
     def read(self) -> None:
-        """Read what has been printed so far, without waiting."""
+        """Read what the process has printed so far, without waiting."""
         with contextlib.suppress(BlockingIOError):
             data = os.read(self._reader, _CHUNK)
             if not data:
@@ -72,8 +72,8 @@ class Output:
                 self._tell(line)
 
     def _tell(self, line: bytes) -> None:
-        """Pass a line on. Control characters and bytes that are no text become escapes, tabs become
-        spaces, and of text that overwrites itself (a progress bar) only the last is kept."""
+        """Pass a printed line on to `heard`. Control characters and bytes that are no text become
+        escapes, tabs become spaces, and of text that overwrites itself only the last is kept."""
         text = line[:_MAX_LINE].decode(errors="backslashreplace").rstrip()
         text = text.rpartition("\r")[2].expandtabs(4)
         if text.strip():

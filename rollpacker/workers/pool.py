@@ -1,8 +1,8 @@
 """The worker processes of one function or environment, among which calls are distributed.
 
-    call -> waits -> runs in a worker -> its reply
-                                      -> Overran, WorkerLost: the worker is ended and replaced
-                  -> NoWorker
+A call waits for a worker, runs in it, and returns the worker's reply. It raises `NoWorker` if none
+could be started, and `Overran` or `WorkerLost` if the worker was too slow or ended: then the worker
+is replaced.
 
 A blocking function has one call at a time in each worker, an async one many. There is one worker at
 first; waiting calls start more, and workers idle for a minute end. There are no threads.
@@ -25,31 +25,31 @@ from rollpacker.workers.worker import WorkerProcess
 
 
 class Overran(Exception):
-    """Raised if a call took longer than its limit."""
+    """Raised if a call in a worker took longer than its limit in seconds."""
 
     def __init__(
         self, *, shared: bool, own: bool = True, told: Mapping[str, Any] | None = None
     ) -> None:
         super().__init__()
         self.shared = shared
-        """Whether other calls ran in the same worker, which hung: any of these may be the cause."""
+        """Whether other calls ran in the same worker, which hung: any of them may be the cause."""
         self.own = own
-        """Whether this call's own limit passed, and not that of another call in the same worker."""
+        """Whether this call's own limit passed, not that of another call in the same worker."""
         self.told = told or {}
-        """What the worker reported about the call that it was told to give up. Empty if nothing."""
+        """What the worker reported when it was told to give this call up. Empty if nothing."""
 
 
 class WorkerLost(Exception):
-    """Raised if the worker ended by itself, or was stopped; the message tells which and how."""
+    """Raised if the worker of a call ended or was stopped; the message tells which and how."""
 
     def __init__(self, what: str, *, how: str, stopped: bool, left_s: float) -> None:
-        """`left_s`: seconds of the call's limit that were left."""
+        """`left_s`: seconds that were left of the call's limit. `how`: how the worker ended."""
         super().__init__(what)
         self.how, self.stopped, self.left_s = how, stopped, left_s
 
 
 class NoWorker(Exception):
-    """Raised if no worker could be started; the message tells why."""
+    """Raised for a call if no worker could be started for it; the message tells why."""
 
 
 @dataclass(eq=False, slots=True)
@@ -58,17 +58,17 @@ class PoolCall:
     payload: bytes
     limit_s: float
     alone: bool
-    """Whether no other call may run in the same worker."""
+    """Whether no other call may run in the same worker at the same time."""
     future: asyncio.Future[dict[str, Any]]
     worker: PoolWorker | None = None
     timer: asyncio.TimerHandle | None = None
     began: float = 0.0
-    """The loop's time in seconds when a worker got the call."""
+    """The event loop's time in seconds at which a worker got the call."""
     whose: object = None
-    """Mark of the call's origin: calls with the same one may break their worker alike."""
+    """What the call is for, such as an episode's prompt, which is suspected if its worker dies."""
 
     def lost(self, what: str, now: float, *, how: str = "", stopped: bool = False) -> None:
-        """Settle the call with `WorkerLost`: its worker was gone at loop time `now`."""
+        """Have the call raise `WorkerLost`: its worker was gone at loop time `now`."""
         left_s = self.limit_s - (now - self.began)
         self.settle(WorkerLost(what, how=how, stopped=stopped, left_s=left_s))
 
@@ -90,17 +90,17 @@ class PoolWorker:
     idle_since: float
     calls: dict[int, PoolCall] = field(default_factory=dict)
     given_up: set[int] = field(default_factory=set)
-    """Numbers of the calls that still run although their replies are not awaited any more."""
+    """Numbers of the calls that still run in this worker, though nobody awaits their replies."""
     draining: bool = False
-    """Whether the worker gets no more calls."""
+    """Whether the worker gets no more calls, since it is to end."""
     was_stopped: bool = False
     num_kept: int = 0
     """Number of objects that calls have made in the worker for later calls, which therefore have to
     run in it as well."""
     num_hung: int = 0
-    """Number of calls that were given up and still did not end."""
+    """Number of given-up calls in this worker that have not ended in time."""
     gone: str = ""
-    """Words for how the worker ended. Empty while it lives."""
+    """How the worker ended, in words. Empty while it lives."""
 
     @property
     def is_idle(self) -> bool:
@@ -124,34 +124,34 @@ class PoolWorker:
 logger = logging.getLogger(__name__)
 
 MAX_ASYNC_CALLS = 1000
-"""Most calls of an async function that run in one worker at once."""
+"""The most calls of an async function that run in one worker at once."""
 IDLE_S = 60.0
-"""Seconds without a call after which a worker ends, unless it is the last."""
+"""Seconds without a call after which a worker process ends, unless it is the last."""
 GROW_AFTER_S = 0.02
-"""Seconds for which calls wait before another worker is started."""
+"""Seconds for which calls wait for a free worker before another worker is started."""
 WATCH_EVERY_S = 0.25
-"""Seconds between two checks of busy workers. A worker found stopped twice in a row is lost."""
+"""Seconds between two checks of busy workers. One that a signal holds at two in a row is lost."""
 ANSWER_WITHIN_S = 0.25
-"""Seconds without a reaction after which a worker's event loop counts as blocked."""
+"""Seconds without an answer to a cancelled call after which a worker's loop counts as blocked."""
 GIVE_IN_WITHIN_S = {False: 0.1, True: 1.0}
-"""Seconds that a call may still run after it was given up, before its worker is ended. Key: whether
-the function is async."""
+"""Seconds that a given-up call may still run before its worker is ended, for functions that are not
+async (False) and async ones (True)."""
 HELD_S = 0.25
-"""Seconds of delay of a timer from which this process's own loop counts as held up."""
+"""Seconds that a timer must be late for this process's own event loop to count as held up."""
 MAX_FAILED_STARTS = 3
-"""Number of failed starts in a row after which waiting calls are given up."""
+"""Number of failed starts of workers in a row after which waiting calls are given up."""
 
 _Then = Callable[[PoolCall, PoolWorker], None]
 
 
 class WorkerPool:
-    """The workers that one event loop uses: the one that runs when the pool is made.
+    """The worker processes of one function or environment, used in the event loop that makes it.
 
     A subclass may choose the worker of a call (`_place`) and their number (`_num_to_start`).
     """
 
     kind = "reward"
-    """Word for what the workers run, in messages, such as reward."""
+    """What the workers run, as a word in messages, such as reward."""
 
     def __init__(
         self,
@@ -163,8 +163,8 @@ class WorkerPool:
         max_workers: int,
         workers: list[WorkerProcess],
     ) -> None:
-        """`start` makes a worker process of that name; `workers` are ready already. `said` is
-        called with each line that a worker prints."""
+        """`start` makes a worker process of the given name; `workers` are ready to be used. `said`
+        is called with each line that a worker prints."""
         self.loop = asyncio.get_running_loop()
         self._name = name
         self._start_process = start
@@ -187,8 +187,8 @@ class WorkerPool:
     # -- calls ----------------------------------------------------------------------------
 
     async def call(self, payload: bytes, limit_s: float, *, alone: bool = False) -> dict[str, Any]:
-        """Return a worker's reply. The limit in seconds begins when a worker gets the call. Raises
-        `Overran`, `WorkerLost` and `NoWorker`."""
+        """Send a call to a worker and return the reply. `limit_s` begins when a worker gets the
+        call. Raises `Overran`, `WorkerLost` and `NoWorker`."""
         call = self._made(payload, limit_s, alone=alone)
         self._waiting.append(call)
         self._dispatch()
@@ -219,7 +219,7 @@ class WorkerPool:
             self._begin(call, worker)
 
     def _place(self, call: PoolCall) -> PoolWorker | None:
-        """Return the worker that is to get the call, or None if none has room."""
+        """Return the worker that is to get the call. None: no worker has room for it."""
         free = (w for w in self._workers if w.has_room(call, self._capacity))
         return next(free, None)
 
@@ -233,14 +233,14 @@ class WorkerPool:
         self._keep_watching()
 
     def _give_until(self, within_s: float, then: _Then, call: PoolCall, worker: PoolWorker) -> None:
-        """Call `then` if the call is not over within this many seconds of the loop's time."""
+        """Call `then` if the call is not answered within this many seconds of the loop's time."""
         due_s = self.loop.time() + within_s
         call.timer = self.loop.call_at(due_s, self._due, due_s, within_s, then, call, worker)
 
     def _due(
         self, due_s: float, within_s: float, then: _Then, call: PoolCall, worker: PoolWorker
     ) -> None:
-        """Call `then`, unless this loop was held up: then the reply may lie unread in the pipe, or
+        """Call `then`, unless this loop was held up: the reply may then lie unread in the pipe, or
         the worker may have waited for room there, and the call gets the lost seconds more."""
         held_s = self.loop.time() - due_s
         if held_s > HELD_S:
@@ -302,7 +302,7 @@ class WorkerPool:
             one.settle(Overran(shared=shared, own=one is call))
 
     def _reacted(self, worker: PoolWorker, number: int, content: dict[str, Any]) -> None:
-        """Settle a call that an async worker was told to give up. Its other calls go on."""
+        """Have a call that its async worker gave up raise `Overran`. The worker's others go on."""
         call = worker.calls.pop(number, None)
         if call is not None:
             call.settle(Overran(shared=False, told=content))
@@ -332,7 +332,7 @@ class WorkerPool:
             self._freed(worker)
 
     def _watch(self) -> None:
-        """Check busy workers for those that a signal has stopped, and replace them."""
+        """Replace each busy worker that a signal holds at this check and at the one before."""
         self._watch_timer = None
         busy = [worker for worker in self._workers if worker.num_calls or not worker.ready]
         for worker in busy:
@@ -357,7 +357,7 @@ class WorkerPool:
             call.lost(how, self.loop.time(), stopped=True)
 
     def _ended(self, worker: PoolWorker) -> None:
-        """End and replace a worker whose line has ended by itself."""
+        """End and replace a worker that has hung up by itself."""
         if worker in self._workers:
             self._retire(worker, f"worker {worker} ended by itself", by_itself=True)
 
@@ -402,7 +402,7 @@ class WorkerPool:
             self._keep_watching()
 
     def _num_to_start(self) -> int:
-        """Return the number of workers to start: as many as are ready, if that many calls wait."""
+        """Return how many workers to start, at most as many again as are ready."""
         num_ready = sum(worker.ready for worker in self._workers)
         num_starting = len(self._workers) - num_ready
         room = min(self._max_workers, num_ready + max(num_ready, 1)) - len(self._workers)
@@ -422,8 +422,8 @@ class WorkerPool:
             self._retire(worker)
 
     def _start_failed(self, why: str, *, for_good: bool = False) -> None:
-        """Count a failed start, and give up the waiting calls if no worker is ready and none will
-        be: after several failures in a row, or one `for_good`, which would fail again."""
+        """Count a failed start of a worker. Give up the waiting calls if no worker is ready and
+        none will be: after several failures in a row, or one `for_good`, which would fail again."""
         logger.warning("%s %s: a worker was not started: %s", self.kind, self._name, why)
         self._num_failed_starts += not for_good
         if not for_good and self._num_failed_starts < MAX_FAILED_STARTS:
@@ -432,7 +432,7 @@ class WorkerPool:
             self.give_up_waiting(why)
 
     def give_up_waiting(self, why: str) -> None:
-        """Settle the calls that no worker has with `NoWorker`."""
+        """Have all calls that wait for a worker raise `NoWorker`."""
         waiting, self._waiting = self._waiting, deque()
         for call in waiting:
             call.settle(NoWorker(why))
@@ -450,7 +450,7 @@ class WorkerPool:
         self, worker: PoolWorker, gone: str = "", *, by_itself: bool = False
     ) -> list[PoolCall]:
         """End a worker; `gone` is the reason. Returns its calls, which the caller has to settle,
-        unless the worker ended `by_itself`: then they are settled once it is known how."""
+        unless the worker ended `by_itself`: they are settled once it is known how."""
         worker.process.kill()
         worker.gone = gone or f"worker {worker} was ended"
         calls = list(worker.calls.values())
@@ -464,8 +464,8 @@ class WorkerPool:
         return calls
 
     async def _bury(self, worker: PoolWorker, lost: list[PoolCall] | None) -> None:
-        """Wait until the worker is gone, and close its pipes. `lost`: its calls, to be settled, if
-        it ended by itself; else None."""
+        """Wait until the worker process has ended, and close its pipes. `lost`: its calls, to be
+        settled, if it ended by itself; else None."""
         how = await worker.process.gone()
         worker.process.close()
         if lost is not None:
@@ -474,8 +474,8 @@ class WorkerPool:
     # -- the end ------------------------------------------------------------------------------
 
     def give_idle(self) -> list[WorkerProcess]:
-        """Return the workers that can be used in another loop, and end the others. The pool's own
-        loop has closed."""
+        """Return the idle workers, for use in another loop, and end the others. The pool's own loop
+        has closed."""
         idle = [w.process for w in self._workers if w.ready and w.is_idle and not w.draining]
         for worker in self._workers:
             if worker.process not in idle:
@@ -484,7 +484,7 @@ class WorkerPool:
         return idle
 
     async def close(self) -> None:
-        """End all workers, wait for that, and settle all calls with `NoWorker`."""
+        """End all workers, wait for their end, and have all calls raise `NoWorker`."""
         for timer in (self._grow_timer, self._idle_timer, self._watch_timer):
             if timer is not None:
                 timer.cancel()

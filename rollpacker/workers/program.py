@@ -1,13 +1,13 @@
 """The common part of all programs that run in a process with an owner (`served.py`).
 
-    program = Program(codec(), own=EngineError)   line, signals, HELLO
-    setup = program.setup()                       what the owner wants made
-    with program.telling(ValueError):             READY, REFUSED or FAILED
+    program = Program(codec(), own=EngineError)   # opens the line to the owner, sends HELLO
+    setup = program.setup()                       # receives what the owner wants made
+    with program.telling(ValueError):             # sends REFUSED or FAILED on an error
         engine = make(setup)
         program.line.send(READY)
 
-The process ends when its line does. It imports what it has to make only when told: until then it
-starts quickly.
+The process ends when its line does. It starts quickly: what it has to make is imported only after
+`setup`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 
 def begin_quietly() -> None:
-    """Ignore Ctrl-C, which is for the owner, print tracebacks of crashes in libraries, and have
-    libraries print no more than errors."""
+    """Ignore Ctrl-C, which is for the process's owner, print tracebacks of crashes in libraries,
+    and have libraries print no more than errors."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     silence_noise()
@@ -41,7 +41,7 @@ def begin_quietly() -> None:
 
 def answer_calls(line: Line, answer: Callable[[bytes], tuple[int, bytes]]) -> NoReturn:
     """Answer call after call in this thread: `answer` returns kind and content of the reply.
-    Another thread reads the line: the process ends with it, even during a computation."""
+    Another thread reads the line: when it ends, so does the process, even while computing."""
     calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def listen() -> None:
@@ -61,10 +61,10 @@ def answer_calls(line: Line, answer: Callable[[bytes], tuple[int, bytes]]) -> No
 
 
 class Program:
-    """This process as the program of an owner: its line, its setup, its reports."""
+    """This process as a program that reports to its owner, the process that had it started."""
 
     def __init__(self, codec: Codec, *, own: type[Exception] | tuple[()] = ()) -> None:
-        """Says hello. `own`: types of errors of which only the message is sent (`text_of`)."""
+        """Tell the owner that this process runs. `own`: types of errors whose message is sent."""
         begin_quietly()
         line = inherited_line()
         assert line is not None, "a host starts it"
@@ -73,14 +73,14 @@ class Program:
         self.say(HELLO, payload=str(os.getpid()).encode())
 
     def say(self, kind: int, number: int = 0, payload: bytes = b"") -> None:
-        """Send a message from a thread. If the line has ended, this process ends."""
+        """Send the owner a message from a thread. If the line has ended, this process ends."""
         try:
             self.line.send(kind, number, payload)
         except LineEnded:
             os._exit(0)
 
     def setup(self) -> Any:
-        """Return the first message of the owner: the description of what is to be made."""
+        """Return the owner's first message: the description of what this process is to make."""
         try:
             return self._codec.decode(self.line.receive().payload)
         except LineEnded:
@@ -100,7 +100,7 @@ class Program:
             self.end_with(FAILED, f"it could not be made: {self.text_of(error)}")
 
     def text_of(self, error: BaseException) -> str:
-        """Return the text of an error for the owner; see the function `text_of`."""
+        """Return the text of an error for the owner (function `text_of`)."""
         return text_of(error, self._own)
 
     def end_with(self, kind: int, text: str) -> NoReturn:
@@ -113,7 +113,7 @@ class Program:
 
 def text_of(error: BaseException, own: type[Exception] | tuple[()]) -> str:
     """Return the text of an error for the owner: the error's message if its type is in `own`. Any
-    other error is a bug: its traceback is printed here, since it cannot be sent."""
+    other error is a bug: its traceback is printed here, and its `repr` returned."""
     if isinstance(error, own):
         return str(error)
     traceback.print_exception(error)

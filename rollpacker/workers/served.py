@@ -26,18 +26,18 @@ from rollpacker.workers.loop import LoopUse
 logger = logging.getLogger(__name__)
 
 START_S = 600.0
-"""Seconds within which a process must be ready."""
+"""Seconds within which a started process must report that it is ready."""
 HEARTBEAT_S = 5.0
-"""Seconds of silence after which a process is lost, unless its owner gives another number."""
+"""Default for the seconds without a message after which a process counts as lost."""
 ENDED_S = 0.4
-"""Seconds for which the exit code of a process that has hung up is waited for."""
+"""Seconds for which the end of a process is awaited once it has closed its line (socket)."""
 _HELD_S = 1.0
-"""Seconds of delay from which this process counts as held up itself: it cannot have received
+"""Seconds of a late check from which this process counts as held up itself: it cannot have received
 messages meanwhile, so it counts no silence of others."""
 
 
 class Codec(Protocol):
-    """Writes the contents of messages as bytes, and reads them."""
+    """Encodes the contents of messages between processes as bytes, and decodes them."""
 
     def encode(self, value: Any) -> bytes: ...
 
@@ -46,22 +46,22 @@ class Codec(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """The reason why a process is lost."""
+    """The reason why a process was lost: ended, refused, silent or not ready in time."""
 
     process: str
-    """Name and process id of the process."""
+    """Name and process id of the lost process, as one text."""
     what: str = ""
-    """What the process did, as a predicate: "was not ready within 5 s". Empty if `said` tells."""
+    """What the process did: "was not ready within 5 s". Empty if `said` gives the reason."""
     said: str = ""
-    """The reason in the process's own words. Empty if it gave none."""
+    """The reason in a message of the process itself. Empty if it sent none."""
     is_refused: bool = False
-    """Whether the process could not make what it was told to because of a user's mistake."""
+    """Whether a user's mistake kept the process from making what it was told to make."""
     error: Exception | None = None
-    """The error that the owner raised while it handled a message; None if it raised none."""
+    """The error that this side raised while it handled a message of the process; None: none."""
 
     @property
     def reason(self) -> str:
-        """The reason as a sentence that does not name the process."""
+        """The reason for the loss, in a sentence that does not name the process."""
         return self.said or f"it {self.what}"
 
     def __str__(self) -> str:
@@ -73,28 +73,28 @@ class ProcessLost(Exception):
 
 
 class Owner(Protocol):
-    """The owner of a process, which is told about it. All methods are called in the loop."""
+    """The side that owns a process and is told about it. All methods are called in the loop."""
 
     def on_ready(self, said: Any) -> None:
-        """Called when the process has made what it was told to, with its message or None."""
+        """Called when the process has made what it was told to. `said`: its message, or None."""
         ...
 
     def on_message(self, kind: int, number: int, said: Any) -> None:
-        """Called for a message of the process that is no answer to `Served.call`."""
+        """Called for a message of the process that answers no call of `Served.call`."""
         ...
 
     def on_hang_up(self) -> None:
-        """Called when the line has ended; `on_lost` follows once it is known how."""
+        """Called when the process has hung up; `on_lost` follows once it is known how it ended."""
         ...
 
     def on_lost(self, loss: Loss) -> None:
-        """Called when the process is lost. It has been told to end, and no more is heard of it."""
+        """Called when the process is lost. It was told to end, and is not heard any more."""
         ...
 
 
 class Served:
-    """One process, from its start to its end. After `begin`, all methods but `close` have to be
-    called in the loop of `use`."""
+    """One process that runs a program for its owner, from its start to its end. After `begin`, all
+    methods but `close` have to be called in the event loop of `use`."""
 
     def __init__(
         self,
@@ -109,17 +109,17 @@ class Served:
         start_s: float = START_S,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Starts the module `program` as a process at `place`. No method of `owner` is called
-        before `begin`. Raises `OSError`."""
+        """Start the module `program` as a process on the host `place`. No method of `owner` is
+        called before `begin`. Raises `OSError`."""
         self.name = name
         self.is_ready = False
         self.heard_s = time.monotonic()
-        """Monotonic time when the process was last heard; its silence counts from there."""
+        """The `time.monotonic` when the process was last heard; its silence counts from there."""
         self._use, self._codec, self._owner = use, codec, owner
         self._heartbeat_s, self._start_s = heartbeat_s, start_s
         self._is_over = False
         self._timer: asyncio.TimerHandle | None = None
-        """Timer for the end of `start_s`. None before `begin`."""
+        """Timer that ends the wait for the process to be ready. None before `begin`."""
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._num_calls = 0
         self.child, self._line = place.start(
@@ -127,8 +127,8 @@ class Served:
         )
 
     def begin(self, setup: bytes) -> None:
-        """Send the process its setup, which describes what to make, and listen to it. Can be called
-        in any thread."""
+        """Send the process its setup (what it is to make), and listen to it. May be called in any
+        thread."""
         self._use.soon(self._begin, setup)
 
     def _begin(self, setup: bytes) -> None:
@@ -142,11 +142,11 @@ class Served:
     # -- what is said ----------------------------------------------------------------------
 
     def post(self, kind: int, number: int, value: Any) -> None:
-        """Send a message. Raises `TypeError` for a value that cannot be written."""
+        """Send the process a message. Raises `TypeError` for a value that cannot be encoded."""
         self._line.post(kind, number, self._codec.encode(value))
 
     async def call(self, payload: bytes) -> Any:
-        """Return the answer to a call whose content is encoded already. Raises `ProcessLost`. If
+        """Call the process with encoded content, and return its answer. Raises `ProcessLost`. If
         this is cancelled, the process is told so."""
         if self._is_over:
             raise ProcessLost(f"{self.child} is gone")
@@ -195,7 +195,7 @@ class Served:
     # -- how it is lost --------------------------------------------------------------------
 
     def _look(self, looked_s: float) -> None:
-        """Check, now and again later, whether the process is silent. `looked_s`: last time."""
+        """Check, now and again later, whether the process is silent. `looked_s`: last check."""
         if self._is_over:
             return
         now, every_s = time.monotonic(), self._heartbeat_s / 10
@@ -232,7 +232,7 @@ class Served:
         is_refused: bool = False,
         error: Exception | None = None,
     ) -> None:
-        """Give the process up, for a reason as in `Loss`. Further calls do nothing."""
+        """Give the process up as lost, for a reason as in `Loss`. Further calls do nothing."""
         if self._is_over:
             return
         process = str(self.child)
@@ -242,8 +242,7 @@ class Served:
         self._owner.on_lost(loss)
 
     def end(self, why: str) -> None:
-        """Have the process ended, and listen to it no more. Calls under way raise
-        `ProcessLost(why)`."""
+        """Have the process ended, and listen to it no more. Its calls raise `ProcessLost(why)`."""
         self._is_over = True
         self._stop_timer()
         self._line.detach()
@@ -253,12 +252,12 @@ class Served:
                 future.set_exception(ProcessLost(why))
 
     async def gone(self) -> None:
-        """Have the process ended, wait for that, and close this side of it."""
+        """Have the process ended, wait for its end, and close this side of its line."""
         self.end(f"{self.child} was ended")
         await self._use.loop.run_in_executor(None, self.close)
 
     def close(self) -> None:
-        """Wait for the process's end and close this side of it, in any thread that may wait. `end`
-        has to be called before."""
+        """Wait for the process's end and close this side of its line, in any thread that may wait.
+        `end` has to be called before."""
         self.child.close()
         self._line.close()

@@ -25,28 +25,29 @@ from rollpacker.workers.output import Output, OutputQuota
 from rollpacker.workers.served import START_S
 
 MAX_REPLY_BYTES = 64 << 20
-"""Most bytes of one message from a worker; one that sends more is ended."""
+"""The most bytes of one message from a worker; a worker that sends more is ended."""
 
 HOSTED = "rollpacker.workers.hosted"
-"""The module that is started as a worker on another host."""
+"""The module that a worker on another host runs first."""
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]);"
     " from importlib import import_module; import_module(sys.argv[3]).main(int(sys.argv[1]))"
 )
-"""Code that starts a worker. It finds modules where this process does, and nowhere else."""
+"""Code that a worker runs first. It finds modules where this process does, and only there."""
 
 Heard = Callable[[int, int, dict[str, Any]], None]
-"""Called with the kind of a message, the number of its call, and the content."""
+"""Function that is called with a message's kind, the number of its call, and its content."""
 
 
 class WorkerEnded(RuntimeError):
-    """Raised if the worker ended by itself; the message tells how."""
+    """Raised if a worker process ended by itself; the message tells how."""
 
 
 class WorkerProcess:
-    """A worker process, started by the constructor. `greet` waits for its hello without an event
-    loop, `attach` lets a loop listen to it. The process ends with this object at the latest."""
+    """A process that runs a user's code, started by the constructor. `greet` waits for its hello
+    without an event loop, `attach` lets a loop listen to it. It ends with this object at the
+    latest."""
 
     def __init__(
         self,
@@ -58,8 +59,8 @@ class WorkerProcess:
         program: str,
         host: Host | None = None,
     ) -> None:
-        """`load`: bytes that the worker is to load. `quota`: shared by several processes. `host`:
-        on another one than this (None) output stays there. Raises `OSError`."""
+        """`load`: message with the code to run. `quota`: of output, shared by processes. `host`:
+        another one, where output then stays; None: this one. Raises `OSError`."""
         self.child: Child | Process
         self._said: Callable[[str], None] | None = None
         self._said_before: list[str] = []
@@ -103,8 +104,8 @@ class WorkerProcess:
         (self._said_before.append if self._said is None else self._said)(line)
 
     def greet(self) -> dict[str, Any]:
-        """Return what the worker reports of its function. Raises `WorkerEnded`, and `TimeoutError`
-        after `START_S` seconds."""
+        """Wait until the worker has loaded its function, and return what it reports of that. Raises
+        `WorkerEnded`, and `TimeoutError` after `START_S` seconds."""
         until = time.monotonic() + START_S
         with contextlib.suppress(LineEnded):  # reading tells
             if self._first is not None:
@@ -136,7 +137,7 @@ class WorkerProcess:
 
     def _understood(self, message: Message) -> dict[str, Any]:
         """Return the content of a worker's message. Raises `ValueError` for a message that no
-        worker program sends: a user's function may have found its socket."""
+        worker sends: a user's function may have found its socket."""
         if message.kind == HELLO:
             self.child.pid = int(message.payload)
             return {}
@@ -153,8 +154,8 @@ class WorkerProcess:
         said: Callable[[str], None],
         ended: Callable[[], None],
     ) -> None:
-        """Let this loop, in place of an earlier one, call `heard` with messages of the worker,
-        `said` with lines that it prints, and `ended` once when its line has ended."""
+        """Let this event loop, in place of an earlier one, call `heard` with messages of the
+        worker, `said` with lines that it prints, and `ended` once when it has hung up."""
         self._said = said
         while self._said_before:
             said(self._said_before.pop(0))
@@ -175,12 +176,13 @@ class WorkerProcess:
         self._line.post_together(kind, call, payload)
 
     def kill(self) -> None:
-        """Kill the worker and its children, and listen to it no more."""
+        """Kill the worker process and its children, and listen to it no more."""
         self._line.detach()
         self.child.kill()
 
     async def gone(self) -> str | None:
-        """Wait in an event loop, up to `END_S`, and return how the worker ended, or None."""
+        """Wait up to `END_S` in an event loop, and return how the worker ended; None: it has
+        not."""
         until = time.monotonic() + END_S
         while (how := self.child.how_ended()) is None and time.monotonic() < until:
             await asyncio.sleep(0.002)
@@ -189,7 +191,7 @@ class WorkerProcess:
         return how
 
     def close(self) -> None:
-        """End the worker, wait for that, and close this side of its line and output."""
+        """End the worker process, wait for its end, and close this side of its line and output."""
         self._line.close()
         self.child.close()
         self._output.close()

@@ -1,7 +1,8 @@
 """Lets a command find a cluster's service by its folder, and ask it by messages (*letters*).
 
-ROLLPACKER_CLUSTER, --cluster, or the only one served from `runs/` here
-  -> FOLDER/service.json: where its mailbox is -> a letter, and its answer in a box of our own
+The folder is named by --cluster or ROLLPACKER_CLUSTER, or is the only one served from `runs/` here.
+Its file service.json has the address of the service's mailbox: the command posts a letter there,
+and reads the answer in a box of its own.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _LATER = {
     " cluster cancel takes it back",
     **dict.fromkeys(("cancel", "drain"), ". What was asked waits there, and is done once it does"),
 }
-"""Ends of the error message if the service does not answer, by the kind of the question."""
+"""What the error message adds if the service does not answer, by the kind of the question."""
 
 
 class Refused(ValueError):
@@ -48,21 +49,21 @@ class ServiceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     host: str
     pid: int
     spec: Mapping[str, Any]
-    """The settings of the cluster's file as they were resolved, as plain values by name."""
+    """The settings of the cluster's file, with overrides applied, as plain values by name."""
     first_nodes: Mapping[str, int] = msgspec.field(default_factory=dict)
-    """Number of nodes of each pool when the folder began, by the pool's name; pools may have grown
-    since. Empty if an earlier version wrote this: then the numbers are those of `spec`."""
+    """Number of nodes of each pool when this folder was first served, by the pool's name; pools may
+    have grown since. Empty in files of earlier versions: then `spec` has the numbers."""
 
 
 def write_facts(folder: Path, facts: ServiceFacts) -> None:
-    """Write the facts into the folder in one step, so that a reader never sees half of them."""
+    """Write the service's facts into its folder in one step: a reader never sees half of them."""
     draft = folder / f"{FACTS_FILE}.{facts.pid}"
     draft.write_bytes(msgspec.json.format(msgspec.json.encode(facts), indent=1))
     draft.replace(folder / FACTS_FILE)
 
 
 def read_facts(folder: Path) -> ServiceFacts:
-    """Read the facts about a folder's service. Raises `ValueError` if none has served from it."""
+    """Read the facts about a folder's service. Raises `ValueError` if no service has used it."""
     try:
         return msgspec.json.decode((folder / FACTS_FILE).read_bytes(), type=ServiceFacts)
     except FileNotFoundError:
@@ -75,8 +76,8 @@ def read_facts(folder: Path) -> ServiceFacts:
 
 
 def take_lock(folder: Path) -> IO[str]:
-    """Lock the folder for this process until the returned file is closed. Raises `ValueError` if
-    another service has locked it."""
+    """Lock the cluster's folder for this process until the returned file is closed. Raises
+    `ValueError` if another service has locked the folder."""
     lock = (folder / LOCK_FILE).open("a")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -93,7 +94,7 @@ def take_lock(folder: Path) -> IO[str]:
 
 
 def is_served(folder: Path) -> bool:
-    """Whether a service of this host holds the lock of the folder."""
+    """Return whether a service of this host is running in the folder, by the lock that it holds."""
     try:
         with (folder / LOCK_FILE).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -105,7 +106,8 @@ def is_served(folder: Path) -> bool:
 
 
 def find_folder(given: str | None) -> Path:
-    """The folder of the cluster that is meant. Raises `ValueError` if there are none or several."""
+    """Return the folder of the cluster that a command means: `given`, the one that the environment
+    names, or the only one served here. Raises `ValueError` if there are none or several."""
     if given or (given := os.environ.get(CLUSTER_VARIABLE)):
         return Path(given).expanduser()
     how = f"with --cluster FOLDER, or {CLUSTER_VARIABLE}"
@@ -129,7 +131,7 @@ def find_folder(given: str | None) -> Path:
 
 
 def open_mailbox(address: str) -> Mailbox:
-    """The mailbox with this address. Raises `OSError` or `ValueError` if it cannot be opened."""
+    """Open the mailbox at this address. Raises `OSError` or `ValueError` if that is impossible."""
     from rollpacker.cluster.seats.mailbox_seat import MAILBOXES
 
     scheme = address.partition(":")[0]
@@ -146,10 +148,10 @@ def open_mailbox(address: str) -> Mailbox:
 
 
 class Desk:
-    """Sends questions to the service of one folder, and waits for its answers."""
+    """Asks one cluster's service questions by letters (messages), and waits for the answers."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises `ValueError` if no service has served `folder`, or if it cannot be reached."""
+        """Raises `ValueError` if no service has used `folder`, or its mailbox cannot be reached."""
         self.folder = folder
         self.facts = read_facts(folder)
         self._own = f"desk-{secrets.token_hex(8)}"
@@ -161,7 +163,8 @@ class Desk:
             raise ValueError(self._silent(error)) from error
 
     def _silent(self, error: OSError | None = None) -> str:
-        """Return a message that the service does not answer. `error`: why, or None if unknown."""
+        """Return the text of an error: the service does not answer. `error`: the failure that shows
+        it; None if no answer came in time."""
         facts = self.facts
         where = f"process {facts.pid} on {facts.host}"
         is_here = facts.host == socket.gethostname()
@@ -177,8 +180,9 @@ class Desk:
         )
 
     def ask(self, kind: str, facts: Mapping[str, Any]) -> Any:
-        """Return the facts of the service's answer. Raises `Refused` with the service's reason, and
-        `ValueError` if there is no answer within `ANSWER_S` seconds."""
+        """Post a question to the service and return the values of its answer by name. `kind`: what
+        is asked, such as submit; `facts`: values of the question by name. Raises `Refused` with the
+        service's reason, and `ValueError` if no answer comes within `ANSWER_S` seconds."""
         from rollpacker.cluster.seats.mailbox import ALL, SERVICE
 
         self._number += 1
@@ -208,5 +212,6 @@ class Desk:
 
 
 def open_desk(given: str | None) -> Desk:
-    """Return a desk for the cluster that is meant. Raises `ValueError` if none can be asked."""
+    """Return a desk for the cluster in the folder `given`; None: in the one that the environment
+    names, or the only one served here. Raises `ValueError` if there is no such cluster."""
     return Desk(find_folder(given))

@@ -26,17 +26,17 @@ START_RAY_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ground:
-    """The means by which a service reaches its jobs: on this host, or on ray."""
+    """The means by which a service reaches its jobs on this host or on ray: mailbox and runner."""
 
     said: str
     mailbox: Mailbox
     runner: Runner
     left: str
-    """Words for what goes on after the service has ended, for its last line."""
+    """Words for the service's last line, on what goes on after its end, such as running jobs."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until Ctrl-C. Raises `ValueError` for a user's mistake, before anything is started."""
+    """Run the service until Ctrl-C. Raises `ValueError` for a user's mistake, before any start."""
     from rollpacker.cluster.commands.desk import take_lock
     from rollpacker.cluster.seats.mail_file import check_local
     from rollpacker.cluster.service.book import NAME
@@ -76,8 +76,8 @@ def serve(
     began: Callable[[], None] = lambda: None,
     is_over: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Serve until `is_over` returns true. `began` is called once the service can be asked. Raises
-    `ValueError` if the folder's events would have led to other decisions in this cluster."""
+    """Run the service until `is_over` returns true. `began` is called once the service can be
+    asked. Raises `ValueError` if the folder's stored events would now lead to other decisions."""
     from rollpacker.cluster.commands.desk import ServiceFacts, write_facts
     from rollpacker.cluster.decide.cluster import Cluster
     from rollpacker.cluster.service.service import Service
@@ -130,8 +130,8 @@ def serve(
 
 
 def _first_nodes(folder: Path, spec: ClusterSpec) -> dict[str, int]:
-    """Return the number of nodes that each pool had when the folder began. If the pools have other
-    names or fewer nodes by now, return the numbers of now."""
+    """Return the number of nodes that each pool had when the folder was first served. If the pools
+    have other names or fewer nodes by now, return the present numbers."""
     from rollpacker.cluster.commands.desk import FACTS_FILE, read_facts
 
     now = {pool.name: pool.nodes for pool in spec.pools}
@@ -162,7 +162,8 @@ def _changed(folder: Path, spec: ClusterSpec) -> list[str]:
 
 
 def _of_several_nodes(spec: ClusterSpec) -> str:
-    """Return words on the first phase that has more than one node. Empty if none has."""
+    """Return a sentence on the first phase (rollout, train) for which the cluster has more than one
+    node, with their number. Empty if there is none."""
     for phase in ("rollout", "train"):
         count = sum(pool.nodes for pool in spec.pools if pool.phase == phase)
         if count > 1:
@@ -191,9 +192,9 @@ def _local(folder: Path) -> Ground:
 
 
 def _on_ray(spec: ClusterSpec, folder: Path) -> Ground:
-    """Return the means on the ray cluster that RAY_ADDRESS names or that this machine belongs to,
-    else on one that is started here and outlives this process, as the jobs do. Raises `ValueError`
-    if ray is missing or cannot be started."""
+    """Return the mailbox and the runner on the ray cluster that RAY_ADDRESS names or that this
+    machine belongs to, else on one that is started here and outlives this process, as jobs do.
+    Raises `ValueError` if ray is missing or cannot be started."""
     from rollpacker.imports import missing
     from rollpacker.workers.hosts.token import demand_token
 
@@ -229,8 +230,8 @@ def _on_ray(spec: ClusterSpec, folder: Path) -> Ground:
 
 
 def cluster_id(name: str, folder: Path) -> str:
-    """Return a name for the service of this folder, for its actors on ray: several services may
-    share one ray cluster."""
+    """Return a name that is unique to the service of this folder, for its actors on ray: several
+    services may share one ray cluster."""
     place = f"{socket.gethostname()}:{folder.resolve()}"
     return f"{name}-{hashlib.sha256(place.encode()).hexdigest()[:8]}"
 

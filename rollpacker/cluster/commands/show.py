@@ -1,5 +1,4 @@
-"""Shows people the service's answer to `status`: a table of jobs, one job, or the whole cluster
-live."""
+"""Shows people the service's answer to `status`: a table of jobs, one job, or the cluster live."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ Status = Mapping[str, Any]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do `jobs`, `show`, `top`, `cancel` or `drain`. Raises `ValueError` if that is impossible."""
+    """Run `jobs`, `show`, `top`, `cancel` or `drain`. Raises `ValueError` if that is impossible."""
     from rollpacker.cluster.commands.desk import open_desk
     from rollpacker.run.output import console
 
@@ -90,7 +89,7 @@ def check_node(status: Status, name: str) -> None:
 
 
 def find_job(status: Status, name: str) -> Mapping[str, Any]:
-    """The job of this name in the status. Raises `ValueError` if there is none."""
+    """Return the job of this name from the status. Raises `ValueError` if there is none."""
     jobs = {job["job"]: job for job in status["jobs"]}
     if name not in jobs:
         raise ValueError(
@@ -146,7 +145,7 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def jobs_table(status: Status) -> list[str]:
-    """Lines of a table of all jobs, in the order in which they were submitted."""
+    """Return the lines of a table of all jobs, in the order in which they were submitted."""
     if not status["jobs"]:
         return [f"cluster {status['name']} has no jobs: rollpacker cluster submit RUN.yaml"]
     return columns([HEAD, *map(_row, status["jobs"])])

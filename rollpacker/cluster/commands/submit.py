@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
 
 REDONE_S = 1800.0
-"""Seconds of work: if more would be done again after a loss, `submit` prints a note."""
+"""Seconds of work that may be lost: if a loss of the job costs more, `submit` prints a note."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Submit a job and print what comes of it. Raises `ValueError` if it is not accepted."""
+    """Submit a job and print whether it runs or waits. Raises `ValueError` if it is refused."""
     from rollpacker.cluster.commands.desk import open_desk
     from rollpacker.cluster.decide.nodes import check_job
     from rollpacker.cluster.sim.spec import ClusterSpec
@@ -68,8 +68,8 @@ def told(answer: Mapping[str, Any], folder: Path) -> str:
 
 
 def saves_seldom(config: RunConfig, job: ClusterJob) -> str:
-    """Return a note on a run that would repeat more than `REDONE_S` seconds of work after a loss.
-    Empty if it would repeat less."""
+    """Return a note if the run saves so seldom that a loss of it costs more than `REDONE_S` seconds
+    of work. Empty if it costs less."""
     steps = config.checkpoint.every_steps
     again_s = min(steps, job.steps) * math.fsum(job.mean)
     if again_s <= REDONE_S:
@@ -81,7 +81,6 @@ def saves_seldom(config: RunConfig, job: ClusterJob) -> str:
 
 
 def _checked(args: argparse.Namespace) -> RunConfig:
-    """Load the run's config and check that it can be a job. Raises `ValueError` if it cannot."""
     from rollpacker.config.load import load_config
     from rollpacker.config.schema import RunConfig
     from rollpacker.run.parts.seats import check_shares
@@ -95,8 +94,8 @@ def _checked(args: argparse.Namespace) -> RunConfig:
 
 
 def _owner(args: argparse.Namespace) -> str:
-    """Return the owner that the options name, or else the user of this process; empty if the user
-    has no name. Raises `ValueError` if --owner is empty."""
+    """Return the job's owner: the value of --owner, or else the user of this process; empty if the
+    user has no name. Raises `ValueError` if --owner is empty."""
     if args.owner is not None:
         if not args.owner.strip():
             raise ValueError("--owner is empty: give a name, or leave it out")
@@ -108,8 +107,8 @@ def _owner(args: argparse.Namespace) -> str:
 
 
 def facts_of(config: RunConfig, path: Path) -> dict[str, Any]:
-    """Return the command, the folder and the environment with which the run is started and resumed.
-    The command uses the config kept at `path`, whatever becomes of the user's file."""
+    """Return the command, the folder and the environment with which a run is started and resumed.
+    The command uses the copy of the config at `path`: later edits of the user's file do nothing."""
     train = [sys.executable, "-m", "rollpacker.cli.main", "train", str(path)]
     return {
         "command": [*train, "--resume=auto"],
@@ -125,15 +124,16 @@ def _run_folder(config: RunConfig) -> Path:
 
 
 def new_file(config: RunConfig) -> Path:
-    """Return a new path for the submitted config, in the run's folder, which all hosts of the job
-    see. No other submission has this path, so that a refused one can remove its file safely."""
+    """Return a path for a copy of the submitted config, in the run's folder, which all hosts of the
+    job see. No other submission has this path, so that a refused one can remove its copy safely."""
     return _run_folder(config) / f"submitted-{secrets.token_hex(4)}.yaml"
 
 
 @contextlib.contextmanager
 def kept(config: RunConfig, path: Path) -> Iterator[None]:
-    """Keep the config in this file. It is removed only if the service refuses the job inside the
-    block: one that did not answer may still start it. Raises `ValueError` if it cannot be kept."""
+    """Save the config at `path` before the block submits the job. The file is removed only if the
+    service refuses the job: a service that did not answer may still start it. Raises `ValueError`
+    if saving fails."""
     from rollpacker.cluster.commands.desk import Refused
     from rollpacker.config.load import save_config
 
@@ -156,7 +156,7 @@ def kept(config: RunConfig, path: Path) -> Iterator[None]:
 
 
 def check_slo(slo: float) -> None:
-    """Raises `ValueError` unless the SLO, a bound of the slowdown, is finite and at least 1."""
+    """Raises `ValueError` unless the SLO (highest slowdown promised) is finite and at least 1."""
     if not (math.isfinite(slo) and slo >= 1):
         raise ValueError(
             f"--slo {slo:g}: alone a job has a slowdown of 1, and sharing makes no job faster. "
@@ -165,7 +165,7 @@ def check_slo(slo: float) -> None:
 
 
 def check_seconds(args: argparse.Namespace, config: RunConfig) -> None:
-    """Raises `ValueError` unless either --profile or --phases says how long phases take."""
+    """Raises `ValueError` unless exactly one of --profile and --phases is given."""
     if (args.profile is None) == (args.phases is None):
         given = [one for one in args.overrides if not one.startswith(("name=", "train.steps="))]
         own = " ".join([*given, f"name={config.name}-alone", "train.steps=8"])
@@ -180,8 +180,8 @@ def check_seconds(args: argparse.Namespace, config: RunConfig) -> None:
 
 
 def check_reachable(job: ClusterJob) -> None:
-    """Raises `ValueError` if the job would miss its SLO even without other jobs, because of the
-    seconds in which it parks and wakes between phases."""
+    """Raises `ValueError` if the job would miss its SLO (highest slowdown promised) even without
+    other jobs, since it takes seconds to leave devices (park) and to come back (wake)."""
     work_s = math.fsum(job.mean)
     switches_s = job.rollout_switch_s + job.train_switch_s
     least = 1 + switches_s / work_s
@@ -198,8 +198,8 @@ def check_reachable(job: ClusterJob) -> None:
 
 
 def job_of(args: argparse.Namespace, config: RunConfig, spec: ClusterSpec) -> ClusterJob:
-    """Return the job, with times from the profile of a run or from --phases. Raises `ValueError` if
-    the times or the devices cannot be those of a job."""
+    """Return the job of a run, with times from the profile of a run or from --phases. Raises
+    `ValueError` if the times or the numbers of devices are not possible."""
     from rollpacker.cluster.profile.job_profile import job_of_run
 
     own: dict[str, Any] = {
@@ -220,7 +220,7 @@ def job_of(args: argparse.Namespace, config: RunConfig, spec: ClusterSpec) -> Cl
 
 
 def going_on(job: ClusterJob, config: RunConfig) -> ClusterJob:
-    """Return the job without the steps that the run's newest checkpoint has already."""
+    """Return the job without the steps that are done already, by the run's newest checkpoint."""
     from msgspec.structs import replace
 
     from rollpacker.cluster.profile.job_profile import saved_step
@@ -230,7 +230,7 @@ def going_on(job: ClusterJob, config: RunConfig) -> ClusterJob:
 
 
 def check_devices(config: RunConfig) -> None:
-    """Raises `ValueError` if the run's placement takes all devices, instead of a number of them."""
+    """Raises `ValueError` if the run's placement says "all" instead of a number of devices."""
     from rollpacker.config.placement import num_devices
 
     lines = config.placement
@@ -247,8 +247,8 @@ def check_devices(config: RunConfig) -> None:
 def _of_phases(
     text: str, config: RunConfig, spec: ClusterSpec, own: Mapping[str, Any]
 ) -> ClusterJob:
-    """Return the job of a run with the phases' seconds as given. Its sizes, which a profile would
-    have measured, are estimated: 12 bytes per parameter in the trainer, and 2 or 4 in an engine."""
+    """Return the job of a run whose --phases give the seconds. Its memory, which a profile would
+    have measured, is estimated: 12 bytes per parameter in the trainer, and 2 or 4 in an engine."""
     from rollpacker.cluster.decide.job import ClusterJob, RoundTimes
     from rollpacker.cluster.profile.job_profile import devices_of, needs_of, steps_of
     from rollpacker.trainer.estimate import estimate
@@ -316,7 +316,7 @@ def check_no_program(args: argparse.Namespace) -> None:
 
 
 def facts_of_program(args: argparse.Namespace) -> dict[str, Any]:
-    """Return command and folder to start the program with; it has to resume by itself."""
+    """Return the command and folder to start a user's program, which has to resume by itself."""
     path = Path(args.config).resolve()
     return {
         "command": [sys.executable, str(path), *_arguments(args.arguments)],
@@ -349,7 +349,7 @@ def _devices(text: str | None) -> tuple[int, int]:
 
 
 def seconds_of(text: str) -> tuple[float, float]:
-    """Return the mean seconds of a rollout and of a training that `--phases` gives. Raises
+    """Parse the value of `--phases`: return the mean seconds of a rollout and of a training. Raises
     `ValueError` unless these are two numbers above 0."""
     try:
         rollout_s, train_s = map(float, text.split(","))

@@ -1,5 +1,6 @@
-"""The shipped policy: jobs go where the price of work rises least (`layout.py`), and every SLO is
-likely to be kept, as iterations vary (`forecast.py`)."""
+"""The shipped policy: jobs go where the price of work (price per hour over the jobs' speeds,
+`layout.py`) rises least, while every SLO is likely to be kept as iterations vary
+(`forecast.py`)."""
 
 from __future__ import annotations
 
@@ -20,40 +21,41 @@ from rollpacker.cluster.decide.placement import (
 from rollpacker.cluster.decide.turns import ORDERS, Order
 
 MAX_GROUPS = 12
-"""Number of groups that are looked at closely for one decision: those whose price of work is
-estimated to rise least."""
+"""Most groups (jobs that share nodes) that are examined closely for one decision: those whose price
+of work a further job would raise least, by a quick estimate."""
 MAX_FORESEEN = 4
-"""Number of candidates whose turns are simulated for one decision, the cheapest first."""
+"""Most places for a job in groups for which one decision simulates the turns, cheapest first."""
 WORTH = 2.0
-"""A job moves if the saving in the price of work is worth this many times its restart."""
+"""Factor: a job moves if the move saves this many times what its restart costs."""
 DANGER = 0.8
-"""A job's SLO is in danger once the probability that it is kept is below this. (Jobs are placed
-with a higher one, `confidence`: if both were equal, luck alone would have jobs move.)"""
+"""A job's SLO (highest slowdown promised) is in danger if the probability of keeping it is below
+this. (Jobs are placed with a higher one, `confidence`: else luck alone would have jobs move.)"""
 RETRY = 0.9
-"""A job tries again to save an SLO once this share of its iterations at the last try is left."""
+"""Share: a job tries again to save its SLO once it has fewer iterations left than this many times
+those that it had left at its last try."""
 MIN_BETTER = 0.002
-"""Share by which another order of turns must be cheaper to be preferred."""
+"""Share of the price by which another order of turns must be cheaper to be preferred."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheapestWork:
-    """The shipped policy: the smallest rise of the price of work among layouts that keep every SLO
-    with the stated confidence, as iterations vary. Each group has the cheapest of the orders of
-    turns that keep its SLOs."""
+    """The shipped policy: a job goes where the price of work (cost per hour over how fast jobs get
+    on) rises least while every SLO is kept with `confidence`. Each group of jobs that share nodes
+    has the cheapest order of turns that keeps its SLOs."""
 
     confidence: float = 0.99
     orders: tuple[Order, ...] = ORDERS
     saturate: bool = True
-    """Whether a group may have more work than its nodes have time for."""
+    """Whether the jobs of a group may together have more work than its nodes have time for."""
     moves: bool = True
-    """Whether a job moves to another group at a commit, if what it saves pays for its restart."""
+    """Whether a running job moves to other nodes if that saves more than its restart costs."""
     tail_release: bool = True
     learns: bool = True
-    """Whether the measured times of iterations correct a job's profile."""
+    """Whether measured times of iterations correct the times that a job was submitted with."""
     mends: bool = True
-    """Whether, if an SLO of a group is in danger, turns are ordered anew or a job moves away."""
+    """Whether a job whose SLO is in danger may get another order of turns, or other nodes."""
     makes_room: bool = True
-    """Whether running jobs move or are stopped, so that one that waits for nodes can start."""
+    """Whether running jobs are moved or stopped, so that a job that waits for nodes can start."""
 
     def place(self, state: State, job: ClusterJob, *, rest: Rest | None = None) -> Choice | None:
         found = self._cheapest(state, job, rest=rest)
@@ -120,7 +122,6 @@ class CheapestWork:
         return found[1]
 
     def _may_join(self, state: State, standing: Standing, job: ClusterJob) -> bool:
-        """Whether the group has room for the job, by a quick estimate."""
         return len(standing.layout.jobs) < state.max_group and standing.summary.could_take(job)
 
     def _cheapest(
@@ -132,9 +133,10 @@ class CheapestWork:
         rest: Rest | None = None,
         below: float = math.inf,
     ) -> tuple[float, Choice] | None:
-        """Return the smallest rise of the price of work and the choice that brings it, or None if
-        no rise is less than `below`. `besides`: number of a group to leave out. `rest`: what is
-        left of the job's life, if it moves."""
+        """Return the smallest rise of the price of work (price per hour over the jobs' speeds), and
+        the place of the job that brings it; None if no rise is less than `below`. `besides`: number
+        of a group to leave out. `rest`: iterations that the job has left and seconds that it may
+        wait; None: all of its steps."""
         own = {} if rest is None else {job.name: rest}
         quick = sorted(
             (standing.summary.rise(job), number)
@@ -183,8 +185,8 @@ class CheapestWork:
         rest: Mapping[str, Rest],
         below: float,
     ) -> tuple[float, Order] | None:
-        """Return the price of work and the order of turns that is cheapest among those that keep
-        every SLO if the job comes. None if no order keeps them for a price less than `below`."""
+        """Return the lowest price of work and its order of turns, among the orders that keep every
+        SLO if the job joins the group. None if no order does that for a price less than `below`."""
         layout = choice.layout
         best: tuple[float, Order] | None = None
         allowed = limits(layout, rest)
@@ -209,7 +211,8 @@ class CheapestWork:
     def _price(
         self, layout: Layout, forecasts: Sequence[Forecast], rest: Mapping[str, Rest]
     ) -> float:
-        """Return the price of work, or infinity if an SLO would not be kept."""
+        """Return the group's price of work (price per hour over jobs' speeds) by these forecasts,
+        or infinity if some job would miss its SLO."""
         if broken(layout, forecasts, rest, self.confidence):
             return math.inf
         return layout.price_of_work([one.iteration_s for one in forecasts])
@@ -228,8 +231,8 @@ def _endangered(standing: Standing) -> list[str]:
 def _in_danger(
     layout: Layout, forecasts: Sequence[Forecast], rest: Mapping[str, Rest]
 ) -> list[str]:
-    """Return the jobs whose SLO is likely to be missed, and would be kept if no other job made them
-    wait."""
+    """Return the jobs whose SLO is likely to be missed in this group, but could still be kept if
+    they waited no more."""
     return [
         job.name
         for job, one, limit in zip(layout.jobs, forecasts, limits(layout, rest), strict=True)
@@ -243,8 +246,8 @@ def _number(choice: Choice) -> int:
 
 
 def _iterations_at_least(layout: Layout) -> list[float]:
-    """Return for each job a lower bound of the mean seconds of its iterations in any order of
-    turns, if all jobs are slowed down alike."""
+    """Return for each job the mean seconds of an iteration if sharing slows all jobs of the group
+    by the same factor, and as little as the busiest nodes allow in any order of turns."""
     holds, works = layout.holds(), layout.works_s()
     busy: dict[object, float] = {}
     for pin, one, work in zip(layout.pins, holds, works, strict=True):

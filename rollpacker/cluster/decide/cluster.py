@@ -1,21 +1,23 @@
-"""The cluster: jobs come and go, are given nodes, and take turns on them. Events in, commands out.
+"""The cluster's decisions: which nodes each job gets, and whose turn it is on shared ones.
 
-    Submitted -> Start (on the nodes that the policy chose; Open: some were free), or it waits
-    Asked     -> Grant, now or when its turn comes
-    Left      -> Grant to the next job
-    Committed    what it has done is counted; it may Start elsewhere, or Stop, for one that waits;
-                 after its last it is out of its turn
-    Ended     -> Close of nodes that nobody needs, Start of jobs that waited for nodes
-    StayedAway   whose turn it is does not come: it is out of its turn, until it asks again
-    Lost         its process is gone: it is out of its turn, and Start once more (or GiveUp)
-    Drained      jobs leave the node at their next commit, or at once if they are to start on it and
-                 it has no host: Start elsewhere, or Stop and it waits
-    Grown        nodes that are free: as Restored
-    Cancelled -> Stop; it is the job's own end that frees its nodes
+`Cluster.handle` takes in an event and returns commands:
 
-Groups share no nodes. In a group `turns.py` decides which job is next, and a policy chooses where a
-job goes (`placement.py`). The caller that carries out the commands (a simulation, a service) has
-the clock, by which events are stamped.
+    Submitted:   Start on nodes that the policy chose (Open, if some were free), or the job waits.
+    Asked:       Grant of a phase's nodes to the job, now or when its turn comes.
+    Left:        Grant of the nodes to the next job.
+    Committed:   An iteration is counted; the job may Start elsewhere, or Stop for a waiting job.
+                 After its last iteration it takes no part in the turns.
+    Ended:       Close of nodes that no job needs, and Start of jobs that waited for nodes.
+    StayedAway:  The job, for which others wait, takes no part in the turns until it asks again.
+    Lost:        Start once more, or GiveUp after too many losses.
+    Drained:     Its jobs leave the node at their next commit, or at once if they have still to be
+                 started there and it has no host: Start elsewhere, or Stop, and the job waits.
+    Restored, Grown:  Start of jobs that waited for nodes.
+    Cancelled:   Stop; the job's nodes are free once it has ended.
+
+Jobs that share nodes are a group. In a group `turns.py` decides which job is next, and a policy
+chooses where a job goes (`placement.py`). The caller that carries out the commands (a simulation, a
+service) has the clock, and gives each event its time.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ from rollpacker.cluster.decide.waiting import AGEING_H, Devices, Waiting
 
 
 class Cluster:
-    """All jobs of a cluster, their nodes and their turns. Each job has a name of its own."""
+    """All jobs of a cluster: decides which nodes they get, and whose turn it is on them."""
 
     def __init__(
         self,
@@ -76,22 +78,23 @@ class Cluster:
         quotas: Mapping[str, Devices] | None = None,
         ageing_s: float = AGEING_H * 3600,
     ) -> None:
-        """`quotas`: most devices by owner and phase. `ageing_s`: seconds per unit of priority."""
+        """`quotas`: most devices, by owner and phase; None: no bounds. `ageing_s`: seconds of
+        waiting that one unit of a job's priority is worth."""
         self.state = State(nodes=Nodes(pools), link_gb_s=link_gb_s, max_group=max_group)
         self._policy = policy
         self._running: dict[str, Running] = {}
         self._turns = ClusterTurns(self._running)
         self._waiting = Waiting(pools, quotas, ageing_s)
         self._paused: dict[str, Running] = {}
-        """Records of the jobs that wait for nodes and have run before, by name."""
+        """Records of the jobs that ran, were stopped and wait for nodes again, by job name."""
         self._since_s: dict[str, float] = {}
-        """Times in seconds from which jobs have waited for nodes, by name. A job is removed once it
-        has asked for its first turn."""
+        """Times in seconds since when jobs have waited for nodes, by the job's name. A job's entry
+        is removed once it has asked for its first turn."""
         self._num_changes = 0
-        """Number of changes so far of which jobs run on which nodes."""
+        """Number of times that the jobs, or the nodes that jobs run on, have changed so far."""
         self._obstacle = ("", 0, "")
-        """The last answer of `awaits`: the job, the number of changes at that time, and the
-        text."""
+        """Last answer of `awaits`, to be used again until the cluster changes: the job, the number
+        of changes at that time, and the text."""
 
     @property
     def pools(self) -> Sequence[Pool]:
@@ -107,24 +110,24 @@ class Cluster:
         return [job.name for job in self._waiting.in_order(self._running_jobs())]
 
     def sharing(self, job: str) -> Sharing:
-        """Return how the job shares nodes with the others of its group at present."""
+        """Return how a job's times change at present because it shares nodes with its group."""
         layout = self.state.groups[self._running[job].group].layout
         number = next(n for n, one in enumerate(layout.jobs) if one.name == job)
         return layout.sharings[number]
 
     def overdue(self, at_s: float) -> list[str]:
-        """Jobs that other jobs wait for, although they have been away for longer than they said.
-        The caller, which has the clock, reports each as `StayedAway`."""
+        """Return the jobs that have been away between phases for too long while other jobs wait for
+        them. The caller, which has the clock, reports each as `StayedAway`."""
         return self._turns.overdue(at_s)
 
     def kept_for(self, job: str) -> str | None:
-        """Return the job whose turn it is on the free nodes that this job waits for. None if
-        another job holds some of these nodes."""
+        """Return another job whose turn it is on the nodes that this job waits for, if all are
+        free. None if a job holds some of these nodes, or if it is no other job's turn."""
         return self._turns.kept_for(job)
 
     def awaits(self, job: str, at_s: float) -> str:
-        """Return what keeps a job from the nodes that it waits for, in words. Empty if nothing is
-        known. The slowdowns in it are those at the cluster's last change."""
+        """Return in words why a job that waits for nodes has none. Empty if the reason is unknown.
+        Slowdowns in the text are those at the cluster's last change."""
         told = self._waiting.why_not_next(job, self._running_jobs())
         if told or self._obstacle[:2] == (job, self._num_changes):
             return told or self._obstacle[2]
@@ -179,7 +182,6 @@ class Cluster:
         return commands
 
     def _wait_no_more(self, name: str) -> bool:
-        """Remove a job from those that wait. Returns whether the job was among them."""
         found = any(one.name == name for one in self._waiting)
         self._waiting.remove(name)
         self._paused.pop(name, None)
@@ -187,8 +189,8 @@ class Cluster:
         return found
 
     def _start_waiting(self, at_s: float) -> list[Command]:
-        """Start the waiting jobs that fit, in their order. The first that fits nowhere ends this:
-        no other job overtakes it."""
+        """Start the waiting jobs in their order. At the first job that fits on no nodes this ends,
+        since no other job overtakes it. Returns the commands."""
         commands: list[Command] = []
         while self._waiting:
             late = self._next_waiting(at_s)
@@ -199,8 +201,8 @@ class Cluster:
         return commands
 
     def _next_waiting(self, at_s: float) -> Late | None:
-        """Return the waiting job that is next, with what its wait leaves of its SLO. None if no job
-        may start."""
+        """Return the next waiting job, with the iterations that it has left and the seconds that it
+        may wait. None if no job may start."""
         job = self._waiting.next(self._running_jobs())
         if job is None:
             return None
@@ -216,7 +218,7 @@ class Cluster:
         return [one.job for one in self._running.values()]
 
     def _start(self, late: Late, choice: Choice) -> list[Command]:
-        """Start a job on the chosen nodes: a waiting one, or a running one that moves."""
+        """Start a job, which was waiting or moves, on the chosen nodes. Returns the commands."""
         job, name = late.job, late.job.name
         settled = self.state.settle(
             job, choice, tail_release=self._policy.tail_release, rest=late.rest
@@ -239,7 +241,7 @@ class Cluster:
         return commands + self._start_waiting(event.at_s)
 
     def _let_go(self, job: str, at_s: float) -> list[Command]:
-        """Remove a job from the cluster, whether it runs or waits."""
+        """Remove a job, running or waiting, from the cluster. Returns the commands that follow."""
         running = self._running.get(job)
         if running is None:
             self._wait_no_more(job)
@@ -250,7 +252,7 @@ class Cluster:
         return commands
 
     def _detach(self, running: Running, at_s: float) -> list[Command]:
-        """Remove a job from its group and its nodes, and from their turns."""
+        """Take a job off its group, its nodes and its turns. Returns the commands that follow."""
         job = running.job.name
         commands = self._turns.take_out(running, at_s)
         closed = self.state.unsettle(job, running.group)
@@ -311,12 +313,13 @@ class Cluster:
         return any(map(nodes.is_drained, (*running.rollout_nodes, *train_nodes)))
 
     def _displace(self, running: Running, at_s: float) -> list[Command]:
-        """Remove a job from drained nodes, and start it on others or have it wait for some."""
+        """Take a job off drained nodes (closed to jobs), and start it on others or let it wait."""
         commands = self._detach(running, at_s)
         return commands + self._elsewhere(running, at_s, "its nodes are drained", at_s)
 
     def _elsewhere(self, running: Running, at_s: float, why: str, came_s: float) -> list[Command]:
-        """Start a job that has left its nodes on others, or stop it with this reason to wait."""
+        """Start a job that has left its nodes on other nodes. If none fit, stop it for the reason
+        `why` and let it wait, as a job that came at `came_s` seconds."""
         job, late = running.job, self._moved(running)
         choice = self._policy.place(self.state, job, rest=late.rest)
         if choice is not None:
@@ -328,7 +331,7 @@ class Cluster:
 
     @staticmethod
     def _moved(running: Running) -> Late:
-        """Return the job with what one more cold start leaves of its SLO."""
+        """Return the job with the seconds that its SLO lets it wait after one more restart."""
         return Late(running.job, running.rest and restarted(running.job, running.rest))
 
     # -- iterations --------------------------------------------------------------------
@@ -356,9 +359,9 @@ class Cluster:
         return self._look_around(running, rest, event.at_s)
 
     def _look_around(self, running: Running, rest: Rest, at_s: float) -> list[Command]:
-        """Find out whether room can be made for a waiting job, and whether this job is better
-        elsewhere, and return the commands for that. It is looked into once after each change of the
-        cluster, and at every commit while an SLO of the group is in danger."""
+        """At a job's commit, find out whether room can be made for a waiting job, and whether this
+        job is better elsewhere; return the commands for that. This is done once after each change
+        of the cluster, and at every commit while an SLO of the group is in danger."""
         standing = self.state.groups[running.group]
         has_looked = running.looked == self._num_changes
         is_endangered = self._policy.is_endangered(standing)
@@ -384,8 +387,8 @@ class Cluster:
         return commands + self._start(self._moved(running), choice) + self._start_waiting(at_s)
 
     def _make_room(self, running: Running, rest: Rest, late: Late, at_s: float) -> list[Command]:
-        """Make room for a waiting job by moving or stopping this one, if that pays. Returns the
-        commands for that, or none."""
+        """Make room for a waiting job (`late`) by moving or stopping this job, if that saves more
+        than it costs. Returns the commands for that, or none."""
         state, job, number = self.state, running.job, running.group
         if pays(state, number, job, late.job, restarts=1):
             found = by_moving(self._policy, state, number, job, rest, late)
@@ -407,7 +410,7 @@ class Cluster:
         return []
 
     def _learn(self, running: Running, kind: str, times: Times) -> None:
-        """Learn from an iteration. If that changes the job's times, its group is examined anew."""
+        """Learn from an iteration's times. If the job's times change, examine its group anew."""
         if running.learned is None:
             running.learned = LearnedTimes(running.job)
         changed = running.learned.saw(kind, self.sharing(running.job.name).alone(times))

@@ -1,5 +1,5 @@
-"""The turns in each group of a cluster, with the number (*token*) of each grant of nodes, and the
-record of each job that has nodes."""
+"""The turns in each group (jobs that share nodes), with the number (*token*) of each grant of
+nodes, and the record of each job that has nodes."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ from rollpacker.cluster.decide.nodes import Node
 from rollpacker.cluster.decide.turns import Order, Turns
 
 MAX_LOSSES = 3
-"""A job is given up when it is lost more often than this without a commit, within `LOSSES_S`."""
+"""How many times all processes of a job may be lost without a commit, within `LOSSES_S` seconds. At
+one more the job is given up."""
 LOSSES_S = 3600.0
 """Seconds after which a loss of a job counts no more towards `MAX_LOSSES`."""
 PATIENCE = 3.0
-"""Factor: a job may be away between phases for this many times its longest stated time."""
+"""Factor: a job may stay away between phases for this many times its longest planned pause."""
 PATIENCE_S = 30.0
-"""Seconds for which a job may be away in any case, before others go on without it."""
+"""Seconds for which a job may stay away between two phases in any case, before its turn passes."""
 
 
 class Running(msgspec.Struct):
@@ -44,31 +45,32 @@ class Running(msgspec.Struct):
     has_waited: bool = False
     """Whether the job has ever waited for nodes."""
     joined: bool = False
-    """Whether the job takes part in the turns, which begins with its first ask for nodes."""
+    """Whether the job takes part in the turns: from its first ask for nodes after a start."""
     token: int = 0
     """Token (number) of the job's present grant of nodes. 0 if the job holds no nodes."""
     began_s: float = 0.0
-    """Time of the job's first ask, or when that would have been without a wait for nodes."""
+    """Time in seconds of the job's first ask for nodes, less its wait for nodes before that."""
     steps: int = 0
     work_s: float = 0.0
     looked: int = 0
-    """Number of the cluster's last change for which it was examined whether the job should move."""
+    """How many changes the cluster had seen when a move of this job was last considered."""
     learned: LearnedTimes | None = None
     rest: Rest | None = None
-    """What is left of the job's life: iterations, and seconds that it may wait. None until it has
-    committed an iteration or waited for nodes."""
+    """Iterations that the job has left, and seconds that its SLO lets it wait. None until the job
+    has committed an iteration or waited for nodes."""
     lost_s: tuple[float, ...] = ()
-    """Times in seconds at which the job was lost since its last commit."""
+    """Times in seconds at which all processes of the job were lost, since its last commit."""
     is_cancelled: bool = False
 
     def loses(self, at_s: float) -> bool:
-        """Record a loss of the job. Returns whether it has more than `MAX_LOSSES` of late."""
+        """Record that all processes of the job were lost at this time. Returns whether that has
+        happened more than `MAX_LOSSES` times of late."""
         recent = (one for one in self.lost_s if at_s - one < LOSSES_S)
         self.lost_s = (*recent, at_s)
         return len(self.lost_s) > MAX_LOSSES
 
     def commits(self, event: Committed) -> int:
-        """Record a committed iteration. Returns the number of iterations that are left to do."""
+        """Record a finished iteration. Returns the number of iterations that the job has left."""
         steps = event.step - self.job.steps_before
         if not event.step or event.numbers_otherwise:
             steps = self.steps + 1
@@ -85,7 +87,7 @@ class Running(msgspec.Struct):
 
 
 class ClusterTurns:
-    """The turns of all groups (`turns.py`). Methods return the grants that follow."""
+    """The turns of all groups of jobs that share nodes. Methods return the grants that follow."""
 
     def __init__(self, running: Mapping[str, Running]) -> None:
         """`running`: records of all jobs that have nodes, kept up to date by the cluster."""
@@ -94,7 +96,7 @@ class ClusterTurns:
         self._num_grants = 0
 
     def set_order(self, group: int, order: Order) -> None:
-        """Set the order of turns of a group, which may be new."""
+        """Set the order in which the jobs of a group take turns. The group is made if it is new."""
         if group in self._groups:
             self._groups[group].order = order
         else:
@@ -105,14 +107,15 @@ class ClusterTurns:
         del self._groups[group]
 
     def take_out(self, running: Running, at_s: float) -> list[Command]:
-        """Take a job out of the turns until it asks again. Returns what others are granted."""
+        """Take a job out of the turns until it asks for nodes again. Returns grants to others."""
         if not running.joined:
             return []
         running.joined, running.token = False, 0
         return self._grants(self._groups[running.group].remove(running.job.name, at_s))
 
     def asked(self, event: Asked, came_s: float | None) -> list[Command]:
-        """Take in an ask. `came_s`: when the job came, if it was waiting for nodes until now."""
+        """Record that a job asks for nodes, and return the grants. `came_s`: time since when the
+        job had waited for nodes to start on; None if it did not wait."""
         running = self._running[event.job]
         turns = self._groups[running.group]
         if not running.joined:
@@ -124,7 +127,8 @@ class ClusterTurns:
         return self._grants(turns.ask(event.job, event.phase, event.at_s))
 
     def left(self, event: Left) -> list[Command]:
-        """Take in that a job has left nodes. An outdated token changes nothing."""
+        """Record that a job has left nodes, and return the grants to others. An outdated token
+        (number of the grant) changes nothing."""
         running = self._running.get(event.job)
         if running is None or running.token != event.token:
             return []
@@ -132,7 +136,8 @@ class ClusterTurns:
         return self._grants(self._groups[running.group].leave(event.job, event.phase, event.at_s))
 
     def withdrew(self, event: Withdrew) -> list[Command]:
-        """Take in that a job has withdrawn an ask for nodes, whether granted by then or not."""
+        """Record that a job no longer wants the nodes that it asked for, whether it was granted
+        them or not. Returns the grants to others."""
         running = self._running.get(event.job)
         if running is None or not running.joined:
             return []
@@ -143,7 +148,7 @@ class ClusterTurns:
         return self._grants(turns.withdraw(event.job, event.at_s))
 
     def overdue(self, at_s: float) -> list[str]:
-        """Jobs that others wait for and that have been away for too long; see `Cluster.overdue`."""
+        """Return the jobs that other jobs wait for and that have been away for too long."""
         return [
             job
             for turns in self._groups.values()
@@ -152,14 +157,15 @@ class ClusterTurns:
         ]
 
     def kept_for(self, job: str) -> str | None:
-        """The other job whose turn it is on free nodes that this job awaits, or None."""
+        """Return another job whose turn it is on the free nodes that this job awaits. None if there
+        is no such job."""
         running = self._running.get(job)
         if running is None or not running.joined:
             return None
         return self._groups[running.group].kept_for(job)
 
     def stayed_away(self, event: StayedAway) -> list[Command]:
-        """Remove a job that stayed away from the turns, if others still wait for it."""
+        """Take a job that stayed away out of the turns if others wait. Returns their grants."""
         running = self._running.get(event.job)
         if running is None or event.job not in self._groups[running.group].awaited(event.at_s):
             return []

@@ -1,4 +1,4 @@
-"""The events that the cluster's decisions take in, and the commands that come of them
+"""The events that the decisions about a cluster take in, and the commands that follow from them
 (`cluster/decide/cluster.py`)."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rollpacker.codec import Omitted
 
 class _Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     at_s: float
-    """Time of the event in seconds, on the clock of its reporter."""
+    """Time of the event in seconds, on the clock of whoever reports it."""
 
 
 class _JobEvent(_Event, frozen=True):
@@ -29,21 +29,21 @@ class Submitted(_Event, frozen=True):
 
 
 class Asked(_JobEvent, frozen=True):
-    """The job asks for the nodes of a phase."""
+    """The job asks for the nodes of a phase (rollout or train)."""
 
     phase: Phase
 
 
 class Left(_JobEvent, frozen=True):
-    """The job needs the nodes no more. If the token is not that of the job's present grant, the
-    event is about an earlier grant and changes nothing."""
+    """The job has given the nodes of a phase back. If the token (number of a grant) is not that of
+    the job's present grant, the event is about an earlier grant and changes nothing."""
 
     phase: Phase
     token: int
 
 
 class Committed(_JobEvent, frozen=True):
-    """The job has finished an iteration."""
+    """The job has finished an iteration (rollout and training), and may be moved now."""
 
     work_s: float
     """Seconds of the iteration without waits for nodes and without switches."""
@@ -51,16 +51,16 @@ class Committed(_JobEvent, frozen=True):
     """Seconds of the iteration by phase, measured on the job's nodes; handing over the weights is
     part of training. None: they were not measured, and nothing is learned from the iteration."""
     kind: str = "plain"
-    """Kind of the iteration's round, such as plain, short or long (`Iteration.kind`)."""
+    """Kind of the iteration's round of generation, such as plain, short or long."""
     step: Omitted[int] = 0
-    """The job's own number of the iteration. 0: the job does not report one, and the number before
-    plus 1 counts."""
+    """Number of the iteration, as the job counts. 0 if the job does not say: the last plus 1."""
     last: Omitted[bool | None] = None
-    """Whether the job ends after this iteration. None: the job does not report that, and the number
-    of submitted steps decides."""
+    """Whether the job ends after this iteration. None: the job does not say, so that it ends once
+    it has done its submitted number of steps."""
     numbers_otherwise: Omitted[bool] = False
-    """Whether the job's numbers of commits do not count its iterations, so that `step` is ignored
-    and each commit counts as one iteration. Absent in events of earlier versions."""
+    """Whether the job's number of this commit is above the steps that it was submitted with, so
+    that it does not count iterations: `step` is then ignored, and each commit counts as one
+    iteration. Events of earlier versions do not have this field."""
 
 
 class Ended(_JobEvent, frozen=True):
@@ -83,7 +83,7 @@ class Lost(_JobEvent, frozen=True):
     commit, unless it was cancelled: then it has ended."""
 
     counts: Omitted[bool] = True
-    """Whether this loss counts towards those after which the job is given up."""
+    """Whether this loss adds to the count of losses after which the job is given up."""
 
 
 class Cancelled(_JobEvent, frozen=True):
@@ -91,15 +91,15 @@ class Cancelled(_JobEvent, frozen=True):
 
 
 class Drained(_Event, frozen=True):
-    """The node is to get no more jobs, and those on it leave, until it is `Restored`."""
+    """The node is to get no more jobs, and the jobs on it have to leave, until it is `Restored`."""
 
     node: Node
     has_host: bool = True
-    """Whether the node has a host, so that processes can be started there now."""
+    """Whether a host stands for the node, so that processes can be started there now."""
 
 
 class Restored(_Event, frozen=True):
-    """The node may have jobs again."""
+    """The drained node may have jobs again."""
 
     node: Node
 
@@ -131,8 +131,8 @@ Event = (
 
 
 class _Command(msgspec.Struct, frozen=True):
-    """Base of all commands. The service keeps a checksum of their `repr`: if a name or the order of
-    fields changes, existing folders become unreadable."""
+    """Base of all commands of the cluster's decisions. The service stores a checksum of their
+    `repr`: if a name or the order of fields changes, existing folders become unreadable."""
 
 
 class Open(_Command, frozen=True):
@@ -158,8 +158,8 @@ class Start(_Command, frozen=True):
 
 
 class Grant(_Command, frozen=True):
-    """The job holds the nodes of the phase until it leaves them. Each grant has a higher token than
-    those before, so that a device can refuse a job that comes with an older one."""
+    """The job holds the nodes of the phase until it leaves them. Each grant has a higher token
+    (number) than earlier grants, so that a job with an outdated grant can be told apart."""
 
     job: str
     phase: Phase

@@ -1,15 +1,16 @@
-"""Forecasts of the slowdowns that a layout would bring, for randomly drawn iterations.
+"""Forecasts the slowdown of each job in a layout (a group's jobs with their nodes).
 
-The layout's turns are run in virtual time on drawn iterations, the same for every layout: job n's
-k-th draw is a point of a sequence that fills the unit square evenly. A job's slowdown over its life
-is a ratio of two sums; it is kept below its SLO with the stated confidence if
+The jobs' turns are simulated on iterations of random length, the same in every layout: a sequence
+of points that fills the unit square evenly chooses the k-th iteration of job n. A slowdown is
+elapsed time over time without waits. A job's SLO (highest slowdown promised) is kept with a stated
+confidence, whose quantile of the normal distribution is z, if
 
-    mean ratio + z x (deviation of the ratio over the iterations that are left) <= slo
+    mean slowdown + z x (standard deviation of that mean over the iterations left) <= slo
 
-The deviation comes from sums over stretches of iterations, since neighbours wait for the same long
-iteration of another job, and since two jobs of nearly the same length meet for many iterations in a
-row, and then for many not. That takes long to be seen: a short run sorts out what is no use, a
-longer one (`confirmed`) decides.
+The deviation is computed from sums over several iterations, since neighbouring iterations depend on
+each other: they wait for the same long iteration of another job, and two jobs of nearly the same
+length meet for many iterations in a row, and then for many not. This takes long to see: a short
+simulation rules out bad layouts, and a longer one (`confirmed`) decides.
 """
 
 from __future__ import annotations
@@ -35,27 +36,28 @@ NUM_STRETCHES = 7
 LONG_STRETCH = 8
 NUM_LONG_STRETCHES = 6
 WARM_UP = 2
-"""Iterations at the begin of a run that are left out, because all jobs begin at once there."""
+"""Iterations left out at the begin of a simulation, because all jobs begin at once there."""
 HOPELESS = 1.1
-"""Ratio of a mean slowdown to its limit after a third of a simulated run, above which the rest of
-the run is skipped."""
+"""Factor: a simulation ends after its first third if a job's mean slowdown is more than this many
+times the highest that keeps its SLO."""
 _STEP = (0.7548776662466927, 0.5698402909980532)
-"""Steps in x and y of the additive sequence that fills a unit square most evenly (Roberts' R2)."""
+"""Steps in x and y of the sequence that fills a unit square most evenly (Roberts' R2); its points
+choose the iterations that are simulated."""
 
 
 class Forecast(msgspec.Struct, frozen=True):
-    """The forecast of one job's iterations in a layout."""
+    """The forecast of one job's iterations in a layout (a group's jobs with their nodes)."""
 
     iteration_s: float
-    """Mean elapsed seconds of an iteration."""
+    """Mean elapsed seconds of an iteration, waits included."""
     slowdown: float
-    """Mean seconds of an iteration, divided by the mean seconds without waits and switches."""
+    """Mean seconds of an iteration, divided by the mean without waits for pools and switches."""
     deviation: float
-    """Standard deviation of the slowdown for a single iteration. For n iterations the deviation of
-    their mean is this over the square root of n."""
+    """Standard deviation of the slowdown for a single iteration. Over n iterations the deviation of
+    their mean slowdown is this number divided by the square root of n."""
 
     def bound(self, confidence: float, iterations: int) -> float:
-        """Return the slowdown over so many iterations that is not exceeded at this confidence."""
+        """Return the slowdown over this many iterations not exceeded with this confidence."""
         if self.deviation == 0.0:
             return self.slowdown
         return self.slowdown + _z(confidence) * self.deviation / math.sqrt(max(iterations, 1))
@@ -67,18 +69,19 @@ def _z(confidence: float) -> float:
 
 
 class Outlook:
-    """The forecasts of a layout in one order of turns. The turns are simulated only as far as is
-    asked for, and results are kept."""
+    """The forecasts for all jobs of a layout (a group's jobs with their nodes) in one order of
+    turns. The turns are simulated only as far as is asked for, and results are kept."""
 
     def __init__(self, layout: Layout, order: Order) -> None:
         self.layout = layout
         self._drawn: list[list[tuple[float, Holds]]] = []
-        """For each job and iteration, its seconds without waits, and those that it holds pools."""
+        """For each job, and each of its iterations so far: its seconds without waits, and the
+        seconds for which it holds each pool."""
         self._early: list[Forecast] | None = None
         self._forecasts: list[Forecast] | None = None
         self._confirmed: list[Forecast] | None = None
         self._timeline: GroupTimeline | None = None
-        """The simulation of the turns while it is under way. None before and after that."""
+        """The simulation while it is under way. None before its begin and after its end."""
         self._order: Order = order
         if order == "round_robin" and all(map(_is_fixed, layout.jobs)):
             # Fixed iterations in round robin need no run: their period is known.
@@ -87,8 +90,8 @@ class Outlook:
             self._early = self._confirmed = self._forecasts
 
     def is_hopeless(self, limits: Sequence[float], most: float = math.inf) -> bool:
-        """Whether, after a third of the short run, some job's slowdown is far beyond its limit, or
-        the price of work is far above `most`."""
+        """Return whether, after a third of the short simulation, some job's slowdown is far beyond
+        its limit, or the price of work is far above `most`."""
         if self._early is None:
             self._early = self._run(STRETCH, NUM_STRETCHES // 3)
         pairs = zip(self._early, limits, strict=True)
@@ -101,14 +104,14 @@ class Outlook:
         return is_hopeless
 
     def forecasts(self) -> list[Forecast]:
-        """Return each job's forecast from a short simulation, which sorts out what is no use."""
+        """Return each job's forecast from a short simulation, which rules out bad layouts."""
         if self._forecasts is None:
             self._forecasts = self._run(STRETCH, NUM_STRETCHES)
             self._stop()
         return self._forecasts
 
     def confirmed(self) -> list[Forecast]:
-        """Return each job's forecast from a longer simulation, which decides."""
+        """Return each job's forecast from a longer simulation, which decides what is done."""
         if self._confirmed is None:
             self._confirmed = self._run(LONG_STRETCH, NUM_LONG_STRETCHES)
             self._stop()
@@ -127,7 +130,7 @@ class Outlook:
         ]
 
     def _stop(self) -> None:
-        """Drop all data but the forecasts: many outlooks are kept for a long time."""
+        """Drop the simulation but keep its forecasts: many outlooks are kept for a long time."""
         self._timeline = None
         self._drawn = []
 
@@ -144,7 +147,8 @@ class Outlook:
 
 
 def foresee(layout: Layout, order: Order) -> list[Forecast]:
-    """Return each job's forecast in this order of turns, from the longer simulation."""
+    """Return the forecast of each job of the layout (a group's jobs with their nodes) in this order
+    of turns, from the longer simulation."""
     return Outlook(layout, order).confirmed()
 
 
@@ -153,7 +157,7 @@ def _is_fixed(job: ClusterJob) -> bool:
 
 
 def _point(job: int, number: int) -> tuple[float, float]:
-    """Return the job's point of this number: each job has its own stretch of the sequence."""
+    """Return the point in the unit square that decides kind and length of a job's iteration."""
     at = number + 1 + 1000 * job
     return (at * _STEP[0]) % 1.0, (at * _STEP[1] + 0.5 * (job % 2)) % 1.0
 
@@ -170,7 +174,8 @@ def _forecast(begins_s: Sequence[float], works_s: Sequence[float], stretch: int)
 
 
 HoldsOf = Callable[[int, int], Holds]
-"""Returns how long a job (number from 0) holds each pool in an iteration (number from 0)."""
+"""Function that returns the seconds for which a job holds each pool in an iteration. Arguments: the
+numbers of the job and of the iteration, from 0."""
 
 
 class GroupTimeline:
@@ -201,7 +206,7 @@ class GroupTimeline:
             self._push(0.0, number, "rollout")
 
     def run_until(self, iterations: int, *, of_all: bool = True) -> None:
-        """Run the group until every job, or any of them, has begun this many iterations."""
+        """Simulate until every job (if not `of_all`: any job) has begun this many iterations."""
         assert self._heap
         enough = all if of_all else any
         while not enough([len(begun) >= iterations for begun in self.begins_s]):
@@ -213,7 +218,7 @@ class GroupTimeline:
         heapq.heappush(self._heap, (at_s, self._num_pushed, number, what))
 
     def _step(self) -> bool:
-        """Simulate the next event. Returns whether a job has begun an iteration by it."""
+        """Simulate the next event. Returns whether a job has begun an iteration at this event."""
         now_s, _, number, what = heapq.heappop(self._heap)
         name = self._names[number]
         if what == "rollout" or what == "train":
@@ -247,26 +252,29 @@ class GroupTimeline:
 
 
 class Rest(NamedTuple):
-    """The iterations that a job has left, and the seconds that it may wait in them."""
+    """What is left of a job's life: its iterations, and the seconds of waiting that it can
+    spare."""
 
     spare_s: float
-    """Seconds that the job may wait besides what its SLO lets it wait in the iterations that are
-    left. Below 0, it has waited for so much longer than its SLO allows."""
+    """Seconds that the job may wait besides what its SLO lets it wait in its remaining iterations.
+    Negative if the job has already waited for longer than its SLO allows."""
     iterations: int
 
     def slowdown(self, slo: float, work_s: float) -> float:
-        """Return the highest slowdown of the remaining iterations with which the whole life keeps
-        the SLO. `work_s`: seconds of an iteration to come, without waits."""
+        """Return the highest slowdown of the remaining iterations with which the job keeps its SLO
+        over its whole life. `work_s`: mean seconds of a remaining iteration without waits."""
         return slo + self.spare_s / (self.iterations * work_s)
 
 
 def rest_of(job: ClusterJob, rest: Mapping[str, Rest]) -> Rest:
-    """Return the rest of the job's life: all of its steps, unless `rest` has the job."""
+    """Return what is left of the job's life (iterations, seconds to wait): its entry in `rest`, or
+    else all of its steps."""
     return rest.get(job.name) or Rest(0.0, job.steps)
 
 
 def limits(layout: Layout, rest: Mapping[str, Rest]) -> list[float]:
-    """Return for each job the highest slowdown that keeps its SLO over the rest of its life."""
+    """Return for each job the highest slowdown of its remaining iterations that keeps its SLO.
+    `rest`: what is left of jobs' lives, by name; a job that is absent has all of its steps left."""
     return [
         rest_of(job, rest).slowdown(job.slo, work)
         for job, work in zip(layout.jobs, layout.works_s(), strict=True)
@@ -280,8 +288,8 @@ def bounds(
     layout: Layout, forecasts: Sequence[Forecast], rest: Mapping[str, Rest], confidence: float
 ) -> list[float]:
     """Return for each job the slowdown over the rest of its life that is not exceeded with this
-    confidence. `rest` is as in `Standing`. In a group of several jobs one more iteration of waiting
-    is added, for the one that joins turns under way makes all wait once more."""
+    confidence. `rest`: what is left of jobs' lives, by name. In a group of several jobs one more
+    iteration of waiting is added, because a job that joins makes all wait once more."""
     joins = len(layout.jobs) > 1
     found = []
     for job, one in zip(layout.jobs, forecasts, strict=True):
@@ -294,8 +302,8 @@ def bounds(
 def broken(
     layout: Layout, forecasts: Sequence[Forecast], rest: Mapping[str, Rest], confidence: float
 ) -> dict[str, tuple[float, float]]:
-    """Return the jobs whose SLO would not be kept, with the slowdown that each would have
-    (`bounds`) and the highest that would keep its SLO."""
+    """Return by name the jobs whose SLO (highest slowdown promised) would not be kept, each with
+    the slowdown that it would have (`bounds`) and the highest that would keep its SLO."""
     pairs = zip(bounds(layout, forecasts, rest, confidence), limits(layout, rest), strict=True)
     return {
         job.name: (bound, limit)

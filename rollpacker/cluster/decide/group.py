@@ -1,24 +1,27 @@
-"""Computes how loaded a group of jobs is that take turns on nodes, and how long a turn takes.
+"""Computes how long a group of jobs takes for one turn of each, and how busy its nodes are.
 
-Every job is pinned to rollout nodes, and all share the group's training nodes. When each job
-rolls out and trains once a turn, in one cyclic order, the schedule is a timed event graph, whose
-period is the largest mean of a cycle:
+A job has rollout nodes of its own or shared ones; all jobs share the group's training nodes. In a
+turn a job rolls out once and trains once, and the turns follow each other in one cyclic order. The
+*period* is the seconds in which each job has one turn:
 
     period = max(cycle, load)
-      cycle = the longest single iteration, switches and stages without a pool included
-      load  = the busiest resource: all training together, or all rollouts of one node
+      cycle = the longest iteration of any job, with switches and stages that hold no pool
+      load  = the seconds of use of the busiest resource: all training, or the rollouts of one node
 
-This closed form is exact (`closed_form_holds`) where
+This formula is exact (`closed_form_holds`) if
 
   1. any two jobs have the same rollout nodes or none in common, and
-  2. the busiest rollout node has room for the stages without a pool:
-     its load + the longest `between` + the longest `after` <= the period.
+  2. load of the busiest rollout node + longest `between` + longest `after` <= period, where these
+     are the stages before and after training that hold no pool.
 
-Why: a cycle that visits m stretches of rollouts and m of trainings passes m hand-backs from
-training to rollout, which cost a token each, and goes around the order of jobs at least once, which
-costs another. No event occurs twice in it, so that its seconds are at most
-m x (node load + between + after) + all training <= (m + 1) x period. Elsewhere jobs wait for each
-other crosswise, and `period_s` takes the largest cycle mean itself.
+Otherwise jobs wait for each other crosswise, and the period may be longer. It is the largest mean
+of a cycle (its seconds over the turns that it spans) in a graph of events (begins of phases) and
+the seconds between them, which `period_s` searches.
+
+Why the formula is exact: a cycle with m stretches of rollouts and m of trainings spans m + 1 turns
+or more, one for each step from training to rollout and one for the order of jobs. No event occurs
+twice in it: its seconds are at most m x (node load + between + after) + all training, which is at
+most (m + 1) x period.
 """
 
 from __future__ import annotations
@@ -31,11 +34,9 @@ from typing import NamedTuple
 from rollpacker.cluster.decide.job import ClusterJob, Times
 
 LINK_OVERHEAD = 1.17
-"""Factor: seconds of sending weights over the link, divided by their bytes over the link's rate.
-Measured in RollMux, Fig. 12."""
+"""Factor by which sending weights is slower than bytes over the link's rate (RollMux, Fig. 12)."""
 SPREAD_GB_S = 6.0
-"""Rate at which weights spread between the nodes of a rollout pool, in 1e9 bytes per second, fitted
-to the same figure of RollMux."""
+"""Rate at which weights spread among a rollout pool's nodes, in 1e9 bytes/s (RollMux, Fig. 12)."""
 
 TAIL_MOVE_S = 3.0
 """Seconds to move the last samples (tail) of a rollout to the few devices that go on with them. It
@@ -43,7 +44,8 @@ is the largest value that the RollPacker paper names."""
 
 
 class Holds(NamedTuple):
-    """Seconds of one iteration in a group: with the rollout or training pool held, and without."""
+    """Seconds of one job's iteration in a group: with the rollout pool held (`rollout_s`), with
+    none (`between_s`), with the training pool held (`train_s`), and with none (`after_s`)."""
 
     rollout_s: float
     between_s: float
@@ -57,46 +59,46 @@ class Holds(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
-    """Factors and seconds by which the times of a job alone become the times for which it holds
-    pools in its group."""
+    """How the times of a job alone change in its group (jobs that share nodes): factors, and
+    seconds to add."""
 
     rollout_scale: float = 1.0
-    """Rollout seconds on this pool over those of the profile, which other GPUs change."""
+    """Factor: rollout seconds on this group's GPUs over those in the job's profile."""
     train_scale: float = 1.0
-    """Training seconds on this pool over those of the profile: below 1 with faster GPUs, or with
-    more training nodes than the job asked for."""
+    """Factor: training seconds in this group over those in the job's profile. Below 1 with faster
+    GPUs, or with more training nodes than the job asked for."""
     rollout_switch_s: float = 0.0
     train_switch_s: float = 0.0
-    """Seconds to park and to wake on the training pool. 0 where no other job uses the pool."""
+    """Seconds to park and to wake the job on the training nodes. 0 if no other job is on them."""
     publish_s: float = 0.0
-    """Seconds in which weights cross the link after training, while the training pool is held."""
+    """Seconds after training to send the weights over the link, with the training pool held."""
     tail: float = 0.0
-    """Share of a rollout, at its end, in which its pool is already the next job's."""
+    """Share of a rollout, at its end (tail), in which most of its nodes are the next job's."""
 
     def work_s(self, times: Times) -> float:
-        """Seconds of an iteration without waits and switches, by which a slowdown is measured."""
+        """Seconds of the job's iteration in this group without waits and switches between jobs."""
         return sum(self.here(times))
 
     def here(self, times: Times) -> Times:
-        """Return the times on these nodes, without waits and switches. Sending the weights is part
-        of training."""
+        """Return a job's times as they are in this group, without waits and switches between jobs.
+        Sending the weights is part of training."""
         rollout_s = times.rollout_s * self.rollout_scale
         train_s = times.train_s * self.train_scale + self.publish_s
         return times._replace(rollout_s=rollout_s, train_s=train_s)
 
     def alone(self, here: Times) -> Times:
-        """Return the times alone from those measured on these nodes: the inverse of `here`."""
+        """Return the times of the job alone, from `here`: its times as measured in this group."""
         rollout_s = here.rollout_s / self.rollout_scale
         train_s = max(here.train_s - self.publish_s, 0.0) / self.train_scale
         return here._replace(rollout_s=rollout_s, train_s=train_s)
 
     @property
     def tail_move_s(self) -> float:
-        """Seconds of moving a rollout's tail to few devices. 0 if the job releases none early."""
+        """Seconds to move a rollout's last part (tail) to few devices. 0 if the job has no tail."""
         return TAIL_MOVE_S if self.tail else 0.0
 
     def after_rollout_s(self, times: Times) -> float:
-        """Return the seconds from leaving the rollout nodes until training can begin."""
+        """Return the seconds from when a job leaves its rollout nodes until it can train."""
         tail_s = times.rollout_s * self.rollout_scale * self.tail
         return tail_s + self.tail_move_s + times.between_s
 
@@ -123,8 +125,7 @@ def sharing(
     link_gb_s: float = math.inf,
     tail_release: bool = True,
 ) -> Sharing:
-    """Return how a job shares nodes, on this many rollout nodes of a group with this many training
-    devices."""
+    """Return how a job's times change on so many rollout nodes and training devices of a group."""
     assert train_devices >= job.train_devices
     lanes = min(job.train_devices, job.rollout_devices)
     publish_s = LINK_OVERHEAD * job.model_gb / (lanes * link_gb_s)
@@ -148,12 +149,12 @@ Pins = Sequence[frozenset[object]]
 
 
 def cycle_s(holds: Sequence[Holds]) -> float:
-    """Seconds of the longest iteration of any job."""
+    """Return the seconds of the longest single iteration among the jobs."""
     return max(one.cycle_s for one in holds)
 
 
 def rollout_load_s(holds: Sequence[Holds], pins: Pins) -> float:
-    """Return the seconds that one turn of every job takes on the busiest rollout node."""
+    """Return the seconds for which one turn of each job keeps the busiest rollout node busy."""
     nodes: dict[object, float] = {}
     for one, pinned in zip(holds, pins, strict=True):
         for node in pinned:
@@ -162,18 +163,20 @@ def rollout_load_s(holds: Sequence[Holds], pins: Pins) -> float:
 
 
 def load_s(holds: Sequence[Holds], pins: Pins) -> float:
-    """Return the seconds that one turn of every job takes on the busiest resource: all training, or
-    a rollout node."""
+    """Return the seconds for which one turn of each job keeps the busiest resource busy: the
+    training nodes together, or one rollout node."""
     return max(math.fsum(one.train_s for one in holds), rollout_load_s(holds, pins))
 
 
 def closed_period_s(holds: Sequence[Holds], pins: Pins) -> float:
-    """A lower bound of the period in seconds; the period itself where `closed_form_holds`."""
+    """Return a lower bound of the seconds in which each job has one turn. It is exact where
+    `closed_form_holds`."""
     return max(cycle_s(holds), load_s(holds, pins))
 
 
 def closed_form_holds(holds: Sequence[Holds], pins: Pins) -> bool:
-    """Whether the closed form of the period is known to be exact, by the module's conditions."""
+    """Whether `closed_period_s` is exact: any two jobs have the same rollout nodes or none in
+    common, and the busiest rollout node has time to spare for the longest stages without a pool."""
     owner: dict[object, frozenset[object]] = {}
     if not all(owner.setdefault(node, pinned) == pinned for pinned in pins for node in pinned):
         return False
@@ -184,18 +187,20 @@ def closed_form_holds(holds: Sequence[Holds], pins: Pins) -> bool:
 
 
 def period_s(holds: Sequence[Holds], pins: Pins) -> float:
-    """Seconds in which all jobs have one turn each, in the order given; exact for fixed holds."""
+    """Return the seconds in which each job has one turn, in the order of `holds`, if all iterations
+    of a job are alike."""
     if closed_form_holds(holds, pins):
         return closed_period_s(holds, pins)
     return largest_cycle_mean(_event_graph(holds, pins))
 
 
 Edges = Mapping[tuple[int, int], tuple[float, int]]
-"""For pairs of events, the seconds between them and by how many turns the second is later."""
+"""For each pair of events (begins of jobs' phases): the seconds between them, and by how many turns
+the second event is later."""
 
 
 def _event_graph(holds: Sequence[Holds], pins: Pins) -> Edges:
-    """Return the event graph, whose events 2k and 2k + 1 begin job k's rollout and training."""
+    """Return the graph of events: event 2k begins job k's rollout, event 2k + 1 its training."""
     edges: dict[tuple[int, int], tuple[float, int]] = {}
 
     def add(source: int, target: int, seconds: float, tokens: int) -> None:
@@ -219,7 +224,8 @@ def _event_graph(holds: Sequence[Holds], pins: Pins) -> Edges:
 
 
 def largest_cycle_mean(edges: Edges) -> float:
-    """Return the largest mean of a cycle, its seconds over its tokens, by Howard-like ascent."""
+    """Return the largest ratio of seconds to turns of any cycle in the graph of events. The search
+    goes from one cycle to a larger one, as Howard's algorithm does."""
     nodes = sorted({node for edge in edges for node in edge})
     mean = 0.0
     while True:
@@ -230,7 +236,7 @@ def largest_cycle_mean(edges: Edges) -> float:
 
 
 def _cycle_above(edges: Edges, nodes: Sequence[int], mean: float) -> float | None:
-    """Return the mean of a cycle that is larger than `mean`, or None if there is none."""
+    """Return the seconds per turn of some cycle that has more than `mean`, or None without one."""
     slack = 1e-13 * max(mean, *(seconds for seconds, _ in edges.values()))
     reach = dict.fromkeys(nodes, 0.0)
     before: dict[int, int] = {}

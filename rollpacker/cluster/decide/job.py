@@ -1,7 +1,8 @@
-"""A job as the cluster plans with it: its phases' seconds, its needs, and its SLO.
+"""A job as the cluster plans with it: the seconds of its phases, its needs, and its SLO.
 
-rollout (holds the rollout pool) -> between (verdicts; holds nothing)
-  -> train (holds the training pool, until the weights are published) -> after (commit) -> again
+An iteration has four parts: the rollout, which holds the rollout pool; the wait for rewards
+(`between_s`), which holds no pool; training, which holds the training pool until the weights are
+handed over; and the time for commit and checkpoint (`after_s`), which holds no pool.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ Phase = Literal["rollout", "train"]
 
 
 class Times(NamedTuple):
-    """Seconds of an iteration's parts, for a job that has its devices to itself."""
+    """Seconds of the parts of a job's iteration, with its devices to itself: rollout, the wait for
+    rewards (`between_s`), training, and the time until the next rollout (`after_s`)."""
 
     rollout_s: float
     between_s: float
@@ -29,12 +31,12 @@ class Times(NamedTuple):
     after_s: float
 
     def longer(self, factor: float) -> Times:
-        """Return the times with rollout and training longer by this factor."""
+        """Return these times with rollout and training multiplied by this factor."""
         return self._replace(rollout_s=self.rollout_s * factor, train_s=self.train_s * factor)
 
     def positive(self) -> Times:
-        """Return the times with at least a microsecond for each phase, since a phase may have taken
-        no time by the clock."""
+        """Return these times with at least a microsecond for rollout and for training, and with 0
+        in place of other times below 0."""
         rollout_s, between_s, train_s, after_s = self
         return Times(max(rollout_s, 1e-6), max(between_s, 0), max(train_s, 1e-6), max(after_s, 0))
 
@@ -47,14 +49,14 @@ class RoundTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_un
 
     kind: str = "plain"
     share: float = 1.0
-    """Share of the job's iterations that are of this kind."""
+    """Share of the job's iterations that have this kind of round, above 0 to 1."""
     rollout_s: tuple[float, ...]
     train_s: tuple[float, ...]
-    """Seconds of training of the iterations: as many as in `rollout_s`, or one for all."""
+    """Seconds of training in these iterations: as many numbers as in `rollout_s`, or one."""
     between_s: float = 0.0
-    """Seconds from the end of generation to the begin of training, for rewards."""
+    """Seconds from the end of generation to the begin of training, for computing rewards."""
     after_s: float = 0.0
-    """Seconds from the end of training to the next rollout: commit and checkpoint."""
+    """Seconds from the end of training to the next rollout, for commit and checkpoint."""
 
     def __post_init__(self) -> None:
         if not self.rollout_s or not self.train_s:
@@ -72,7 +74,7 @@ class RoundTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_un
             raise ValueError(f"share must be above 0 and at most 1, not {self.share}")
 
     def at(self, quantile: float) -> Times:
-        """Return the times of the iteration at this quantile, from 0 to below 1."""
+        """Return the times of the iteration whose length is at this quantile (0 to below 1)."""
         rollout, train = self.rollout_s, self.train_s
         return Times(
             rollout[int(quantile * len(rollout))],
@@ -103,34 +105,33 @@ class ClusterJob(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_un
 
     name: str
     rounds: tuple[RoundTimes, ...]
-    """Kinds of the job's rounds with their times; the shares add up to 1."""
+    """Kinds of the job's rounds of generation (plain, short, long), whose shares add up to 1."""
     steps: int
     """Number of iterations that the job has left to do."""
     steps_before: Omitted[int] = 0
     """Iterations in the checkpoint that a resumed run goes on from. They are no part of `steps`."""
     slo: float
-    """Highest slowdown promised: elapsed time over that without waits for pools. 1 or more."""
+    """Highest slowdown promised: elapsed time over time without waits for pools, 1 or more."""
     priority: int = 0
-    """Head start among jobs that wait for nodes (`waiting.py`); a higher one is earlier."""
+    """Priority among jobs that wait for nodes (`waiting.py`): a higher one gives a head start."""
     owner: str = ""
     """Name of the owner whose quota the job counts against. Empty if unknown."""
     rollout_devices: int = 8
     train_devices: int = 8
-    """Smallest number of devices that the job trains on. In a group with a larger training pool its
-    training is spread over all of it."""
+    """Smallest number of devices that the job trains on; in a group it trains on all there are."""
     rollout_memory_gib: float = 0.0
     """GiB of host memory that the parked rollout keeps on each of the job's rollout nodes."""
     train_memory_gib: float = 0.0
     """GiB of host memory that the parked trainer keeps on each training node of the group."""
     model_gb: float = 0.0
-    """Size of the weights that cross the link after each training, in 1e9 bytes."""
+    """Size of the weights that are sent to the rollout nodes after each training, in 1e9 bytes."""
     rollout_switch_s: float = 0.0
-    """Seconds to park on a rollout node and to wake there, together."""
+    """Seconds to move the job off a rollout node's devices (park) and back (wake), together."""
     train_switch_s: float = 0.0
     cold_start_s: float = 0.0
-    """Seconds from a start of the job to its first iteration, also after each move."""
+    """Seconds from a start of the job's processes to its first iteration, also after a move."""
     tail_share: float = 0.0
-    """Share of a rollout, at its end, that runs on few devices while another job has the rest."""
+    """Share of a rollout, its last part (tail), on few devices, while other jobs have the rest."""
     tail_devices_share: float = 0.125
     """Share of the rollout's devices that run its tail (`tail_share`)."""
 
@@ -161,7 +162,7 @@ class ClusterJob(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_un
 
     @cached_property
     def mean(self) -> Times:
-        """Mean seconds of an iteration, over all kinds of round by their shares."""
+        """Mean seconds of each part of an iteration, over all kinds of round by their shares."""
         sums = (
             math.fsum(one.share * seconds[part] for one, seconds in pairs)
             for pairs in [[(one, one.mean) for one in self.rounds]]
@@ -171,7 +172,7 @@ class ClusterJob(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_un
 
     @cached_property
     def worst(self) -> Times:
-        """The times of an iteration in which every response runs to its limit."""
+        """Longest seconds of each part of the job's iterations, over all kinds of round."""
         return Times(*map(max, zip(*(one.worst for one in self.rounds), strict=True)))
 
     @cached_property
@@ -179,18 +180,19 @@ class ClusterJob(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_un
         return list(itertools.accumulate(one.share for one in self.rounds))
 
     def draw(self, which: float, quantile: float) -> Times:
-        """Return the times of an iteration by two numbers from 0 to below 1: kind and length."""
+        """Return an iteration's times, chosen by two numbers from 0 to below 1: `which` the kind of
+        round, `quantile` its length."""
         return self.round_at(which).at(quantile)
 
     def round_at(self, which: float) -> RoundTimes:
-        """Return the kind of round for a number from 0 to below 1, by the kinds' shares."""
+        """Return the kind of round chosen by a number from 0 to below 1, by the kinds' shares."""
         if len(self.rounds) == 1:
             return self.rounds[0]
         return self.rounds[min(bisect.bisect_right(self._ends, which), len(self.rounds) - 1)]
 
 
 EMPTY = "empty"
-"""Kind of an iteration that trained on nothing."""
+"""Kind of an iteration in which there was nothing to train on."""
 EVALUATED = "+evaluation"
 """Suffix of the kind of an iteration that ended with an evaluation."""
 
@@ -200,23 +202,22 @@ class Iteration(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     kind: str
-    """Kind of the step's longest round (plain, short, long; a refilled step has several rounds) or
-    `EMPTY`, followed by `EVALUATED` if the step ended with an evaluation. An evaluation's
-    generation takes as long at the first step as at the last."""
+    """Kind of the step's longest round of generation: plain, short or long (a refilled step has
+    several rounds), or `EMPTY`. `EVALUATED` follows if the step ended with an evaluation."""
     rollout_s: float
-    """Seconds in which the rollout pool is held: from the commit before, or a refill's launch, to
-    the end of the last sample, and the generation of an evaluation. Fetching prompts is
-    included."""
+    """Seconds for which the rollout pool is held: from the end of the step before (or the begin of
+    a refill, a further round for missing samples) until the last sample has ended, fetching of
+    prompts included; and the seconds of an evaluation's generation."""
     between_s: float
-    """Seconds after generation in which rewards, or the prompts of a refill, are awaited. No pool
-    is held."""
+    """Seconds after generation, without a pool, of waiting for rewards or for a refill's
+    prompts."""
     train_s: float
-    """Seconds in which the training pool is held, until the weights are handed over, and those of
-    gradients computed before. 0 in a step that had nothing to train on."""
+    """Seconds for which the training pool is held, until the weights are handed over, and seconds
+    of gradients computed earlier in the step. 0 in a step that had nothing to train on."""
     after_s: float
-    """Seconds of commit, checkpoint, rewards of an evaluation and callbacks."""
+    """Seconds at the step's end for commit, checkpoint, rewards of an evaluation and callbacks."""
     last: bool | None = None
-    """Whether the process ends after this step. None if that is not reported."""
+    """Whether the job's process ends after this step. None if the process does not report that."""
 
     @property
     def is_empty(self) -> bool:
@@ -225,6 +226,5 @@ class Iteration(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def times(self) -> Times:
-        """The step's seconds by phase, each of rollout and training more than 0
-        (`Times.positive`)."""
+        """The step's seconds by part; those of rollout and training are more than 0."""
         return Times(self.rollout_s, self.between_s, self.train_s, self.after_s).positive()

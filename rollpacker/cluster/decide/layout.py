@@ -2,13 +2,14 @@
 layout never changes: placement makes candidates, and compares prices.
 
 The *price of work* is what placement lowers: the group's price per hour over how fast its jobs get
-on, each weighed by what it costs alone.
+on, each weighed by its value.
 
     price of work = price_per_h x sum(value) / sum(value x speed)
     speed         = seconds of an iteration alone / seconds of an iteration here
+    value         = price per hour of the nodes that the job would need alone
 
-Two jobs that over-saturate their nodes by 8 % cost 1.08 x one pair of nodes instead of two pairs: a
-saturated group may well be the cheapest one.
+Two jobs with 8 % more work than one pair of nodes has time for cost 1.08 x this pair, instead of
+two pairs: a group with too much work may well be the cheapest one.
 """
 
 from __future__ import annotations
@@ -31,13 +32,12 @@ from rollpacker.cluster.decide.job import ClusterJob, Times
 from rollpacker.cluster.decide.nodes import Pool, memory_gib
 
 Pin = frozenset[object]
-"""Rollout nodes of a job. Nodes that are not taken yet are stood in for by negative numbers."""
+"""Rollout nodes of one job. Negative numbers stand for nodes that are free and not chosen yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Jobs of a group with their nodes and pools. Jobs with more rollout nodes come first, as in
-    the turns."""
+    """A group's jobs with pools and rollout nodes (`pins`), jobs of more rollout nodes first."""
 
     rollout_pool: Pool
     train_pool: Pool
@@ -62,7 +62,7 @@ class Layout:
         return replace(self, jobs=tuple(j for j, _ in kept), pins=tuple(p for _, p in kept))
 
     def with_times(self, job: ClusterJob) -> Layout:
-        """Return the layout with this job replacing the one of the same name (its times differ)."""
+        """Return the layout with the job of this name replaced by `job`, which has other times."""
         return replace(self, jobs=tuple(job if j.name == job.name else j for j in self.jobs))
 
     # -- what it costs -----------------------------------------------------------------
@@ -79,8 +79,8 @@ class Layout:
         )
 
     def price_of_work(self, iteration_s: Sequence[float]) -> float:
-        """Return the price of work (price per hour over the jobs' weighed speeds) for these mean
-        seconds of an iteration, in the order of `jobs`."""
+        """Return the price of work: the price per hour over the jobs' speeds, each weighed by
+        `value`. `iteration_s`: mean seconds of an iteration in the group, for each of `jobs`."""
         value = progress = 0.0
         for job, seconds in zip(self.jobs, iteration_s, strict=True):
             own = self.value(job)
@@ -93,7 +93,7 @@ class Layout:
         return alone_price(job, self.rollout_pool, self.train_pool)
 
     def memory_fits(self) -> bool:
-        """Whether every node has host memory for what the parked processes of its jobs keep."""
+        """Return whether every node has host memory for what its parked jobs keep there."""
         if math.fsum(job.train_memory_gib for job in self.jobs) > self.train_pool.host_memory_gib:
             return False
         kept: dict[object, float] = {}
@@ -106,7 +106,7 @@ class Layout:
 
     @cached_property
     def sharings(self) -> tuple[Sharing, ...]:
-        """For each job, the factors and seconds that come from sharing its nodes."""
+        """For each job, how its times change because nodes are shared."""
         counts: dict[object, int] = {}
         for pin in self.pins:
             for node in pin:
@@ -131,25 +131,26 @@ class Layout:
         return [one.work_s(job.mean) for job, one in zip(self.jobs, self.sharings, strict=True)]
 
     def holds(self) -> list[Holds]:
-        """Return for each job the seconds for which it holds each pool in a mean iteration."""
+        """Return for each job the seconds of a mean iteration with each pool held and with none."""
         return [one.holds(job.mean) for job, one in zip(self.jobs, self.sharings, strict=True)]
 
     def period_s(self) -> float:
-        """Return the seconds in which each job has a turn, for mean iterations in round robin."""
+        """Return the seconds in which each job has one turn in round robin, for mean iterations."""
         return period_s(self.holds(), self.pins)
 
     def closed_period_s(self) -> float:
-        """Return a lower bound of the period in seconds, which is quick to compute."""
+        """Return a lower bound of `period_s` in seconds, which is quick to compute."""
         return closed_period_s(self.holds(), self.pins)
 
     def slowdowns(self) -> list[float]:
-        """Return the slowdown of each job, for mean iterations in round robin."""
+        """Return each job's slowdown if jobs take turns in round robin, for mean iterations."""
         period = self.period_s()
         return [period / work for work in self.works_s()]
 
     def bound(self) -> tuple[float, float, list[float]]:
-        """Return cycle, load and each job's seconds alone as RollMux defines them: for the longest
-        iterations, with only the two phases."""
+        """Return three values that RollMux's policy compares, in seconds of nothing but rollout and
+        training, for jobs' longest iterations: the longest iteration of any job, the load of the
+        busiest resource in one turn of all jobs, and the list of each job's iteration."""
         holds = [
             Holds(times.rollout_s * one.rollout_scale, 0.0, times.train_s * one.train_scale, 0.0)
             for times, one in zip(self._worst, self.sharings, strict=True)
@@ -162,7 +163,7 @@ class Layout:
 
 
 def alone_price(job: ClusterJob, rollout: Pool, train: Pool) -> float:
-    """Return the price per hour of the nodes that the job would have alone."""
+    """Return the price per hour of the nodes that a job would have from these pools if alone."""
     return (
         rollout.nodes_for(job.rollout_devices) * rollout.node_price_per_h
         + train.nodes_for(job.train_devices) * train.node_price_per_h

@@ -3,8 +3,7 @@
 The last `WINDOW` iterations count, all alike. At first they are drawn from the profile, and each
 measured iteration replaces one of these. So drift is followed with a lag of half a window, and a
 kind of round that comes more often, or is new, gets its share. Placement is told only of changes of
-the mean by more than `MATERIAL`, and by more than luck makes of so few iterations: noise moves no
-job.
+the mean by more than `MATERIAL`, and by more than chance explains in so few iterations.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from rollpacker.cluster.decide.job import ClusterJob, RoundTimes, Times
 WINDOW = 32
 """Number of a job's latest iterations from which its times are learned."""
 MATERIAL = 0.04
-"""Share of an iteration's mean seconds that a change must exceed to be reported."""
+"""Share of an iteration's mean seconds that a change must exceed for placement to be told."""
 SURE = 3.0
 """Number of standard errors that a change must exceed to count as more than luck."""
 ENOUGH = 4
-"""Fewest iterations of a kind of round by which its times are judged."""
+"""Fewest iterations of one kind of round from which its times are judged to have changed."""
 _STEP = (0.7548776662466927, 0.5698402909980532)
-"""Steps of the additive sequence that fills a square most evenly; its points choose the iterations
-drawn from the profile."""
+"""Steps in x and y of the sequence that fills a unit square most evenly; its points choose
+iterations from the profile."""
 
 
 class LearnedTimes:
-    """The learned times of one job, which depend only on its profile and on the iterations seen."""
+    """The times of one job's phases as learned from its profile and its latest iterations."""
 
     def __init__(self, job: ClusterJob) -> None:
         self._job = job
@@ -40,8 +39,8 @@ class LearnedTimes:
         )
 
     def saw(self, kind: str, times: Times) -> ClusterJob | None:
-        """Take in an iteration, in seconds on the profile's devices. Returns the job with new times
-        if they have changed materially, else None."""
+        """Take in an iteration: the kind of its round, and its seconds on the profile's devices.
+        Returns the job with new times if they have changed by much, else None."""
         self._seen.append((kind, times.positive()))
         if not self._has_changed():
             return None
@@ -49,7 +48,8 @@ class LearnedTimes:
         return self._job
 
     def _has_changed(self) -> bool:
-        """Whether the share of a kind of round, or its times, have changed by more than luck."""
+        """Whether some kind of round has become more or less frequent, or longer or shorter, by
+        more than luck would explain."""
         least = MATERIAL * math.fsum(self._job.mean)
         known = {one.kind: one for one in self._job.rounds}
         seen = self._by_kind()
@@ -89,7 +89,8 @@ class LearnedTimes:
 
 
 def _differs(seconds: Sequence[float], known_s: float, least: float) -> bool:
-    """Whether the mean of the seconds differs from `known_s` by more than `least` and than luck."""
+    """Whether the mean of `seconds` differs from `known_s` by more than `least`, and by more than
+    chance explains."""
     mean = math.fsum(seconds) / len(seconds)
     change = abs(mean - known_s)
     if change <= least:

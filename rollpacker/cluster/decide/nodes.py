@@ -1,4 +1,4 @@
-"""Keeps track of which nodes are free, and of the host memory that parked jobs keep on them."""
+"""Keeps track of which nodes are free, and of the host memory that jobs use on the others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollpacker.cluster.decide.job import ClusterJob, Phase
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """A pool of equal nodes for one phase."""
+    """A pool of equal nodes for one phase, rollout or train."""
 
     name: str
     phase: Phase
@@ -22,7 +22,7 @@ class Pool:
     host_memory_gib: float
     """GiB of host memory of one node."""
     scale: float = 1.0
-    """Seconds of a phase on this pool over those in a job's profile: above 1 is slower."""
+    """Factor: seconds of the phase here over those in a job's profile; above 1 is slower."""
 
     @property
     def node_price_per_h(self) -> float:
@@ -40,12 +40,12 @@ class Node(NamedTuple):
 
 
 def memory_gib(job: ClusterJob, phase: Phase) -> float:
-    """Return the GiB that the job keeps in the host memory of each of its nodes of this phase."""
+    """Return the GiB of host memory that the parked job needs on each of its nodes of a phase."""
     return job.rollout_memory_gib if phase == "rollout" else job.train_memory_gib
 
 
 class Nodes:
-    """All nodes of all pools, with the jobs on them. A node is free, or belongs to one group."""
+    """All nodes of all pools, with their jobs. A node is free or belongs to one group of jobs."""
 
     def __init__(self, pools: Sequence[Pool]) -> None:
         self.pools = {pool.name: pool for pool in pools}
@@ -53,12 +53,12 @@ class Nodes:
             pool.name: list(range(pool.nodes - 1, -1, -1)) for pool in pools
         }
         self._jobs: dict[Node, dict[str, float]] = {}
-        """For each node that is not free, its jobs with the GiB of host memory that each keeps.
-        Copies share the inner dictionaries, which are replaced and never changed."""
+        """For each node in use, the GiB of host memory that each of its jobs needs, by the job's
+        name. Copies share the inner dictionaries, which are replaced and never changed."""
         self._drained: set[Node] = set()
 
     def copy(self) -> Nodes:
-        """Return a copy on which changes can be tried."""
+        """Return a copy; changes of the copy leave the original as it is."""
         other = Nodes(())
         other.pools = self.pools
         other._free = {pool: [*free] for pool, free in self._free.items()}
@@ -67,7 +67,7 @@ class Nodes:
         return other
 
     def grow(self, pool: str, nodes: int) -> None:
-        """Enlarge the pool to so many nodes. Raises `ValueError` for fewer or an unknown pool."""
+        """Enlarge a pool to so many nodes. Raises `ValueError` for fewer, or an unknown pool."""
         own = self.pools.get(pool)
         if own is None:
             raise ValueError(f"there is no pool {pool}; there are {', '.join(self.pools)}")
@@ -80,14 +80,14 @@ class Nodes:
         self.pools = {**self.pools, pool: replace(own, nodes=nodes)}
 
     def hide_free(self) -> None:
-        """Take away all free nodes: used on a copy, to see what fits without them."""
+        """Remove all free nodes; used on a copy, to see which jobs fit without them."""
         self._free = {pool: [] for pool in self._free}
 
     def num_free(self, pool: str) -> int:
         return len(self._free[pool])
 
     def take(self, pool: str, count: int) -> tuple[Node, ...]:
-        """Take this many free nodes of the pool, and return them."""
+        """Mark this many free nodes of the pool as used, and return these nodes."""
         free = self._free[pool]
         assert len(free) >= count, (pool, count)
         taken = tuple(Node(pool, free.pop()) for _ in range(count))
@@ -102,7 +102,7 @@ class Nodes:
                 self._free[node.pool].append(node.number)
 
     def drain(self, node: Node) -> None:
-        """Keep jobs off the node: it is not free from now on, or once it is given back. Raises
+        """Give no more jobs to the node; jobs that are on it stay until they are moved. Raises
         `ValueError` for a node that does not exist."""
         pool = self.pools.get(node.pool)
         if pool is None or not 0 <= node.number < pool.nodes:
@@ -113,7 +113,7 @@ class Nodes:
             self._free[node.pool].remove(node.number)
 
     def restore(self, node: Node) -> None:
-        """Undo `drain`: the node may be free and have jobs again."""
+        """Undo `drain`: the node may be given jobs again."""
         if node in self._drained:
             self._drained.remove(node)
             if node not in self._jobs:
@@ -123,7 +123,7 @@ class Nodes:
         return node in self._drained
 
     def settle(self, job: str, nodes: Iterable[Node], gib: float) -> None:
-        """Put a job on these nodes, each of which keeps this many GiB of host memory for it."""
+        """Put a job on these nodes, on each of which it needs this many GiB of host memory."""
         for node in nodes:
             self._jobs[node] = {**self._jobs[node], job: gib}
             assert self.free_gib(node) >= 0, (node, self._jobs[node])
@@ -136,12 +136,12 @@ class Nodes:
         return list(self._jobs.get(node, ()))
 
     def free_gib(self, node: Node) -> float:
-        """Return the GiB of the node's host memory that no job keeps."""
+        """Return the GiB of the node's host memory that its jobs do not need."""
         return self.pools[node.pool].host_memory_gib - math.fsum(self._jobs[node].values())
 
 
 def pairs(pools: Iterable[Pool]) -> list[tuple[Pool, Pool]]:
-    """Return all pairs of a rollout pool and a training pool, in the order given."""
+    """Return all pairs of a rollout pool and a training pool, in the pools' order."""
     pools = list(pools)
     return [
         (rollout, train)
@@ -155,11 +155,11 @@ FEWER: Mapping[Phase, str] = {
     "rollout": "rollout_devices (of a run: rollout.engines)",
     "train": "train_devices (of a run: train.processes)",
 }
-"""By phase, the settings that a user can lower for a job to need fewer devices."""
+"""For each phase, the settings to name in an error message if a job needs too many devices."""
 
 
 def check_job(job: ClusterJob, pools: Sequence[Pool]) -> None:
-    """Raises `ValueError` if no pool has enough devices or host memory for the job, even alone."""
+    """Raises `ValueError` if even the largest pool has too few devices or GiB for the job alone."""
     phases: tuple[Phase, ...] = ("rollout", "train")
     for phase in phases:
         there = [pool for pool in pools if pool.phase == phase]

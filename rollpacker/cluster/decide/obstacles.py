@@ -1,8 +1,9 @@
-"""Explains what keeps a waiting job from every node: which SLOs would break, and with which SLO of
-its own it could start now.
+"""Explains what keeps a waiting job from every node: which SLOs (slowdowns promised) would break,
+and with which SLO of its own it could start now.
 
 It changes no state that decisions use, because a replay of the cluster's events does not know when
-an explanation was asked for."""
+an explanation was asked for.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +21,21 @@ from rollpacker.cluster.decide.placement import Standing, State
 from rollpacker.cluster.decide.turns import Order
 
 MAX_CANDIDATES = 6
-"""Number of places that are examined: those in groups whose jobs have most room."""
+"""Number of places for a waiting job that are examined, those in the least loaded groups first."""
 _NUM_TRIES = 3
-"""Number of SLOs tried for a job, since some orders of turns depend on the SLO itself."""
+"""Number of SLOs tried for a job, each higher than the last: orders of turns may depend on it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Try:
-    """The job as it would be in a group, with one order of turns."""
+    """A waiting job as it would be in a group of jobs that share nodes, in one order of turns."""
 
     layout: Layout
     order: Order
     rest: Mapping[str, Rest]
-    """What is left of the lives of the group's jobs, by name, where that is known."""
+    """By job, the iterations that it has left and the seconds that it may wait, where known."""
     breaks: Mapping[str, tuple[float, float]]
-    """Jobs whose SLO would break, with their slowdown and the highest one allowed."""
+    """By name, the jobs whose SLO would break: the slowdown of each and the highest allowed."""
 
     @property
     def excess(self) -> float:
@@ -44,8 +45,8 @@ class _Try:
 def obstacle(
     state: State, job: ClusterJob, rest: Rest | None, *, confidence: float, orders: Sequence[Order]
 ) -> str:
-    """Return words on what keeps a job from all nodes. Empty if nothing was found. `rest`: what is
-    left of its life, if it has waited or run; else None."""
+    """Return in words why a job that waits gets no nodes. Empty if no reason was found. `rest`: the
+    iterations that it has left and the seconds that it may wait; None: it has not waited or run."""
     if next(state.alone(job), None) is not None:
         return ""
     tries = list(_tries(state, job, rest, confidence, orders))
@@ -83,7 +84,8 @@ def _tries(
 def _breaks(
     layout: Layout, order: Order, rest: Mapping[str, Rest], confidence: float
 ) -> dict[str, tuple[float, float]]:
-    """Return the SLOs that break in the short or the longer simulation, with the worse slowdown."""
+    """Return by name the jobs whose SLO (slowdown promised) breaks in the short or the longer
+    simulation, each with the worse slowdown and the highest allowed."""
     outlook = Outlook(layout, order)
     found = broken(layout, outlook.forecasts(), rest, confidence)
     for name, (slowdown, limit) in broken(layout, outlook.confirmed(), rest, confidence).items():
@@ -92,15 +94,14 @@ def _breaks(
 
 
 def _load(layout: Layout) -> float:
-    """Return the share of the training nodes' time that the jobs take, if each is as slow as its
-    SLO allows."""
+    """Return the share of the training nodes' time that the jobs take at their SLO's slowdown."""
     pairs = zip(layout.jobs, layout.holds(), layout.works_s(), strict=True)
     return math.fsum(holds.train_s / work / job.slo for job, holds, work in pairs)
 
 
 def _possible(one: _Try, job: ClusterJob, confidence: float) -> float | None:
-    """Return the lowest SLO found with which the job, submitted anew, would break no SLO in that
-    group. None if none was found."""
+    """Return the lowest SLO (slowdown promised) found for the job with which it would break no SLO
+    in that group. None if none was found."""
     rest = {name: known for name, known in one.rest.items() if name != job.name}
     slo, layout = job.slo, one.layout
     for _ in range(_NUM_TRIES):
@@ -115,7 +116,7 @@ def _possible(one: _Try, job: ClusterJob, confidence: float) -> float | None:
 
 
 def _refusals(state: State, job: ClusterJob) -> Counter[str]:
-    """Count, by the reason in words, the groups that cannot take the job whatever its SLO is."""
+    """Count the groups that cannot take the job whatever its SLO is, by the reason in words."""
     return Counter(_refusal(state, standing, job) for standing in state.groups.values())
 
 

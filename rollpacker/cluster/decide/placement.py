@@ -1,10 +1,9 @@
-"""The places where a job could go: candidates in every group, among which a policy chooses.
+"""The places where a job could go, among which a policy chooses.
 
-    candidates of a group   pack into rollout nodes that are there, or add nodes to it
-    and besides             a group of its own, in each pair of pools
-
-A policy is a function of what there is (`State`) and the job: the shipped one is in
-`cheapest_work.py`, RollMux's in `cluster/sim/policies.py`.
+In each group (jobs that share nodes) a job may be packed onto rollout nodes that are there, or add
+nodes to the group. Besides, it may have a group of its own, in each pair of pools. A policy is a
+function of what there is (`State`) and the job: the shipped one is in `cheapest_work.py`, RollMux's
+in `cluster/sim/policies.py`.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from rollpacker.cluster.decide.turns import Order
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The group and the rollout nodes that a policy has chosen for a job."""
+    """A place for a job that a policy has chosen: group, rollout nodes and order of turns."""
 
     group: int | None
-    """Number of the group that the job joins. None for a new group."""
+    """Number of the group (jobs that share nodes) that the job joins. None for a new group."""
     layout: Layout
-    """The group with the job in it. Nodes that are not taken yet have negative numbers."""
+    """The group with the job in it. Negative numbers stand for nodes that are still free."""
     pin: Pin
-    """The job's own rollout nodes."""
+    """The rollout nodes of this job."""
     order: Order
 
     @property
@@ -40,12 +39,12 @@ class Choice:
 
     @property
     def takes_nodes(self) -> bool:
-        """Whether the choice takes nodes that are free now."""
+        """Whether the job would take nodes that are free now."""
         return self.group is None or self.new_nodes > 0
 
 
 def new_node(number: int) -> object:
-    """Return a stand-in for a rollout node that is free now and not chosen yet."""
+    """Return an object that stands for a free rollout node which is chosen later."""
     return Node("", -1 - number)
 
 
@@ -55,24 +54,21 @@ def is_new(node: object) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Numbers of a group that take a microsecond to have. They show which groups are worth a closer
-    look."""
+    """Numbers of a group that are quick to have: they show which groups are worth a closer look."""
 
     price_of_work: float
     price_per_h: float
     node_price_per_h: float
     train_share: float
-    """Share of the training pool's time that the jobs take, if no job were slowed down."""
+    """Share of the training nodes' time that the group's jobs take, if nothing slowed them down."""
     rollout_share: float
-    """Share of the least loaded rollout node's time that the jobs take, if no job were slowed
-    down."""
+    """Share of the least loaded rollout node's time that jobs take, if nothing slowed them down."""
     needed_share: float
-    """Share of the training pool's time that the jobs take, if each were slowed down as far as its
-    SLO lets it."""
+    """Share of the training nodes' time that jobs take, if each is as slow as its SLO allows."""
     spare_devices: int
 
     def could_take(self, job: ClusterJob) -> bool:
-        """Whether the job might join. False: no order of turns would keep all SLOs."""
+        """Whether the job might join the group: it has enough devices, and its SLOs may be kept."""
         mean = job.mean
         return (
             job.train_devices <= self.spare_devices
@@ -80,7 +76,8 @@ class Summary:
         )
 
     def rise(self, job: ClusterJob) -> float:
-        """Return roughly how much the price of work rises with this job, at its best place here."""
+        """Estimate how much the group's price of work (price per hour over the jobs' speeds) rises
+        if this job joins it at its best place."""
         mean = job.mean
         whole = sum(mean)
         train = self.train_share + mean.train_s / whole * self._spread(job)
@@ -94,7 +91,8 @@ class Summary:
 
 
 def summary_of(layout: Layout, rest: Mapping[str, Rest], iteration_s: Sequence[float]) -> Summary:
-    """Return the summary of a group, given the mean seconds of each job's iterations."""
+    """Return the summary of a group. `rest`: what is left of jobs' lives, by name. `iteration_s`:
+    mean seconds of each job's iterations."""
     holds, works = layout.holds(), layout.works_s()
     busy: dict[object, float] = {}
     for pin, one, work in zip(layout.pins, holds, works, strict=True):
@@ -117,20 +115,21 @@ def summary_of(layout: Layout, rest: Mapping[str, Rest], iteration_s: Sequence[f
 
 @dataclass(slots=True)
 class Standing:
-    """A group with its layout, its order of turns and what was computed about it."""
+    """A group of jobs that share nodes: the jobs with their nodes (`layout`), the order of their
+    turns, and what was computed about them so far."""
 
     layout: Layout
     order: Order
     train_nodes: tuple[Node, ...]
     rest: dict[str, Rest] = field(default_factory=dict)
-    """What is left of the lives of jobs that have run or waited, by name."""
+    """Of jobs that have run or waited, by name: iterations left, seconds that they may wait."""
     tried: dict[str, int] = field(default_factory=dict)
-    """By name, the iterations that a job had left when it last tried to save an endangered SLO."""
+    """Number of iterations that a job had left at its last try to save its SLO, by name."""
     _forecasts: list[Forecast] | None = None
     _summary: Summary | None = None
     _without: dict[str, float] = field(default_factory=dict)
     _outlooks: dict[tuple[str, Pin, Order], Outlook] = field(default_factory=dict)
-    """Forecasts of the group with one job more, by that job, its nodes and the order of turns."""
+    """Forecasts of the group with a further job, by that job's name, nodes and order of turns."""
 
     @property
     def summary(self) -> Summary:
@@ -141,26 +140,27 @@ class Standing:
 
     @property
     def forecasts(self) -> list[Forecast]:
-        """Forecast of each job's slowdown in the group as it is."""
+        """The forecast of each job of the group as it is now, in the order of `layout.jobs`."""
         if self._forecasts is None:
             self._forecasts = foresee(self.layout, self.order)
         return self._forecasts
 
     def with_layout(self, layout: Layout, order: Order) -> Standing:
-        """Return a group with other jobs, about which nothing has been computed yet."""
+        """Return the group with other jobs or another order; nothing computed is taken over."""
         names = {job.name for job in layout.jobs}
         rest = {name: one for name, one in self.rest.items() if name in names}
         return Standing(layout, order, self.train_nodes, rest)
 
     def changed(self) -> None:
-        """Forget all that was computed about the group, for it to be computed anew when needed."""
+        """Forget all that was computed about the group; it is computed anew when needed."""
         self._summary = self._forecasts = None
         self._without.clear()
         self.tried.clear()
         self._outlooks.clear()
 
     def saved_without(self, job: str) -> float:
-        """Return by how much the price of work falls if the job leaves."""
+        """Return by how much the group's price of work (price per hour over the jobs' speeds) falls
+        if this job leaves it."""
         if job not in self._without:
             others = self.layout.minus(job)
             price = 0.0
@@ -171,8 +171,8 @@ class Standing:
         return self._without[job]
 
     def outlook(self, choice: Choice, job: ClusterJob, order: Order) -> Outlook:
-        """Return the forecasts of the group if the job came. They are kept, because jobs look again
-        after each change of the cluster, and most changes are in other groups."""
+        """Return the forecasts of the group with this job in it. They are kept for the next time:
+        jobs are examined after each change of the cluster, and most changes are in other groups."""
         key = (job.name, choice.pin, order)
         found = self._outlooks.get(key)
         if found is None or found.layout != choice.layout:  # another job of that name
@@ -181,18 +181,18 @@ class Standing:
 
 
 class Settled(NamedTuple):
-    """The group and the nodes that a job was given."""
+    """The group's number, and the nodes, that a job was given."""
 
     group: int
     rollout_nodes: tuple[Node, ...]
     train_nodes: tuple[Node, ...]
     opened: tuple[Node, ...]
-    """Those of the job's nodes that were free before."""
+    """The job's nodes that were free until now."""
 
 
 @dataclass(slots=True, kw_only=True)
 class State:
-    """The nodes and groups of a cluster, among which a policy chooses."""
+    """A cluster's nodes and groups (jobs that share nodes), from which a policy chooses."""
 
     nodes: Nodes
     groups: dict[int, Standing] = field(default_factory=dict)
@@ -202,11 +202,11 @@ class State:
     """Number of groups made so far, which is the number of the next group."""
 
     def copy(self) -> State:
-        """Return a copy on which changes can be tried. Both share the groups that do not change."""
+        """Return a copy on which changes can be tried. Groups that do not change are shared."""
         return replace(self, nodes=self.nodes.copy(), groups=dict(self.groups))
 
     def as_if_full(self) -> State:
-        """Return the state as if no node were free."""
+        """Return a copy of the state in which no node is free."""
         nodes = self.nodes.copy()
         nodes.hide_free()
         return replace(self, nodes=nodes)
@@ -214,7 +214,8 @@ class State:
     def settle(
         self, job: ClusterJob, choice: Choice, *, tail_release: bool, rest: Rest | None = None
     ) -> Settled:
-        """Put the job where it was chosen to go. `rest`: what is left of its life; None: all."""
+        """Put the job on the chosen nodes, and return its group's number and its nodes. `rest`:
+        iterations that it has left and seconds that it may wait; None: all of its steps."""
         layout, nodes = choice.layout, self.nodes
         taken = opened = nodes.take(layout.rollout_pool.name, choice.new_nodes)
         named = dict(zip(sorted((n for n in choice.pin if is_new(n)), key=str), taken, strict=True))
@@ -242,7 +243,7 @@ class State:
         return Settled(number, rollout_nodes, standing.train_nodes, opened)
 
     def unsettle(self, name: str, number: int) -> tuple[Node, ...]:
-        """Take the job off its group. Returns the nodes that are free again."""
+        """Take the job out of this group. Returns the nodes that become free by that."""
         standing, nodes = self.groups[number], self.nodes
         layout = standing.layout
         pin = next(
@@ -259,7 +260,7 @@ class State:
         return tuple(closed)
 
     def alone(self, job: ClusterJob) -> Iterator[Choice]:
-        """Yield a group of its own for the job, in each pair of pools with enough free nodes."""
+        """Yield places for the job in a group of its own, for each pair of pools with room."""
         for rollout, train in pairs(self.nodes.pools.values()):
             pin = Pin(new_node(n) for n in range(rollout.nodes_for(job.rollout_devices)))
             layout = Layout(
@@ -278,8 +279,8 @@ class State:
                 yield Choice(group=None, layout=layout, pin=pin, order="round_robin")
 
     def in_group(self, number: int, job: ClusterJob) -> Iterator[Choice]:
-        """Yield choices in the group: packed into its least loaded rollout nodes, then with one,
-        two and more new nodes instead, as far as memory and free nodes allow."""
+        """Yield places for the job in this group: on its least loaded rollout nodes, then with one,
+        two and more of them replaced by free nodes, as far as host memory and free nodes allow."""
         standing = self.groups[number]
         layout = standing.layout
         if len(layout.jobs) >= self.max_group:
@@ -314,30 +315,29 @@ class Policy(Protocol):
 
     @property
     def tail_release(self) -> bool:
-        """Whether a rollout's last part (tail) leaves most of its nodes to the next job."""
+        """Whether a rollout, for its last part (tail), leaves most of its nodes to the next job."""
 
     def place(self, state: State, job: ClusterJob, *, rest: Rest | None = None) -> Choice | None:
-        """Choose where a job goes. None: it has to wait for nodes. `rest`: the rest of its life, if
-        it has waited or run."""
+        """Choose a place for a job. None: the job has to wait for nodes. `rest`: iterations that it
+        has left and seconds that it may wait; None: it has not run or waited."""
 
     def obstacle(self, state: State, job: ClusterJob, *, rest: Rest | None = None) -> str:
-        """Return words on what keeps a job, for which `place` finds no nodes, from all of them.
-        Empty if the policy does not say."""
+        """Return in words why `place` finds no nodes for a job. Empty if no reason is known."""
 
     @property
     def makes_room(self) -> bool:
-        """Whether running jobs move or are stopped, so that a waiting one can start (`room.py`)."""
+        """Whether running jobs are moved or stopped so that a waiting one can start (`room.py`)."""
 
     @property
     def learns(self) -> bool:
         """Whether the measured times of iterations replace those of a job's profile."""
 
     def is_endangered(self, standing: Standing) -> bool:
-        """Whether an SLO in the group is likely to be missed if all jobs stay."""
+        """Whether a job of the group is likely to miss its SLO (slowdown promised) where it is."""
 
     def move(self, state: State, number: int, job: ClusterJob, *, rest: Rest) -> Choice | None:
-        """Choose where a job of the group goes at a commit. None: it stays. A choice of its own
-        group changes only the order of turns there."""
+        """Choose a place for a running job of group `number` at its commit. None: the job stays. A
+        choice of its own group changes only the order of turns there."""
 
 
 class Stays:

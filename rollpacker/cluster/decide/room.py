@@ -1,9 +1,9 @@
-"""Makes room for a job that waits for nodes, at the commit of one that runs.
+"""Makes room for a job that waits for nodes, at the commit of a job that runs.
 
-    by_moving     the one that runs goes elsewhere, so that both fit: its restart is charged, and
-                  every SLO is kept with it
-    by_stopping   of two jobs the one with the lower priority waits instead, if the other would have
-                  come before it in the queue (`waiting.py`)
+    by_moving:    The running job goes elsewhere, so that both jobs fit. Its restart counts as
+                  waiting, and every SLO is kept nevertheless.
+    by_stopping:  The running job, of lower priority, waits instead, if the waiting job would have
+                  come before it in the queue (`waiting.py`).
 
 Each restart starts a job that waits, so that there are no more restarts than jobs. A job is stopped
 only for jobs of higher priority, which are never stopped for it: no two jobs take each other's
@@ -21,36 +21,37 @@ from rollpacker.cluster.decide.job import ClusterJob
 from rollpacker.cluster.decide.placement import Choice, Policy, State
 
 WORTH = 2.0
-"""Room is made if the wait that it saves is worth at least this many times the restarts' cost."""
+"""Factor: room is made if the wait saved is worth this many times what the restarts cost."""
 MAX_STOPPED = 4
-"""Number of jobs that are considered for being stopped: those that come last in the queue."""
+"""Number of running jobs that are considered for being stopped, those last in the queue."""
 
 
 class Late(NamedTuple):
-    """A job to be started, with what its waits and its restart leave of its SLO."""
+    """A job to be started, with the iterations and the seconds of waiting that it has left."""
 
     job: ClusterJob
     rest: Rest | None
-    """What is left of the job's life. None if the job has not waited."""
+    """Iterations that the job has left, and seconds that it may wait. None if it has not waited."""
 
 
 def bearable(job: ClusterJob, rest: Rest) -> Rest:
-    """Return the rest of life of a job that has waited for nodes. If the wait has already broken
-    the SLO, the rest starts afresh: an SLO that cannot be kept would let no other job share with
-    this one."""
+    """Return what is left of the life (iterations, seconds to wait) of a job that has waited for
+    nodes. If the wait has broken its SLO already, it is forgiven: a job whose SLO cannot be kept
+    could share nodes with no other."""
     if rest.slowdown(job.slo, math.fsum(job.mean)) < 1:
         return Rest(0.0, rest.iterations)
     return rest
 
 
 def restarted(job: ClusterJob, rest: Rest) -> Rest:
-    """Return the rest of the job's life after one more cold start, whose seconds it has to wait."""
+    """Return what is left of the job's life (iterations, seconds to wait) after one more restart,
+    whose seconds count as waiting."""
     return rest._replace(spare_s=rest.spare_s - job.cold_start_s)
 
 
 def pays(state: State, number: int, job: ClusterJob, waits: ClusterJob, restarts: float) -> bool:
-    """Whether this many restarts of `job`, in this group, cost less than for `waits` to wait until
-    the next job of the cluster ends."""
+    """Whether this many restarts of `job`, in group `number`, cost less than what the job `waits`
+    loses by waiting until the next job of the cluster ends."""
     layout = state.groups[number].layout
     soonest_s = min(
         rest_of(one, standing.rest).iterations * math.fsum(one.mean)
@@ -64,8 +65,8 @@ def pays(state: State, number: int, job: ClusterJob, waits: ClusterJob, restarts
 def by_moving(
     policy: Policy, state: State, number: int, job: ClusterJob, rest: Rest, waits: Late
 ) -> Sequence[tuple[Late, Choice]]:
-    """Return the two jobs with their new places, in this order, for when the job has left its
-    group. Empty if they do not fit, or if the job's restart would break its own SLO."""
+    """Return places for the running job and the waiting one, in the order in which to start them,
+    once the running job has left its group. Empty if they do not fit, or it would miss its SLO."""
     moved = Late(job, restarted(job, rest))
     without = state.copy()
     without.unsettle(job.name, number)
@@ -82,7 +83,7 @@ def by_moving(
 def _in_turn(
     policy: Policy, state: State, jobs: Sequence[Late], packs: bool
 ) -> Sequence[tuple[Late, Choice]]:
-    """Return these jobs with their places, found one after the other. Empty if one fits nowhere.
+    """Find places for these jobs one after the other, and return them. Empty if a job fits nowhere.
     With `packs` the first job takes no free nodes, which are left to the others."""
     found: list[tuple[Late, Choice]] = []
     for n, one in enumerate(jobs):
@@ -96,7 +97,7 @@ def _in_turn(
 
 
 def _survives(found: Iterable[tuple[Late, Choice]], moved: Late, before: Rest) -> bool:
-    """Whether the job's SLO can be kept in spite of the restart, or could not even without it."""
+    """Whether the moved job can keep its SLO after its restart, or could not even before that."""
     assert moved.rest is not None
     choice = next(choice for one, choice in found if one is moved)
     layout, name = choice.layout, moved.job.name
@@ -109,9 +110,9 @@ def _survives(found: Iterable[tuple[Late, Choice]], moved: Late, before: Rest) -
 def by_stopping(
     policy: Policy, state: State, behind: Mapping[str, int], waits: Late
 ) -> tuple[str, Choice] | None:
-    """Return the job to stop, and the place that the waiting one gets then; None if no stop helps.
-    `behind`: groups of the jobs of lower priority that come after it in the queue, by name, the
-    last job first."""
+    """Return the running job to stop and the place that the waiting job then gets, or None if no
+    stop helps. `behind`: running jobs that would come after it in the queue, the last first, each
+    with the number of its group."""
     for name, number in list(behind.items())[:MAX_STOPPED]:
         without = state.copy()
         without.unsettle(name, number)

@@ -1,18 +1,17 @@
-"""The turns on the nodes of one group: jobs ask for a phase's nodes, and are granted them.
-
-    ask(job, phase) -> waits -> granted: all its nodes of that phase at once -> leave(job, phase)
+"""The turns on the nodes of one group (jobs that share nodes): jobs ask for a phase's nodes, are
+granted all of them at once, and leave them.
 
 A job holds the nodes of one phase at most, so no job that holds nodes waits for any: there is no
-circular wait. Orders:
+circular wait. There are three orders of turns:
 
-    round_robin   each job once a turn, in one fixed order on every node; who is not there yet is
-                  waited for (`awaited`). Its period has a closed form (`group.period_s`). What a
-                  job asks for besides (a second rollout before its training: a refill, an
-                  evaluation; training before a rollout: to begin, to mend) is no turn: it is first
-                  come, first served.
-    first_come    who asked first; nobody overtakes on a node that an earlier one waits for, so that
-                  a job of many nodes does not starve.
-    least_slack   as first_come, but who is closest to breaking its SLO comes first.
+    round_robin:  Each job has one turn after the other, in one fixed order on every node; a job
+                  that has not come yet is waited for (`awaited`). `group.period_s` computes the
+                  seconds in which each has a turn. What a job asks for outside of its turn (a
+                  second rollout before its training, for a refill or an evaluation; a training
+                  before its rollout) is granted first come, first served, and counts as no turn.
+    first_come:   The job that asked first comes first. Nobody overtakes on a node that an earlier
+                  job waits for, so that a job of many nodes does not starve.
+    least_slack:  As first_come, but the job that is closest to breaking its SLO comes first.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ Order = Literal["round_robin", "first_come", "least_slack"]
 ORDERS: tuple[Order, ...] = ("round_robin", "first_come", "least_slack")
 
 TRAINING = "training"
-"""Name under which all training nodes of a group of jobs are held: whoever trains has all of them,
-as if they were one node."""
+"""Name that stands for all training nodes of a group together: the job that trains holds all."""
 
 Node = Hashable
 
@@ -36,23 +34,24 @@ Node = Hashable
 @dataclass(slots=True)
 class _Member:
     rank: tuple[int, int]
-    """Place of the job in the cyclic order, the lowest first."""
+    """Place of the job in the cyclic order of turns, the lowest first: minus its number of rollout
+    nodes, then its number among all that have joined."""
     nodes: Mapping[Phase, tuple[Node, ...]]
     slo: float
     turns: dict[Phase, int]
-    """Number of turns granted to the job in each phase, counted on from those of the others when it
-    joined."""
+    """Number of turns that the job has had, by phase. A new job begins with the highest number of
+    the others, so that it has no turns to catch up on."""
     waits_for: Phase | None = None
     is_extra: bool = False
-    """Whether the phase that the job waits for is no part of its turn, such as a refill."""
+    """Whether the phase that the job asks for is outside of its turn, such as a further rollout."""
     holds: Phase | None = None
     asked: int = 0
-    """Number of the job's last ask among all asks of the group. 0 if it has not asked."""
+    """Number of the job's last ask for nodes among all asks of its group. 0: none so far."""
     asked_s: float = 0.0
     since_s: float = 0.0
-    """Time of the job's first ask in seconds."""
+    """Time in seconds of the job's first ask for nodes."""
     away_since_s: float = 0.0
-    """Time when the job last let go of nodes, or gave up waiting for some."""
+    """Time in seconds when the job last left nodes, or stopped waiting for some."""
     waited_s: float = 0.0
 
 
@@ -65,12 +64,12 @@ class _Seat:
     holder: str | None = None
 
     def due(self, phase: Phase) -> _Member:
-        """Return the job whose turn it is in round robin: the one that had the fewest."""
+        """Return the job whose turn it is in round robin: the one with the fewest turns so far."""
         return min(self.members, key=lambda one: (one.turns[phase], one.rank))
 
 
 class Turns:
-    """The turns of one group. They depend only on what jobs asked for and left, and when."""
+    """The turns of one group of jobs that share nodes, as jobs ask for nodes and leave them."""
 
     def __init__(self, order: Order = "round_robin") -> None:
         self._order: Order = order
@@ -86,8 +85,7 @@ class Turns:
 
     @order.setter
     def order(self, order: Order) -> None:
-        """Set the order of turns. In round robin they are counted afresh, whatever jobs had
-        before."""
+        """Set the order of turns. A change to round robin begins the counts of turns anew."""
         if order == "round_robin" != self._order:
             for one in self._members.values():
                 is_between = one.turns["rollout"] > one.turns["train"]
@@ -99,13 +97,13 @@ class Turns:
         return list(self._members)
 
     def holder(self, node: Node) -> str | None:
-        """Return the job that holds the node, or None."""
+        """Return the name of the job that holds this node, or None if the node is free."""
         seat = self._seats.get(node)
         return None if seat is None else seat.holder
 
     def join(self, job: str, rollout_nodes: Sequence[Node], slo: float) -> None:
-        """Let the job take part in turns, of which its first is a rollout. Jobs of more nodes come
-        earlier in the cyclic order. Its first turn is the next that no job has begun, so that
+        """Let the job take part in the turns, with a rollout first. Jobs of more nodes come earlier
+        in the cyclic order. The job's first turn is the next that no job has begun, so that
         rollouts and trainings stay in one order."""
         assert job not in self._members and rollout_nodes
         self._num_joined += 1
@@ -121,8 +119,8 @@ class Turns:
             self._seats.setdefault(node, _Seat()).members.append(member)
 
     def remove(self, job: str, now_s: float) -> list[tuple[str, Phase]]:
-        """Take the job out of the turns, whatever it waits for or holds. Returns the phases that
-        are granted to other jobs by that."""
+        """Take the job out of the turns, whatever it waits for or holds. Returns the grants to
+        others, as pairs of job and phase."""
         member = self._members.pop(job)
         self._waiting.pop(job, None)
         for node in (*member.nodes["rollout"], TRAINING):
@@ -135,7 +133,7 @@ class Turns:
         return self._grant(now_s)
 
     def ask(self, job: str, phase: Phase, now_s: float) -> list[tuple[str, Phase]]:
-        """Take in that the job wants a phase's nodes. Returns the jobs and phases granted now."""
+        """Record that the job wants a phase's nodes. Returns the grants: pairs of job and phase."""
         member = self._members[job]
         assert member.waits_for is None and member.holds is None, job
         if member.asked == 0:
@@ -148,14 +146,14 @@ class Turns:
         return self._grant(now_s)
 
     def withdraw(self, job: str, now_s: float) -> list[tuple[str, Phase]]:
-        """Take in that the job waits no more. Returns the jobs and phases granted now."""
+        """Record that the job waits no more. Returns the grants: pairs of job and phase."""
         if self._waiting.pop(job, None) is not None:
             self._members[job].waits_for = None
             self._members[job].away_since_s = now_s
         return self._grant(now_s)
 
     def leave(self, job: str, phase: Phase, now_s: float) -> list[tuple[str, Phase]]:
-        """Take in that the job has left its nodes. Returns the jobs and phases granted now."""
+        """Record that the job has left its nodes. Returns the grants: pairs of job and phase."""
         member = self._members[job]
         assert member.holds == phase, (job, phase, member.holds)
         member.holds, member.away_since_s = None, now_s
@@ -164,8 +162,8 @@ class Turns:
         return self._grant(now_s)
 
     def awaited(self, now_s: float) -> dict[str, float]:
-        """Return the jobs for which free nodes are kept while others want them, with the seconds
-        since each last held or wanted any."""
+        """Return the jobs whose turn it is on free nodes, but which have not come while others wait
+        for these nodes, with the seconds since each last held or wanted nodes."""
         if self._order != "round_robin":
             return {}
         away = {
@@ -184,8 +182,8 @@ class Turns:
         return found
 
     def kept_for(self, job: str) -> str | None:
-        """Return the other job whose turn it is on the nodes that the job waits for, if all are
-        free. None if it is no other job's turn, or if the job waits for nothing."""
+        """Return another job whose turn it is on the nodes that this job waits for, if all are
+        free. None if it is this job's own turn, or if this job waits for nothing."""
         member = self._waiting.get(job)
         if member is None or member.waits_for is None or member.is_extra:
             return None
@@ -223,7 +221,7 @@ class Turns:
         return granted
 
     def _is_due(self, member: _Member) -> bool:
-        """Whether the job's nodes are free, and in round robin the turn is its own."""
+        """Whether the nodes that the job waits for are free and, in round robin, it is its turn."""
         phase = member.waits_for
         assert phase is not None
         is_in_turn = self._order == "round_robin" and not member.is_extra
@@ -264,7 +262,7 @@ class Turns:
 
 
 def _slack(member: _Member, now_s: float) -> float:
-    """Seconds for which the job may still wait by its SLO. Below 0 the SLO is broken by now."""
+    """Return the seconds for which the job may still wait by its SLO; negative if it is broken."""
     elapsed_s = now_s - member.since_s
     waited_s = member.waited_s + now_s - member.asked_s
     return (member.slo - 1) * (elapsed_s - waited_s) - waited_s

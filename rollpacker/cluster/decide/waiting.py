@@ -1,18 +1,15 @@
 """Orders the jobs that wait for nodes: which is next, and which a quota keeps waiting.
 
-    came(job) = when it was submitted
-                - ageing x priority                    one more: as if it came so much earlier
-                + ageing x share of the quota in use   of its owner, from 0 to 1
+    place in the queue = time of submission - ageing x priority + ageing x share
 
-The earliest comes first. All age alike, so that priority is a head start and no rank: a job is
-overtaken only by those that come less than `ageing x (what they have more of priority + 1)` after
-it, and none starves. The share is that of the phase of which the owner has more; an owner without a
-quota has one of all devices.
+The lowest comes first. One unit of priority is worth `ageing` seconds of waiting: a head start and
+no rank, so that a job is overtaken only by jobs that come soon after it, and none starves. `share`
+(0 to 1) is how much of the owner's quota its running jobs use, in the phase where that is more; an
+owner without a quota counts as one whose quota is all devices.
 
-A quota bounds the devices that the running jobs of an owner asked for, shared or not. A job beyond
-it waits and holds up no other. A job within it that fits on no nodes holds up all jobs that come
-after it: a smaller one that overtook it would hold nodes that it waits for, and one that is packed
-into a group keeps that group's nodes from being free.
+A quota bounds the devices that an owner's running jobs asked for, shared or not. A job beyond it
+waits and holds up no other job. A job within it that fits on no nodes holds up all jobs after it: a
+smaller job that overtook it would keep nodes from being free for it.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ Devices = Mapping[Phase, int]
 
 
 class Waiting:
-    """The jobs that wait for nodes."""
+    """The jobs that wait for nodes, and the order in which they start."""
 
     def __init__(
         self,
@@ -39,17 +36,17 @@ class Waiting:
         quotas: Mapping[str, Devices] | None = None,
         ageing_s: float = AGEING_H * 3600,
     ) -> None:
-        """`quotas`: most devices by owner and phase; a phase that is absent has no bound."""
+        """`quotas`: most devices by owner and phase; no bound where one is absent. `ageing_s`:
+        seconds of waiting that a unit of priority is worth."""
         assert math.isfinite(ageing_s) and ageing_s >= 0, ageing_s
         self.grow(pools)
         self._quotas = quotas or {}
         self._ageing_s = ageing_s
         self._jobs: dict[str, tuple[ClusterJob, float]] = {}
-        """The waiting jobs by name, in the order in which they came, each with the time in seconds
-        when it came."""
+        """The waiting jobs by name, the first to come first, each with the time when it came."""
 
     def grow(self, pools: Sequence[Pool]) -> None:
-        """Take in pools that may have grown, for the share of all devices in use."""
+        """Record the size of pools that may have grown, to compute owners' shares of them."""
         self._all = {
             phase: sum(pool.nodes * pool.devices_per_node for pool in pools if pool.phase == phase)
             for phase in PHASES
@@ -59,7 +56,7 @@ class Waiting:
         return len(self._jobs)
 
     def __iter__(self) -> Iterator[ClusterJob]:
-        """Iterate over the jobs in the order in which they came."""
+        """Iterate over the waiting jobs in the order in which they came."""
         return iter([job for job, _ in self._jobs.values()])
 
     def add(self, job: ClusterJob, at_s: float) -> None:
@@ -68,16 +65,16 @@ class Waiting:
         self._jobs[job.name] = (job, at_s)
 
     def remove(self, name: str) -> None:
-        """Remove a job that waits, if there is one of this name."""
+        """Remove the waiting job of this name, if there is one."""
         self._jobs.pop(name, None)
 
     def take(self, name: str) -> float:
-        """Remove a waiting job that has been given nodes. Returns the time when it came."""
+        """Remove a waiting job that was given nodes. Returns the time in seconds when it came."""
         return self._jobs.pop(name)[1]
 
     def behind(self, job: ClusterJob, running: Sequence[tuple[ClusterJob, float]]) -> list[str]:
-        """Return the running jobs of lower priority that would come after the waiting job if they
-        waited too, the last first. `running`: the running jobs, with the times when they came."""
+        """Return the running jobs of lower priority that would start after the waiting `job` if
+        they waited too, the last first. `running`: running jobs with the times when they came."""
         used = _used(one for one, _ in running)
         behind: list[tuple[float, str]] = []
         for one, at_s in running:
@@ -90,19 +87,20 @@ class Waiting:
         return [name for _, name in sorted(behind, reverse=True)]
 
     def in_order(self, running: Iterable[ClusterJob]) -> list[ClusterJob]:
-        """Return all waiting jobs, the next one first, given the jobs that run."""
+        """Return all waiting jobs, the next to start first. `running`: the running jobs, by which
+        it is known how much of its quota each owner uses."""
         return self._in_order(_used(running)) if self._jobs else []
 
     def next(self, running: Iterable[ClusterJob]) -> ClusterJob | None:
-        """Return the first waiting job that fits its owner's quota, or None."""
+        """Return the first waiting job that its owner's quota lets start, or None."""
         if not self._jobs:
             return None
         used = _used(running)
         return next((job for job in self._in_order(used) if self._is_within(job, used)), None)
 
     def why_not_next(self, name: str, running: Iterable[ClusterJob]) -> str:
-        """Return the reason why a waiting job would get no nodes even if some were free, in words.
-        Empty if there is none."""
+        """Return in words why a waiting job would get no nodes even if some were free. Empty if it
+        would get them."""
         if name not in self._jobs:
             return ""
         running = list(running)
@@ -128,7 +126,7 @@ class Waiting:
         return [job for job, _ in entries]
 
     def _share(self, owner: str, used: Mapping[str, Devices]) -> float:
-        """Return the share of the quota that the owner uses: at most 1, even on shared nodes."""
+        """Return the share of its quota that an owner's running jobs use, from 0 to 1."""
         if owner not in used:
             return 0.0
         most = {**self._all, **self._quotas.get(owner, {})}
@@ -153,12 +151,12 @@ def check_quota(job: ClusterJob, quotas: Mapping[str, Devices]) -> None:
 
 
 def devices(job: ClusterJob, phase: Phase) -> int:
-    """Return how many devices of the phase the job asks for."""
+    """Return the number of devices of this phase that the job asks for."""
     return job.rollout_devices if phase == "rollout" else job.train_devices
 
 
 def _used(running: Iterable[ClusterJob]) -> dict[str, dict[Phase, int]]:
-    """Return the numbers of devices that the jobs asked for, by owner and phase."""
+    """Return the numbers of devices that running jobs have asked for, by owner and phase."""
     used: dict[str, dict[Phase, int]] = {}
     for job in running:
         has = used.setdefault(job.owner, dict.fromkeys(PHASES, 0))

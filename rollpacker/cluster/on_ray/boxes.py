@@ -12,12 +12,13 @@ from typing import Any
 from rollpacker.cluster.seats.mailbox import Letter
 
 NUM_KEYS = 100_000
-"""Number of keys that are remembered, so that a letter that is posted again is not added twice:
-senders repeat one within seconds."""
+"""Number of keys of letters (messages) that are remembered, so that a letter that its sender posts
+again within seconds is not added twice."""
 
 
 class Boxes:
-    """The boxes of a `Mailbox`. All methods run in one event loop, and return its epoch, too."""
+    """The boxes of letters of a `Mailbox`. All methods run in one event loop. Each returns the
+    epoch (name of the mailbox's life), and `read` also letters."""
 
     def __init__(self) -> None:
         self._epoch = secrets.token_hex(8)

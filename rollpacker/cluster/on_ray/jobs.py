@@ -1,18 +1,16 @@
 """Starts a cluster's jobs on ray, and ends them, by a detached actor on each host: a *warden*.
 
-    service -- Runner --> RayRunner --> warden of a host --> keeper --> `rollpacker train ...`
-
-Wardens and jobs outlive the service: the next service finds them by name. Jobs are no jobs of ray's
-own (`ray job submit`), for which every cluster needs ray's dashboard: an HTTP server, and two dozen
-packages. Nor could those promise what a lease needs: that all of a job is gone, on every host, when
-`kill` returns.
+The service calls `RayRunner`, which calls the warden of a host; the warden starts a keeper (the
+job's parent process), and that `rollpacker train`. Wardens and jobs outlive the service: the next
+service finds them by name. They are no jobs of ray's own (`ray job submit`): these need ray's
+dashboard, an HTTP server and two dozen packages, and do not promise that all of a job is gone, on
+every host, when `kill` returns.
 
 What runs on a host that ray has lost is unknown. A job counts as gone from it when it was away for
 so long that its keepers have ended everything (`Wardens.is_empty`), and not before.
 
-Which hosts are a pool's nodes follows from ray's resources: a host was started with
-`--resources='{"pool_NAME": 1}'`. Where no host has such a resource, and a phase has no more than
-one node, both nodes are the host of the head.
+A host that stands for a node of a pool was started with `--resources='{"pool_NAME": 1}'`. If no
+host has such a resource, and no phase has several nodes, the head's host stands for all nodes.
 """
 
 from __future__ import annotations
@@ -39,14 +37,14 @@ if TYPE_CHECKING:
     from rollpacker.cluster.service.runner import JobOrder
 
 NODES_FILE = "nodes.json"
-"""File of the cluster's folder with the host of each node."""
+"""File in the cluster's folder with the address of the host that stands for each node."""
 STARTS_FILE = "starts.jsonl"
-"""File of the cluster's folder, one JSON object a line: on which hosts each job was started, with
-which exit code it ended, and which of its hosts were cut off then."""
+"""File in the cluster's folder, one JSON object a line: on which hosts each job was started, with
+which exit code it ended, and which of its hosts were cut off at that time."""
 BEGIN_S, KILL_S = 3.0, 2.0
-"""Seconds for which a call waits for a job to start, and to be killed."""
+"""Most seconds for which a call of this module waits for a job to start, and to be killed."""
 CODES_S = 0.02
-"""Seconds for which the exit codes that a warden returned are used again."""
+"""Seconds for which exit codes of jobs are used again before their host is asked once more."""
 
 
 def pool_resource(pool: str) -> str:
@@ -55,35 +53,35 @@ def pool_resource(pool: str) -> str:
 
 
 class RayRunner:
-    """Starts and ends jobs on ray's hosts; see `Runner`. This process must be connected to ray."""
+    """The `Runner` that runs jobs on ray's hosts. This process must be connected to ray."""
 
     def __init__(self, name: str, *, head: str, folder: str | Path, one_host: bool = False) -> None:
-        """`name`: that of the cluster, for its wardens. `head`: address of ray's head for all
-        hosts. `folder`, on every host: for records of jobs and what they print. `one_host`: nodes
-        may be the head's host where no host says which pool it is of. Set it only if no phase has
-        several nodes: two jobs would be on the same devices."""
+        """`name`: name of the cluster, for its actors. `head`: ray's address, for all hosts.
+        `folder`: path on every host for records and output of jobs. `one_host`: if no host is
+        marked as a pool's, the head's host stands for all nodes; set it only if no phase has
+        several nodes, since two jobs would be on the same devices."""
         self._folder = Path(folder).resolve()
         self._head = head
         self._one_host = one_host
         self._folder.mkdir(parents=True, exist_ok=True)
         self._wardens = Wardens(name, head=head, folder=self._folder)
         self._nodes: dict[str, str] = {}
-        """Address of the host of each node, by POOL/NUMBER."""
+        """Address of the host that stands for each node, by the node's name POOL/NUMBER."""
         with contextlib.suppress(FileNotFoundError):
             self._nodes = json.loads((self._folder / NODES_FILE).read_text())
         self._places: dict[Start, tuple[str, ...]] = {}
-        """For each start, the addresses of all hosts where it may have processes, first of all the
-        one on which it was started."""
+        """For each start of a job, the addresses of all hosts where it may have processes; the
+        first is the host on which the start was made."""
         self._codes: dict[Start, int] = {}
-        """Exit codes of the starts that have ended."""
+        """Exit codes of the starts of jobs that have ended."""
         self._left: dict[str, set[Start]] = {}
-        """For each host, the starts that ended while it was cut off. They are killed there before
-        another job is started on it."""
+        """For each host, the starts of jobs that ended while the host was cut off. Their processes
+        are killed there before another job is started on the host."""
         self._read_starts()
         self._gone_s: dict[Start, float] = {}
-        """Times in seconds since when the first process of a start is known to be gone."""
+        """Time in seconds since when the first process of a job's start is known to be gone."""
         self._said_codes: dict[str, tuple[float, Mapping[Start, int | None]]] = {}
-        """For each host, the time when its warden last returned exit codes, and these codes."""
+        """For each host, the time of its last answer with exit codes, and these codes."""
 
     def _read_starts(self) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -109,13 +107,14 @@ class RayRunner:
     # -- where ---------------------------------------------------------------------------
 
     def hosts(self, *, fresh: bool = True) -> dict[str, dict[str, float]]:
-        """Address and resources of ray's hosts; see `Wardens.hosts`."""
+        """Return the resources of ray's hosts, by address. `fresh`: ask ray even if it has just
+        said."""
         return self._wardens.hosts(fresh=fresh)
 
     def host_of(self, node: Node) -> str | None:
-        """Return the address of the node's host, chosen once and kept while that host is there. A
-        host on which an earlier start may still run is not chosen anew. None: ray has no more free
-        hosts of the pool. Raises `OSError` if ray does not answer."""
+        """Return the address of the host that stands for the node: it is chosen once and kept while
+        ray has it. A host on which an earlier start may still run is not chosen anew. None: ray has
+        no free host of the pool. Raises `OSError` if ray does not answer."""
         hosts = self.hosts()
         is_marked = any(
             name.startswith(pool_resource("")) for one in hosts.values() for name in one
@@ -149,14 +148,14 @@ class RayRunner:
         return address
 
     def has_host(self, node: Node) -> bool:
-        """Whether the node has a host now. Raises `OSError` if ray does not answer."""
+        """Whether a host stands for the node now. Raises `OSError` if ray does not answer."""
         return self.host_of(node) is not None
 
     # -- jobs ----------------------------------------------------------------------------
 
     def start(self, order: JobOrder) -> None:
-        """Start the job, unless that was done before. Its first process is on the host of its first
-        training node, which writes its checkpoints."""
+        """Start the job, unless this start was made before. Its first process runs on the host of
+        its first training node, and writes its checkpoints there."""
         start = (order.job, order.incarnation)
         rollout = [self._address(node) for node in order.rollout_nodes]
         train = [self._address(node) for node in order.train_nodes]
@@ -184,21 +183,21 @@ class RayRunner:
         self._said_codes.pop(address, None)
 
     def _clear(self, address: str) -> None:
-        """Kill on a host that was cut off what may be left of earlier jobs. Their keepers have done
-        that, unless a keeper was killed or stopped with its job."""
+        """Kill what earlier jobs may have left on a host that was cut off. Their keepers (parent
+        processes) have done that, unless a keeper was killed or stopped."""
         for start in sorted(self._left.get(address, ())):
             self._wardens.tell([address], "kill", *start, key=start, within_s=KILL_S)
         self._left.pop(address, None)
 
     def stop(self, job: str, incarnation: int) -> None:
-        """Ask the job to end at its next commit, with a checkpoint."""
+        """Ask the job to save a checkpoint at its next commit and to end."""
         start = (job, incarnation)
         if start in self._places and start not in self._codes:
             self._wardens.tell([self._places[start][0]], "stop", job, incarnation, key=start)
 
     def kill(self, job: str, incarnation: int) -> None:
-        """Kill all processes of the job. Other hosts than those of its nodes are asked too, but not
-        waited for. Raises `OSError` as long as one of its own hosts is cut off."""
+        """Kill all processes of this start of the job. All hosts are asked, but only those of its
+        nodes are waited for. Raises `OSError` as long as one of these is cut off."""
         start, hosts = (job, incarnation), self.hosts()
         if start in self._codes or start not in self._places:
             return
@@ -233,8 +232,8 @@ class RayRunner:
             self._left.setdefault(address, set()).add(start)
 
     def ended(self, job: str, incarnation: int) -> int | None:
-        """Return the job's exit code; then no host has any process of it. None while it runs, or
-        while its hosts do not answer; -1 for an unknown start."""
+        """Return the exit code of this start of the job, once no host has any process of it; None
+        before that, or while hosts do not answer; -1 for an unknown start."""
         start = (job, incarnation)
         if start not in self._places:
             return -1
@@ -264,7 +263,7 @@ class RayRunner:
         return codes.get(start)
 
     def last_lines(self, job: str) -> str:
-        """Return the end of what the job's last start has printed. Empty if that is unreadable."""
+        """Return the end of what the job's last start has printed. Empty if it cannot be read."""
         places = {start[1]: places[0] for start, places in self._places.items() if start[0] == job}
         if not places or (address := places[max(places)]) not in self.hosts(fresh=False):
             return ""

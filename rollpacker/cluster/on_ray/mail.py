@@ -27,11 +27,11 @@ from rollpacker.workers.hosts.ray_connection import (
 NAMESPACE = "rollpacker"
 SCHEME = "ray:"
 ANSWER_S = 5.0
-"""Seconds within which the actor answers a call, besides those that a read may wait."""
+"""Seconds within which the actor must answer a call, besides the time that a read may wait."""
 START_S = 30.0
 """Seconds within which ray must have made the actor."""
 MAX_CALLS = 10_000
-"""Most calls that may wait for letters in the actor at once; each is a coroutine."""
+"""Most calls that may wait in the actor at the same time for letters (messages)."""
 
 _Actor: Any = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, max_concurrency=MAX_CALLS)(
     Boxes
@@ -39,11 +39,11 @@ _Actor: Any = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, max_con
 
 
 class RayMailbox:
-    """The mailbox of a cluster on ray; see `Mailbox`. This process must be connected to ray."""
+    """The `Mailbox` of a cluster on ray, an actor. This process must be connected to ray."""
 
     def __init__(self, name: str) -> None:
-        """`name`: that of the actor with the boxes, in ray's namespace `rollpacker`; one is made if
-        there is none. Raises `OSError` if ray cannot do that."""
+        """`name`: name of the actor with the letters, in ray's namespace `rollpacker`; it is made
+        if there is none. Raises `OSError` if ray cannot make it."""
         self._name = name
         self._head = head_address()
         self._lock = threading.Lock()
@@ -57,15 +57,15 @@ class RayMailbox:
 
     @property
     def epoch(self) -> str:
-        """Name of the mailbox's life as of the last answer; see `Mailbox`."""
+        """Name of the mailbox's life at its last answer; it changes once letters are lost."""
         return self._epoch
 
     def post(self, box: str, sender: str, key: str, kind: str, facts: Mapping[str, Any]) -> None:
-        """Put a letter into a box, once for each key of its sender; see `Mailbox`."""
+        """Put a letter (message) into a box, unless its sender has used this key before."""
         self._epoch = self._call("post", box, sender, key, kind, dict(facts))
 
     def read(self, box: str, after: int, within_s: float) -> list[Letter]:
-        """Return the box's letters with higher numbers, as soon as any come; see `Mailbox`."""
+        """Return the box's letters with numbers above `after`, or none after `within_s` seconds."""
         waited_s = ANSWER_S + within_s
         epoch, letters = self._call("read", box, after, within_s, within_s=waited_s)
         self._epoch = epoch
@@ -73,7 +73,7 @@ class RayMailbox:
         return found
 
     def forget(self, box: str, upto: int) -> None:
-        """Drop the box's letters up to this number; see `Mailbox`."""
+        """Remove the box's letters up to the number `upto`."""
         self._epoch = self._call("forget", box, upto)
 
     def _call(self, method: str, *arguments: Any, within_s: float = ANSWER_S) -> Any:
@@ -106,15 +106,15 @@ class RayMailbox:
             return self._actor
 
     def remove(self) -> None:
-        """End the actor, with which all letters are lost."""
+        """End the mailbox's actor; all letters are lost by that."""
         with contextlib.suppress(Exception):  # it is gone, or cannot be reached
             ray.kill(self._boxes())
         self._actor = None
 
 
 def open_mailbox(address: str) -> RayMailbox:
-    """Connect to the ray cluster of this address, and return its mailbox. Raises `OSError` if it
-    cannot be reached, and `ValueError` if the address is none of a mailbox behind ray."""
+    """Connect to the ray cluster of this address, and return the mailbox there. Raises `OSError` if
+    it cannot be reached, and `ValueError` if the address names no mailbox on ray."""
     head, _, name = address.removeprefix(SCHEME).partition("/")
     if not address.startswith(SCHEME) or not head or not name:
         raise ValueError(f"{address} is no mailbox behind ray: {SCHEME}HOST:PORT/NAME")

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from rollpacker.cluster.service.runner import JobOrder
 
 HOSTS = {"rollout": "ROLLPACKER_ROLLOUT_HOSTS", "train": "ROLLPACKER_TRAIN_HOSTS"}
-"""Variables of the environment of a job's first process, by role. Each has the addresses of the
-role's nodes, with commas, and is absent if all nodes are one host."""
+"""For each role, the variable of the environment of a job's first process with the addresses of the
+role's nodes, separated by commas. It is absent if all nodes are one host."""
 
 CONTACT_S = 1.0
 """Seconds between two checks whether this host still belongs to the cluster."""
 
 Start = tuple[str, int]
-"""Name of a job, and the number of the start among its starts."""
+"""A job's name, and the number of one of its starts, from 1."""
 
 
 class Warden(LocalRunner):
@@ -37,7 +37,8 @@ class Warden(LocalRunner):
     elsewhere."""
 
     def __init__(self, folder: Path, host: str, is_member: Callable[[], bool]) -> None:
-        """`is_member`: whether ray's head still counts this host in; called in a thread."""
+        """`host`: this host's address. `is_member`: returns whether ray's head still counts this
+        host as a part of the cluster; it is called in a thread."""
         folder.mkdir(parents=True, exist_ok=True)
         super().__init__(folder, folder / f"contact-{host}")
         self._is_member = is_member
@@ -45,7 +46,7 @@ class Warden(LocalRunner):
         threading.Thread(target=self._look_on, name="contact", daemon=True).start()
 
     def begin(self, order: JobOrder, ray: Mapping[str, str]) -> None:
-        """Start the job. Its environment has these variables for ray in place of this actor's own.
+        """Start the job, with the variables `ray` in its environment in place of this actor's own.
         Raises `OSError` if this host is cut off from the cluster."""
         if keeper.silent_s(self._contact) > keeper.FENCE_S:
             raise OSError("it is cut off from ray's head")
@@ -54,7 +55,7 @@ class Warden(LocalRunner):
         self.start(replace(order, command=["/usr/bin/env", *without, *own, *order.command]))
 
     def codes(self, starts: Sequence[Start]) -> dict[Start, int | None]:
-        """Return for each start its exit code, or None while it runs."""
+        """Return for each start of a job its exit code, or None while it runs."""
         return {start: self.ended(*start) for start in starts}
 
     def _look_on(self) -> None:
@@ -63,8 +64,8 @@ class Warden(LocalRunner):
             self._look()
 
     def _look(self) -> None:
-        """Write down that this host belongs to the cluster, with the time before the check: the
-        time of a later answer might be after the host was cut off."""
+        """Write to a file when this host last belonged to the cluster: the time before the check,
+        since the host might be cut off before the answer comes."""
         asked_s = keeper.now_s()
         try:
             if self._is_member():

@@ -4,10 +4,9 @@
 A host that does not answer keeps no caller waiting: its call goes on, and the same call made again
 later returns the answer. Ray takes up to a minute to give such a host up.
 
-Whether a host belongs to the cluster is known from ray's head, for the service and for the host's
-own warden alike. Ray never takes back a raylet (its process on a host) that it has given up: so the
-keepers of a host without any end its jobs `keeper.FENCE_S` later, even if the host cannot be
-reached.
+Service and wardens ask ray's head which hosts belong to the cluster. Ray never takes back a raylet
+(its process on a host) that it has given up. So on a host whose raylet was given up, the keepers
+(jobs' parent processes) end all jobs `keeper.FENCE_S` later, even if nobody can reach the host.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from rollpacker.workers.hosts.ray_connection import check_answers, say_short
 
 ANSWER_S = 1.0
 MUTE_S = 1.0
-"""Seconds without an answer after which calls no longer wait for a host."""
+"""Seconds without an answer from a host after which further calls no longer wait for it."""
 HOSTS_S = 1.0
-"""Seconds for which ray's list of hosts is used again where it need not be the newest."""
+"""Seconds for which ray's list of hosts is used again where a slightly old one will do."""
 MARGIN_S = 5.0
-"""Seconds added to `FENCE_S` until a lost host counts as empty, because kills take a while."""
+"""Seconds added to `FENCE_S` until a lost host counts as free of jobs: kills take a while."""
 
 # Ray starts it again, also without a service: jobs end where none is for `FENCE_S`.
 _Actor: Any = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0, max_concurrency=16)(
@@ -42,27 +41,27 @@ _Actor: Any = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0, max_co
 
 
 class Wardens:
-    """Calls the wardens of a cluster. This process must be connected to ray. All methods raise
-    `OSError` if ray's head does not answer."""
+    """Calls the wardens (on each host, the actor that starts and ends jobs). This process must be
+    connected to ray. All methods raise `OSError` if ray's head does not answer."""
 
     def __init__(self, name: str, *, head: str, folder: Path) -> None:
-        """`name`: that of the cluster. `head`: ray's address. `folder`: for jobs, on each host."""
+        """`name`: the cluster's. `head`: ray's address. `folder`: on each host, for files of
+        jobs."""
         self._name, self._head, self._folder = name, head, folder
         self._actors: dict[str, Any] = {}
         self._calls: dict[tuple[str, str, Hashable], tuple[Any, float]] = {}
-        """Calls that are not answered yet, by host, method and key, with the times in seconds when
-        they began."""
+        """Calls without an answer yet, by host, method and key, each with the time of its begin."""
         self._hosts: dict[str, dict[str, float]] = {}
         self._looked_s = -math.inf
         self._away: dict[str, tuple[frozenset[str], float]] = {}
-        """For each host that ray has lost: the raylets that it had, and the time since when all of
-        these are known to be lost."""
+        """For each host that ray has lost: ids of the raylets (ray's processes on a host) that it
+        had, and the time in seconds since when all of these are known to be lost."""
 
     # -- hosts ---------------------------------------------------------------------------
 
     def hosts(self, *, fresh: bool = True) -> dict[str, dict[str, float]]:
-        """Return address and resources of the hosts that ray believes alive, the head's first.
-        `fresh`: ask ray, even if the last answer is less than `HOSTS_S` old."""
+        """Return the resources of the hosts that ray counts as alive, by address, the head's first.
+        `fresh`: ask ray, even if its last answer is less than `HOSTS_S` seconds old."""
         if fresh or time.monotonic() - self._looked_s > HOSTS_S:
             nodes = self.ask_ray(ray.nodes)
             head = "node:__internal_head__"
@@ -84,7 +83,8 @@ class Wardens:
         return known if known and known[0] == raylets else (raylets, self._looked_s)
 
     def is_empty(self, address: str) -> bool:
-        """Whether the host is lost for so long that its keepers have ended all jobs there."""
+        """Whether the host was lost so long ago that all jobs there have been ended by their
+        keepers (parent processes)."""
         if address in self.hosts(fresh=False):
             return False
         _, since_s = self._away.setdefault(address, (frozenset(), time.monotonic()))
@@ -95,8 +95,8 @@ class Wardens:
     # -- calls ---------------------------------------------------------------------------
 
     def begin(self, address: str, method: str, *arguments: Any, key: Hashable = None) -> None:
-        """Begin a call of the method of this host's warden, unless the same call is not answered
-        yet. `key`: distinguishes calls of one method with other arguments."""
+        """Begin a call of a method of this host's warden, unless the same call has no answer yet.
+        `key`: distinguishes calls of the same method with other arguments."""
         call = (address, method, key)
         if call not in self._calls:
             function = getattr(self._actor(address), method)
@@ -110,8 +110,8 @@ class Wardens:
         key: Hashable = None,
         within_s: float = ANSWER_S,
     ) -> list[Any]:
-        """Begin the call on these hosts and return their answers, once. Raises `OSError` for the
-        first host that has not answered yet, or has answered with an error."""
+        """Call a method of the wardens on these hosts and return their answers. Raises `OSError`
+        for the first host that does not answer yet (the call goes on), or answers with an error."""
         for address in addresses:
             self.begin(address, method, *arguments, key=key)
         mute = self._mute()
@@ -126,7 +126,7 @@ class Wardens:
         return [self._answer(address, method, key) for address in addresses]
 
     def forget(self, address: str, method: str, key: Hashable = None) -> None:
-        """Drop a call whose answer is not needed any more."""
+        """Drop a call whose answer nobody needs any more."""
         self._calls.pop((address, method, key), None)
 
     def _answer(self, address: str, method: str, key: Hashable) -> Any:
@@ -164,7 +164,7 @@ class Wardens:
     # -- wardens -------------------------------------------------------------------------
 
     def make(self, address: str) -> None:
-        """Make the warden of this host before it is needed, since ray takes seconds for that."""
+        """Make the warden (actor) of this host before it is needed: ray takes seconds for that."""
         self._actor(address)
 
     def _actor(self, address: str) -> Any:
@@ -183,6 +183,6 @@ class Wardens:
 
 
 def _is_member() -> bool:
-    """Whether ray's head believes the raylet of this process's host alive."""
+    """Whether ray's head still counts the host of this process as alive."""
     own = ray.get_runtime_context().get_node_id()
     return any(node["NodeID"] == own and node["Alive"] for node in ray.nodes())

@@ -1,10 +1,8 @@
-"""Makes the description of a job that a cluster plans with, from the log of a run.
+"""Makes the description of a job that a cluster plans with (`ClusterJob`), from a run's folder.
 
-    events.jsonl -> iterations (`phase_times.py`) -> without warm-up -> by kind of round
-    checkpoint   -> bytes of the weights and of the trainer's state -> host memory, switches, link
-    config.yaml  -> devices, steps
-
-What the log does not have is assumed: `WAKE_GB_S`, and `COLD_START_S` if no start was logged.
+The run's log gives the times of its iterations (`phase_times.py`), of which warm-up is left out.
+The sizes of weights and trainer in its checkpoint give host memory and seconds of switches, and its
+config the devices and steps. What is not there is assumed: `WAKE_GB_S`, `COLD_START_S`.
 """
 
 from __future__ import annotations
@@ -30,13 +28,12 @@ from rollpacker.report.log import EventLog, events_path
 CONFIG_FILE = "config.yaml"
 MIN_ITERATIONS = 3
 MAX_ITERATIONS = 300
-"""Most iterations that count, the latest ones, because the length of responses changes over a
-run."""
+"""Most iterations that a profile uses, the latest, since responses change in length over a run."""
 WARM_FACTOR = 1.5
 MAX_WARM = 3
 WAKE_GB_S: Mapping[Phase, float] = {"rollout": 25.0, "train": 10.0}
-"""Rate of copying between host memory and each device, in 1e9 bytes per second, the same for
-parking and waking. Published warm starts (RollMux, arXiv 2512.11306) come to 18 to 39 for rollout,
+"""Rate of copying between host memory and a device, by phase, in 1e9 bytes per second, for parking
+and waking alike. Published warm starts (RollMux, arXiv 2512.11306) come to 18 to 39 for rollout and
 8 to 12 for training."""
 COLD_START_S = 60.0
 GIB, GB = 2**30, 1e9
@@ -46,13 +43,13 @@ SHAPING = (
     *("rollout.dynamic_sampling", "environment"),
     *("rollout.engine.name", "rollout.engines", "train.processes", "train.pipeline.stages"),
 )
-"""Keys of a run's config that change how long phases take: two runs must agree in them for a
-profile of one to hold for the other."""
+"""Keys of a run's config that change how long phases take: a profile of one run holds for another
+only if both have the same values of these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunProfile:
-    """The iterations and the sizes of a run, as read from its folder."""
+    """What is known of a run from its folder: times of its iterations, and sizes of its weights."""
 
     folder: Path
     config: RunConfig
@@ -60,15 +57,15 @@ class RunProfile:
     num_iterations: int
     """Number of iterations that `rounds` were computed from."""
     num_warm: int
-    """Number of warm-up iterations at the begin that were left out."""
+    """Number of warm-up iterations at the run's begin that were left out of `rounds`."""
     switch_s: Mapping[PoolName, float]
-    """Seconds to wake and to park on a pool, together, by pool. Empty if none was shared."""
+    """Seconds to wake and to park on a pool, together, by pool. Empty if the run shared none."""
     start_s: float | None
-    """Seconds of the run's last start. None if the log does not have them."""
+    """Seconds that the run's last start took. None if the log does not have them."""
     model_bytes: int
     """Bytes of the weights in the newest checkpoint. 0 if there is none."""
     trainer_bytes: int
-    """Bytes of the trainer's state in the newest checkpoint, weights included."""
+    """Bytes of the trainer's state in the newest checkpoint, weights included. 0 without one."""
 
 
 def job_of_run(
@@ -82,12 +79,12 @@ def job_of_run(
     pools: Sequence[Pool] = (),
     **given: Any,
 ) -> ClusterJob:
-    """Return the job that a run is, or will be, by the log of the run in `folder`.
+    """Return the job that a run is, or will be, from the log of the run in `folder`.
 
-    `steps`: number of steps; None: that of the config. `config`: that of the run to come, None for
-    the same run; its phases must take as long as the log's. `on_gpus`: whether the pools have GPUs.
-    `pools`: those that it may run on. `given`: fields of `ClusterJob` that are known better. Raises
-    `ValueError` for a folder with too few iterations, or of a different run."""
+    `steps`: number of steps; None: that of the config. `config`: config of the run to come, whose
+    phases must take as long as the log's; None: the same run. `on_gpus`: whether pools have GPUs.
+    `pools`: pools that the job may run on. `given`: fields of `ClusterJob` to set in place of those
+    found. Raises `ValueError` if the folder has too few iterations, or a different run."""
     profile = read_profile(folder)
     if config is not None:
         check_profile(profile, config)
@@ -105,7 +102,7 @@ def job_of_run(
 
 
 def steps_of(config: RunConfig, steps: int | None, folder: str | Path) -> int:
-    """Return the number of steps. Raises `ValueError` if only the size of the data decides."""
+    """Return the job's number of steps. Raises `ValueError` if the config has only epochs."""
     steps = config.train.steps if steps is None else steps
     if steps is None:
         raise ValueError(
@@ -116,10 +113,9 @@ def steps_of(config: RunConfig, steps: int | None, folder: str | Path) -> int:
 
 
 def run_needs(profile: RunProfile, pools: Sequence[Pool] = ()) -> dict[str, Any]:
-    """Return devices, memory, switches and start, as fields of `ClusterJob`. Memory and switches
-    follow from the sizes of the checkpoint's files, of weights and optimizer, without what
-    processes need besides. In a run that shared pools sending the weights was part of training, so
-    that its size is set to 0."""
+    """Return devices, host memory, seconds of switches and of a start, as fields of `ClusterJob`.
+    Memory and switches follow from the sizes of weights and optimizer in the checkpoint. If the run
+    shared pools, its training times include sending the weights, so that `model_gb` is 0."""
     needs = needs_of(
         model_bytes=profile.model_bytes,
         trainer_bytes=profile.trainer_bytes,
@@ -141,9 +137,9 @@ def needs_of(
     num_copies: int,
     pools: Sequence[Pool] = (),
 ) -> dict[str, Any]:
-    """Return devices, memory and switches as fields of `ClusterJob`. The engines keep `num_copies`
-    of the weights, spread over their devices; the trainer's state is spread over its own devices.
-    `pools`: those that the job may run on."""
+    """Return devices, host memory and seconds of switches, as fields of `ClusterJob`. The engines
+    hold `num_copies` of the weights, spread over their devices; the trainer's state is spread over
+    its devices. `pools`: pools that the job may run on; empty: unknown."""
     held = {"rollout": model_bytes * num_copies, "train": trainer_bytes}
     needs: dict[str, Any] = {"model_gb": model_bytes / GB}
     for phase, count in devices.items():
@@ -154,9 +150,9 @@ def needs_of(
 
 
 def fewest_nodes(phase: Phase, devices: int, pools: Sequence[Pool]) -> int:
-    """Return the smallest number of nodes over which this many devices of a job are spread, in the
-    pools of the phase that have enough: there each node keeps the most memory. If no pool has
-    enough, nodes of 8 devices are assumed."""
+    """Return the fewest nodes on which the phase's pools can give a job so many devices: each node
+    then keeps the most of its memory. If no pool is large enough, a node is taken to have 8
+    devices."""
     counts = [
         pool.nodes_for(devices)
         for pool in pools
@@ -166,7 +162,7 @@ def fewest_nodes(phase: Phase, devices: int, pools: Sequence[Pool]) -> int:
 
 
 def devices_of(config: RunConfig) -> dict[Phase, int]:
-    """Return the number of devices of the engines and of the trainer, by phase."""
+    """Return the number of devices of a run's engines ("rollout") and of its trainer ("train")."""
     return {
         "rollout": config.rollout.engines * config.parallelism_planner.initial,
         "train": config.train.processes or 1,
@@ -177,8 +173,8 @@ def devices_of(config: RunConfig) -> dict[Phase, int]:
 
 
 def read_profile(folder: str | Path) -> RunProfile:
-    """Read the profile of the run in this folder. Raises `ValueError` (`LogError`, `ConfigError`)
-    if it is no run's folder, its log is damaged, or it has too few iterations."""
+    """Read the profile of the run in this folder. Raises `ValueError` if the folder has no run, its
+    log is damaged, or the run has too few iterations."""
     events = events_path(folder)
     if not (events.parent / CONFIG_FILE).is_file():
         raise ValueError(
@@ -214,7 +210,7 @@ def read_profile(folder: str | Path) -> RunProfile:
 
 
 def check_profile(profile: RunProfile, config: RunConfig) -> None:
-    """Raises `ValueError` if the config has other settings (`SHAPING`) than that of the profile."""
+    """Raises `ValueError` if the config differs from the profile's run in a key of `SHAPING`."""
     for key, theirs, ours in differences(to_plain(profile.config), to_plain(config)):
         if any(key == one or key.startswith(f"{one}.") for one in SHAPING):
             raise ValueError(
@@ -241,12 +237,12 @@ def _word(value: object) -> str:
 
 @dataclass(slots=True)
 class _Book:
-    """Collects from a run's log, in one pass, what a profile needs."""
+    """Collects from a run's log, in one pass, iterations and seconds of starts and switches."""
 
     iterations: list[Iteration] = field(default_factory=list)
     start_s: float | None = None
     last_step: int | None = None
-    """The last step of the run, if its commit said so. None if the run has not ended by that."""
+    """Number of the run's last step. None if the latest commit does not say that it is the last."""
     _times: PhaseTimes = field(default_factory=PhaseTimes)
     _woke_s: dict[PoolName, list[float]] = field(default_factory=dict)
     _parked_s: dict[PoolName, list[float]] = field(default_factory=dict)
@@ -270,7 +266,7 @@ class _Book:
             self._parked_s.setdefault(self._left, []).append(entry.seconds)
 
     def switch_s(self) -> dict[PoolName, float]:
-        """Return the median seconds to wake plus those to park, by pool. Empty without sharing."""
+        """Return the median seconds to wake plus to park, by pool. Empty if none is shared."""
         return {
             pool: statistics.median(woke) + statistics.median(self._parked_s.get(pool, [0.0]))
             for pool, woke in self._woke_s.items()
@@ -279,13 +275,13 @@ class _Book:
 
 
 def saved_step(folder: Path) -> int:
-    """Return the step of the run's newest checkpoint, from which it would go on; 0 if none."""
+    """Return the step of the run's newest checkpoint, from which it would resume; 0 without one."""
     newest = _newest_checkpoint(folder)
     return 0 if newest is None else int(newest.name[5:])
 
 
 def _newest_checkpoint(folder: Path) -> Path | None:
-    """Return the newest complete checkpoint, or None. Checkpoints get this name once complete."""
+    """Return the folder of the newest checkpoint that is complete (by its name), or None."""
     there = [p for p in (folder / "checkpoints").glob("step_*") if p.name[5:].isdigit()]
     return max(there, key=lambda path: int(path.name[5:]), default=None)
 
@@ -305,16 +301,14 @@ def without_last(iterations: Sequence[Iteration], last_step: int | None) -> Sequ
 
 
 def _num_whole(iterations: Iterable[Iteration]) -> int:
-    """Count the iterations that trained on something."""
     return sum(not one.is_empty for one in iterations)
 
 
 def without_warm_up(iterations: Sequence[Iteration]) -> list[Iteration]:
-    """Return the latest `MAX_ITERATIONS` iterations without the warm-up at the begin of the run. An
-    iteration is warm-up if its rollout or training took more than `WARM_FACTOR` times the median of
-    later iterations of its kind (kernels are compiled, caches filled), or if it is empty and comes
-    before such a one; at most `MAX_WARM` are left out. An iteration whose kind comes back less than
-    twice stays."""
+    """Return the latest `MAX_ITERATIONS` iterations, without the run's warm-up (compiling of
+    kernels, filling of caches). Warm-up is at most the first `MAX_WARM` iterations, as long as
+    rollout or training takes more than `WARM_FACTOR` times the median of at least two later
+    iterations of the same kind; empty iterations before such a one count as well."""
     first = 0
     for number, one in enumerate(iterations[:MAX_WARM]):
         if _is_warm_up(iterations, number):
@@ -334,7 +328,7 @@ def _is_warm_up(iterations: Sequence[Iteration], first: int) -> bool:
 
 
 def rounds_of(iterations: Sequence[Iteration]) -> tuple[RoundTimes, ...]:
-    """Return the kinds of round with their times and shares, the most frequent kind first."""
+    """Return the kinds of round of these iterations, each with its share and its times."""
     by_kind: dict[str, list[Times]] = {}
     for one in iterations:
         by_kind.setdefault(one.kind, []).append(one.times)

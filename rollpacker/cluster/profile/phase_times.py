@@ -1,11 +1,11 @@
-"""Measures how long each phase of a run's iterations took, in the form in which a cluster describes
-jobs (`cluster/decide/job.py`), also for a run that had its pools to itself.
+"""Measures from a run's log how long each phase of its iterations took, as a cluster describes jobs
+(`cluster/decide/job.py`); also for a run that had its pools to itself.
 
-    Committed -- rollout --> last sample ended -- between --> TrainOn -- train --> WeightsSynced
-              -- after --> Committed
-
-Generation of an evaluation, between the last two, counts as rollout. Waits for pools, and switches,
-belong to no phase. The state is small enough for a run to feed its log's entries live.
+The rollout lasts from a step's begin to the end of its last sample, training from the command
+`TrainOn` to the event `WeightsSynced`. The time between these is `between_s`, the time from then to
+the commit `after_s`. Generation of an evaluation counts as rollout. Waits for pools, and switches
+between jobs, belong to no phase. The state is small enough for a run to feed its log's entries
+live.
 """
 
 from __future__ import annotations
@@ -46,23 +46,24 @@ from rollpacker.core.records import (
 
 
 class PhaseTimes:
-    """Takes a log's entries one by one, live or from a file. `feed` returns an `Iteration` at the
-    commit of each step that one session of the run did from begin to end; a step that was
-    interrupted is left out, since its time is unknown. `feed` is O(1)."""
+    """Measures the phases of a run's steps. `feed` takes the log's entries one by one, live or from
+    a file, in O(1), and returns an `Iteration` at the commit of each step that one session (life of
+    the run's process) did from begin to end. An interrupted step is left out: its time is
+    unknown."""
 
     def __init__(self) -> None:
         self.waited_s = 0.0
-        """Seconds of waits for pools and of switches, in all steps so far."""
+        """Seconds of waits for pools and of switches between jobs, in all steps so far."""
         self._now_s = 0.0
-        """Time of the current entry in seconds, without this session's waits and switches."""
+        """Time of the current log entry in seconds, less the waits and switches of this session."""
         self._last_s = 0.0
-        """Time of the current entry in seconds, as it was logged."""
+        """Time of the current log entry in seconds, as the log has it."""
         self._waits = False
         self._step: _Step | None = None
-        """The step under way. None if this session did not begin it."""
+        """The current step. None if an earlier session of the run began it: its time is unknown."""
         self._last_step = 0
         self._incarnation = Counter[int]()
-        """Latest incarnation of each engine. Messages from an earlier incarnation are ignored."""
+        """Latest incarnation (number of the start) of each engine; older ones are ignored."""
 
     def feed(self, entry: Entry) -> Iteration | None:
         if isinstance(entry, Record):
@@ -148,19 +149,19 @@ class PhaseTimes:
 
 @dataclass(slots=True)
 class _Step:
-    """The times when a step passed from one phase to the next, by the run's own clock."""
+    """The times at which a step passed from one phase to the next, in seconds without waits."""
 
     begin_s: float
     round: int | None = None
-    """Number of the current round. None before the first round."""
+    """Number of the current round (one batch of generation). None before the first."""
     kind: RoundKind | None = None
     round_begin_s: float = 0.0
     ended_s: float | None = None
-    """Time when the latest sample of the current round ended. None if none has ended."""
+    """Time in seconds when the latest sample of the current round ended. None if none has ended."""
     rollout_s: dict[str, float] = field(default_factory=dict)
-    """Seconds of the step's earlier rounds, by their kind."""
+    """Seconds of generation in the step's earlier rounds, by the kind of round."""
     between_s: float = 0.0
-    """Seconds between the end of each round and the next phase."""
+    """Seconds of the step after a round's last sample and before the next phase or round."""
     begun_s: float = 0.0
     """Seconds of gradients that were computed before the trainer was told to train."""
     train_on_s: float | None = None
@@ -168,20 +169,20 @@ class _Step:
     commit_s: float | None = None
     is_last: bool = False
     is_judging: bool = False
-    """Whether the pool left last is the rollout pool, so that rewards of a round or of an
-    evaluation are awaited."""
+    """Whether rewards are awaited: the pool that was left last is the rollout pool."""
     evaluated_s: float | None = None
-    """Seconds of generation of an evaluation. None if the step had none."""
+    """Seconds of generation for the step's evaluation. None if the step had none."""
 
     @property
     def waits_for_parking(self) -> bool:
-        """Whether the step waits while devices are parked; not while rewards are awaited."""
+        """Whether the step is delayed if the job moves off its devices (parks) now. It is so after
+        training or at the commit, but not while rewards are awaited."""
         is_over = self.synced_s is not None or self.commit_s is not None
         return is_over and not self.is_judging
 
     def evaluate(self, note: Note) -> None:
-        """Take in the log's note on an evaluation. In old logs, where generation is not measured by
-        itself, the whole evaluation counts as generation."""
+        """Add an evaluation, by the note in the log. Old logs do not measure its generation by
+        itself: then the whole evaluation counts as generation."""
         callbacks_s = note.metrics.get(CALLBACK_SECONDS, 0.0)
         generated_s = note.metrics.get(EVALUATION_ROLLOUT, note.seconds - callbacks_s)
         self.evaluated_s = (self.evaluated_s or 0.0) + generated_s
@@ -198,7 +199,7 @@ class _Step:
         self.round, self.kind, self.ended_s = command.round, command.kind, None
 
     def close_round(self, now: float) -> None:
-        """End the current round, if there is one. `now`: when the next phase begins."""
+        """End the current round, if there is one, at the time `now` when the next phase begins."""
         if self.kind is None:
             return
         ended_s = now if self.ended_s is None else self.ended_s

@@ -1,10 +1,9 @@
-"""A mailbox of files, for jobs and a service on one host: a journal for each box.
+"""A mailbox of files, for jobs and a service on one host: one file for each box of letters.
 
-    \n{"sender": ..., "key": ..., "kind": ..., "facts": ...}\n        a letter
-
-A letter is one write at the end of its box's file. The kernel makes it whole and puts one behind
-the other, so there is no lock: a process that is stopped or killed, at whatever moment, holds up no
-other. A letter that was written only in part (by a killed writer, on a full disk) is ignored.
+A letter (message) is a JSON object between two line ends, which one write adds to the file. The
+kernel makes a write whole and puts one behind the other, so there is no lock: a process that is
+stopped or killed, at whatever moment, holds up no other. A letter that was written only in part (by
+a killed writer, on a full disk) is ignored.
 
 A letter's number is its place in the file. Letters that were dealt with become a hole in the file:
 zeros that take no room. A reader looks every few milliseconds whether the file has grown.
@@ -38,7 +37,7 @@ MOUNTS = Path("/proc/self/mountinfo")
 
 
 def check_local(folder: Path, mounts: Path = MOUNTS) -> None:
-    """Raises `ValueError` if the folder, which need not exist yet, is on a network file system."""
+    """Raises `ValueError` if the folder, which may not exist yet, is on a network file system."""
     kind = file_system(folder, mounts)
     if kind in _ELSEWHERE:
         raise ValueError(
@@ -48,7 +47,7 @@ def check_local(folder: Path, mounts: Path = MOUNTS) -> None:
 
 
 def file_system(folder: Path, mounts: Path = MOUNTS) -> str:
-    """Return the kernel's name for the kind of the folder's file system. Empty if it is unknown."""
+    """Return the type of the folder's file system, such as ext4 or nfs. Empty if it is unknown."""
     place = str(folder.resolve())
     found, kind = "", ""
     try:
@@ -65,7 +64,7 @@ def file_system(folder: Path, mounts: Path = MOUNTS) -> str:
 
 
 def _plain(point: str) -> str:
-    """Return the mount point with blanks, which the kernel writes as octal numbers."""
+    """Return a mount point's path with the blanks that the kernel lists as octal codes restored."""
     for code, letter in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
         point = point.replace(code, letter)
     return point
@@ -74,24 +73,23 @@ def _plain(point: str) -> str:
 SCHEME = "file:"
 LOOK_S = 0.004
 NUM_KEYS = 100_000
-"""Number of keys of read letters that are remembered, so that a letter that is posted again within
-seconds is not returned twice."""
+"""Number of keys of read letters (messages) that are remembered, so that a letter that its sender
+posts again within seconds is not returned twice."""
 _EPOCH = "epoch"
 _PUNCH_HOLE = 0x01 | 0x02
-"""Modes of `fallocate`: make a hole in the file, and keep its size."""
+"""Mode of `fallocate` that turns a part of a file into a hole and keeps the file's size."""
 
 
 class FileMailbox:
-    """A mailbox of files, see `Mailbox`. The object that reads a box counts each key once."""
+    """A `Mailbox` with a file for each box. It returns a letter that was posted twice only once."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises `ValueError` if the folder is on a network file system, where appending is not one
-        step."""
+        """Raises `ValueError` if the folder is on a network file system: letters might mix."""
         check_local(folder)
         self.folder = folder.absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._known: OrderedDict[tuple[str, str, str], int] = OrderedDict()
-        """Numbers of the letters that were read, by box, sender and key."""
+        """Numbers of the letters that were read, by box, sender and key, to tell repeated ones."""
         own = self.folder / f"{_EPOCH}.{uuid.uuid4().hex}"
         try:
             own.write_text(uuid.uuid4().hex)
@@ -144,7 +142,7 @@ class FileMailbox:
         return self.folder / f"{quote(box, safe='')}.letters"
 
     def _letters(self, box: str, path: Path, after: int) -> list[Letter]:
-        """Return the complete letters whose number is higher than `after`."""
+        """Return the complete letters (messages) in this file with numbers above `after`."""
         found = []
         for place, line in _lines(path, after):
             try:
@@ -160,7 +158,7 @@ class FileMailbox:
 
 
 def open_mailbox(address: str) -> FileMailbox:
-    """Return the mailbox with this address. Raises `OSError` if there is none."""
+    """Open the mailbox at this address. Raises `OSError` if there is none."""
     folder = Path(address.removeprefix(SCHEME))
     if not (folder / _EPOCH).exists():
         raise OSError(f"there is no mailbox {folder}: is the cluster's folder still there?")
@@ -175,8 +173,8 @@ def _size(path: Path) -> int:
 
 
 def _lines(path: Path, after: int) -> list[tuple[int, bytes]]:
-    """Return the whole lines, each with the place of the line end before it, which is at `after` or
-    later. If the file is shorter than `after`, it is a new one, and all its lines are returned."""
+    """Return the file's whole lines, each with the position of the line end before it, from
+    position `after` on. A file shorter than that is a new one: then all its lines are returned."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -197,8 +195,8 @@ def _lines(path: Path, after: int) -> list[tuple[int, bytes]]:
 
 
 def _data(file: int, place: int) -> int:
-    """Return where the hole ends that begins at this place, or the place itself if there is
-    none."""
+    """Return the position of the first data in the file from `place` on, after a hole that may be
+    there. Without data it is the file's size."""
     try:
         return os.lseek(file, place, os.SEEK_DATA)
     except OSError as error:  # all of the rest is a hole, or this disk knows none
@@ -206,7 +204,7 @@ def _data(file: int, place: int) -> int:
 
 
 def _make_hole(path: Path, upto: int) -> None:
-    """Turn the first `upto` bytes of the file into a hole. Raises `FileNotFoundError`."""
+    """Free the first `upto` bytes of the file on disk. Raises `FileNotFoundError`."""
     file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         upto = min(upto, os.fstat(file).st_size)

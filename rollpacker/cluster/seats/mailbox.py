@@ -1,4 +1,4 @@
-"""Messages (*letters*) between jobs, the cluster's service and commands that ask it something."""
+"""Messages (*letters*) between jobs, the cluster's service and the commands that ask it."""
 
 from __future__ import annotations
 
@@ -8,40 +8,38 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 SERVICE = "service"
-"""Name of the service's box. A job's box has the job's name; a command makes up a name."""
+"""Name of the box of letters to the service. A job's box has the job's name."""
 
 
 ALL = sys.maxsize
-"""In place of a number, for `forget`: all letters, because the box will not be read any more."""
+"""Value for `forget` in place of a letter's number: all letters, as the box is read no more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Letter:
-    """A message in a box. It is a dataclass and no struct, since a mailbox on ray outlives the
-    service: one that an earlier version has made sends pickled dataclasses."""
+    """A message in a box. It is a dataclass and no msgspec struct, since a mailbox on ray may have
+    been made by an earlier version, which sends pickled dataclasses."""
 
     number: int
-    """Number of the letter in its box, 1 or more. Letters are read in the order of their
-    numbers."""
+    """Number of the letter in its box, from 1 up. Letters are read in this order."""
     sender: str
     kind: str
-    """What the letter is about. From a job: ask, left, committed, beat; and close, to itself
-    (`mailbox_seat.py`). From a command: submit, cancel, drain, status. From the service: grant,
-    stop, and as an answer the question's own kind, or refused."""
+    """What the letter is about, in a word. A job sends ask, left, committed or beat (and close to
+    itself, `mailbox_seat.py`). A command sends submit, cancel, drain or status. The service sends
+    grant or stop to a job; its answer to a command has the command's word, or is refused."""
     facts: Mapping[str, Any]
     """Content of the letter by name, as JSON values."""
     key: str
-    """Key of the letter, unique for its sender. The answer has it as `about`."""
+    """Name of the letter, which its sender uses once. An answer has it as `about` in its facts."""
 
 
 class Mailbox(Protocol):
-    """Boxes of letters, by name, which outlive their writers and readers. All calls may be
-    repeated, in any thread. They raise `OSError` if the mailbox cannot be reached."""
+    """Boxes of letters (messages), by name, which outlive their writers and readers. All calls may
+    be repeated, in any thread; they raise `OSError` if the mailbox cannot be reached."""
 
     @property
     def address(self) -> str:
-        """The address by which other processes open the mailbox (`open_mailbox` of its module in
-        `MAILBOXES`)."""
+        """Address at which other processes open this mailbox, by `open_mailbox` of its module."""
         ...
 
     @property
@@ -51,7 +49,7 @@ class Mailbox(Protocol):
         ...
 
     def post(self, box: str, sender: str, key: str, kind: str, facts: Mapping[str, Any]) -> None:
-        """Put a letter into the box, once for each `key` of its sender."""
+        """Put a letter into the box. A letter with a key that its sender has used is ignored."""
         ...
 
     def read(self, box: str, after: int, within_s: float) -> list[Letter]:
@@ -60,5 +58,5 @@ class Mailbox(Protocol):
         ...
 
     def forget(self, box: str, upto: int) -> None:
-        """Drop the box's letters up to this number. `ALL`: the box itself may be dropped, too."""
+        """Remove the box's letters up to this number. With `ALL` the box itself may go, too."""
         ...

@@ -1,11 +1,11 @@
 """A job's side of the cluster (*seat*), which reaches the service by letters in a mailbox.
 
-    ask 1 {pool, purpose} -->                each ask has a number, which its grant and end have
-                      <-- grant {ask: 1}
-    left {ask: 1}     -->                    also of an ask that was given up, granted or not
-    beat {ask, left}  -->                    once a second: the lease, and all of the above once
-                                             more, in case that a letter was lost
-    committed {...}   -->    <-- stop {reason}
+    ask:         from the job: it wants a pool; each request has a number
+    grant:       from the service, with that number: the job holds the pool
+    left:        from the job, with that number: it gives the pool back, or wants it no more
+    beat:        from the job, once a second: it is alive; repeats its request, or that it has left
+    committed:   from the job: an iteration is over
+    stop:        from the service: the job is to end at its next commit
 
 One thread sends beats and another one reads, each with a connection of its own, so that neither
 waits for the other. Each letter has the incarnation (number of the job's start) of its process.
@@ -28,26 +28,26 @@ from rollpacker.cluster.seats.seat import SEAT_VARIABLE, START, Alone, Iteration
 from rollpacker.core.ids import PoolName
 
 LEASE_S = 5.0
-"""Seconds without news of a job after which the pool that it holds counts as free."""
+"""Seconds without a letter from a job after which its grant of a pool ends (lease)."""
 START_LEASE_S = 30.0
-"""Seconds of silence that end the lease of a pool on which a run's parts are starting. A process
-that loads libraries and a model sends beats late, since its other threads wait for Python's
-lock."""
+"""Seconds without a letter after which the grant of a pool ends while a run's parts start on it. A
+process that loads a model sends letters late: other threads wait for Python's lock."""
 BEAT_S = 1.0
 UNHEARD_S = 60.0
 """Seconds without reaching the mailbox after which a wait for a pool fails."""
 _LOOK_S = 0.02
-"""Seconds within which `enter` notices that it was given up."""
+"""Seconds within which a wait for a pool notices that the caller has given it up."""
 _READ_S = 1.0
 _END_S = 10.0
-"""Seconds for which `close` waits for threads whose mailbox does not answer."""
+"""Most seconds for which `close` waits for the threads if the mailbox does not answer."""
 _AGAIN_S = 0.1
 
 Told = Callable[[str], None]
 
 
 def lease_s(purpose: str) -> float:
-    """Return the seconds of silence that end the lease of a pool that is held for this purpose."""
+    """Return the seconds without a letter after which a job's grant of a pool ends. `purpose`: why
+    the job asked for the pool, in a word (`START` has a longer lease)."""
     return START_LEASE_S if purpose == START else LEASE_S
 
 
@@ -61,22 +61,22 @@ class _Ask:
 
 
 class MailboxSeat:
-    """A job's seat, as `Seat` describes it, over a mailbox."""
+    """A `Seat` (a job's side of the cluster) that reaches the service by a mailbox."""
 
     def __init__(self, mailbox: Mailbox, job: str, incarnation: int) -> None:
-        """`incarnation`: number of the job's start. Raises `OSError` without a mailbox."""
+        """`incarnation`: number of this start of the job. Raises `OSError` without a mailbox."""
         self._mailbox = mailbox
         self._job = job
         self._incarnation = incarnation
         self._changed = threading.Condition()
         self._ask: _Ask | None = None
-        """The job's ask for the pool that it waits for or holds. None if there is none."""
+        """The job's request for the pool that it waits for or holds. None if it does neither."""
         self._untold: list[Iteration] = []
-        """Iterations that ended while a pool was held, which are reported once it is left."""
+        """Iterations that ended while a pool was held; they are reported once the pool is left."""
         self._num_asked = 0
         self._num_posted = 0
         self._beaten_s = time.monotonic()
-        """Time in seconds when the last beat that reached the mailbox began."""
+        """Time in seconds when the last sign of life (beat) that arrived was begun."""
         self._lost: str | None = None
         self._wants_stop: str | None = None
         self._watchers: list[tuple[Told, Told]] = []
@@ -119,7 +119,7 @@ class MailboxSeat:
             self.committed(iteration)
 
     def committed(self, iteration: Iteration) -> None:
-        """Report an iteration to the cluster, once no pool is held, since the job may move then."""
+        """Report an iteration to the cluster once no pool is held: the job may be moved then."""
         with self._changed:
             if self._ask is not None and self._ask.is_granted:
                 self._untold.append(iteration)
@@ -145,8 +145,8 @@ class MailboxSeat:
             self._end_threads()
 
     def _end_threads(self) -> None:
-        """End both threads before Python ends: a thread that calls ray at that moment would abort
-        the process or change its exit code."""
+        """End both threads while Python still runs: a thread that calls ray during Python's end
+        would abort the process or change its exit code."""
         with contextlib.suppress(OSError):  # so that who reads need not wait for a letter
             self._mailbox.post(self._job, self._job, f"{self._incarnation}/close", "close", {})
         until = time.monotonic() + _END_S
@@ -168,7 +168,7 @@ class MailboxSeat:
                     raise
 
     def _try_to_post(self, kind: str, facts: dict[str, Any], tries: int = 1) -> None:
-        """Post a letter. If that fails, nothing is raised: the next beat has the same content."""
+        """Post a letter and ignore a failure: the next sign of life (beat) says the same."""
         with contextlib.suppress(OSError):
             self._post(kind, facts, tries)
 
@@ -251,13 +251,13 @@ class MailboxSeat:
 
 
 MAILBOXES = {"file": "rollpacker.cluster.seats.mail_file", "ray": "rollpacker.cluster.on_ray.mail"}
-"""Modules with mailboxes (`open_mailbox`), by the begin of their addresses. They are imported by
-name when one is needed, since the one on ray belongs to another package."""
+"""Modules with a function `open_mailbox`, by the first part of a mailbox's address. A module is
+imported only when it is needed, since the one for ray belongs to another package."""
 
 
 def open_seat(environ: Mapping[str, str]) -> Seat | None:
-    """Return the seat that the environment names, or None if the job runs by itself. Raises
-    `ValueError` for a value that names no seat, and `OSError` if it cannot be reached."""
+    """Return the seat (a job's side of the cluster) that the environment names, or None without
+    one. Raises `ValueError` if the name is wrong, and `OSError` if its mailbox is out of reach."""
     where = environ.get(SEAT_VARIABLE)
     if where is None:
         return None

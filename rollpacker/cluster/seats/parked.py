@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 def parking(
     *owners: nn.Module | Optimizer | Callable[[], object] | None, device: str = "cuda"
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Return two functions, `park` and `wake`, which move all tensors of the modules (parameters,
-    gradients, buffers) and optimizers (state) off devices of this type into host memory, and back,
-    bit for bit.
+    """Return two functions: `park` moves tensors off devices of this type into host memory, and
+    `wake` moves them back, bit for bit.
 
-    An owner may also be a function that returns a module, an optimizer or None at each `park`: for
-    an optimizer that is made later. A tensor stays the same object. While it is parked it must not
-    be read or written, so save checkpoints inside a phase. Tensors on other devices stay where they
-    are."""
+    The tensors are those of `owners`: modules (parameters, gradients, buffers) and optimizers
+    (state). An owner may also be a function, called at each `park`, that returns one of these or
+    None: for an optimizer that is made later. A tensor stays the same object. While it is parked it
+    must not be read or written, so save checkpoints inside a phase. Tensors on other devices are
+    left alone."""
     from rollpacker.weights.host_store import HostStore
 
     store = HostStore(device)
@@ -54,7 +54,7 @@ def _tensors_of(owner: object) -> Iterator[Tensor]:
 
 
 def _tensors_in(state: Any) -> Iterator[Tensor]:
-    """Iterate over the tensors of an optimizer's state, however deep they are."""
+    """Iterate over the tensors in an optimizer's state, also in nested containers."""
     from torch import Tensor
 
     if isinstance(state, Tensor):

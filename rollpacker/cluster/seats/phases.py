@@ -39,9 +39,9 @@ from rollpacker.workers.loopback import gloo_on_loopback
 Answer = TypeVar("Answer")
 
 _LOST = 6
-"""Exit code for a lost lease, the same as of `rollpacker train`: the run can be resumed."""
+"""Exit code of a process whose pool was given to another job: the job can be resumed."""
 UNTOLD_ITERATIONS = 3
-"""Number of iterations without a call of `committed` after which a warning is logged."""
+"""Number of iterations without a call of `committed` at which a warning is logged."""
 _PURPOSES: dict[PoolName, str] = {"rollout": "round", "train": "step"}
 
 _logger = logging.getLogger(__name__)
@@ -58,12 +58,12 @@ class Stopped(SystemExit):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the begin of a phase took, in seconds. Both are 0 outside of a cluster."""
+    """How long the begin of a phase took, in seconds. Outside of a cluster both values are 0."""
 
     waited_s: float
-    """Seconds of waiting for the pool."""
+    """Seconds for which the phase waited for its pool."""
     wake_s: float
-    """Seconds that the call of `wake` took."""
+    """Seconds for which the program's function `wake` ran."""
 
 
 @contextlib.contextmanager
@@ -73,22 +73,24 @@ def phase(
     park: Callable[[], object] | None = None,
     wake: Callable[[], object] | None = None,
 ) -> Iterator[Turn]:
-    """Hold a pool of the cluster: "rollout" to generate, "train" to update the weights.
+    """Hold a pool in a `with` block: "rollout" to generate, "train" to update the weights.
 
-    Waits until the pool is this job's, calls `wake` (bring to the device what the phase needs),
-    and yields the `Turn`. At the end, also by an exception, waits for the device, calls `park`
-    (leave nothing on it) and gives the pool to others. In a program of several ranks all ranks call
-    it, once `torch.distributed` is initialised: rank 0 asks for the pool, which all enter together
-    and leave when the last is ready; `park` and `wake` are each rank's own.
+    At its begin the block waits until the job has the pool, calls `wake` (to bring to the device
+    what the phase needs), and yields the `Turn`. At its end, also by an exception, it waits for the
+    device, calls `park` (to leave nothing on it) and gives the pool to others.
 
-    A process is in one phase at a time, whatever its threads: another inside it is a `ValueError`.
-    An exception of a hook, or on one of several ranks, leaves unknown what is on the devices: the
-    pool is then kept until the process ends, and every later phase is a `ValueError`.
+    If the program has several ranks, every rank calls this, once `torch.distributed` is
+    initialised. Rank 0 asks for the pool. All ranks enter together, call `wake` and `park` each for
+    itself, and leave when the last one is ready.
 
-    Raises `Stopped` in place of waiting if the cluster wants the program to end, or somebody by a
-    SIGTERM that the program does not handle itself (a second one ends it at once); `OSError` if the
-    cluster cannot be reached for long; `LeaseLost` if it has given a pool that was held to another
-    job. A lease that is lost inside a phase ends the process at once, with exit code 6 and a line
+    A process can be in one phase at a time: a second one, in any thread, raises `ValueError`. After
+    an exception in `wake` or `park`, or on one of several ranks, it is unknown what is on the
+    devices: the pool is kept until the process ends, and every later phase raises `ValueError`.
+
+    Raises `Stopped` in place of waiting if the program is to end, by wish of the cluster or by a
+    SIGTERM that it does not handle itself (a second SIGTERM ends it at once). Raises `OSError` if
+    the cluster cannot be reached for long, and `LeaseLost` if it gave the job's pool to another
+    job. If the pool is lost inside the block, the process ends at once, with exit code 6 and a line
     on stderr: no Python exception stops what a device computes already."""
     program = _opened()
     turn = program.enter(pool, wake)
@@ -142,12 +144,11 @@ class _Ranks:
         return self._group is not None
 
     def meet(self) -> None:
-        """Wait until all ranks have called this."""
         if self.are_several:
             sys.modules["torch.distributed"].barrier(group=self._group)
 
     def ask_first(self, question: Callable[[], Answer]) -> Answer:
-        """Return on all ranks what rank 0 answers, or raise what it raises."""
+        """Call `question` on rank 0, and return or raise on all ranks what it returns or raises."""
         if not self.are_several:
             return question()
         said: list[Any] = [None, None]
@@ -172,23 +173,22 @@ class _Ranks:
 
 
 class _Program:
-    """This process's part in the cluster: its phases, its ranks and, on rank 0, its seat."""
+    """What this process knows of its part in a cluster: phases, ranks and, on rank 0, the seat."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._phase: PoolName | None = None
-        """The pool whose phase a thread of this process is in, or waits to enter. None if there is
-        no such thread."""
+        """The pool that a thread of this process holds or waits for. None outside of phases."""
         self._holds = False
-        """Whether the phase's pool is held. Only on rank 0, which has the seat."""
+        """Whether the phase's pool is held. It is false on all ranks but 0, which has the seat."""
         self._unknown: str | None = None
-        """Why the content of the devices is unknown. None if it is known."""
+        """Why it is unknown what is on the devices, such as a failed `park`, or None."""
         self._lost: str | None = None
         self._wish = threading.Event()
-        """Set once the cluster, or a SIGTERM, asks the program to end."""
+        """Event that is set once the cluster, or a SIGTERM, asks the program to end."""
         self._seconds = _Seconds()
         self._ranks: _Ranks | None = None
-        """The ranks of the program. None outside of a cluster."""
+        """The program's ranks, of which this process is one. None outside of a cluster."""
         self._seat: Seat | None = None
         if SEAT_VARIABLE in os.environ:
             self._ranks = _Ranks()
@@ -202,7 +202,7 @@ class _Program:
             atexit.register(self._close)
 
     def enter(self, pool: PoolName, wake: Callable[[], object] | None) -> Turn:
-        """Wait for the pool, call `wake`, and return the seconds of both; see `phase`."""
+        """Wait for the pool, call `wake`, and return how many seconds each of the two took."""
         with self._lock:
             self._check(pool)
             self._phase = pool
@@ -221,7 +221,8 @@ class _Program:
         return Turn(entered_s - asked_s, self._seconds.begins() - entered_s)
 
     def leave(self, park: Callable[[], object] | None, *, failed: bool = False) -> None:
-        """Wait for the device, call `park`, and give the pool back; see `phase`."""
+        """Wait for the device, call `park`, and give the pool back. `failed`: whether an exception
+        ended the phase."""
         if self._ranks is None:
             self._phase = None
             return
@@ -244,7 +245,7 @@ class _Program:
             self._seconds.left()
 
     def committed(self, step: int, kind: str) -> None:
-        """Report the iteration to the cluster from rank 0; see the function `committed`."""
+        """Report an iteration to the cluster from rank 0. Raises `ValueError` inside a phase."""
         if self._phase is not None:
             raise ValueError(
                 f"committed({step}) inside phase({self._phase!r}): call it after the phases of "
@@ -332,12 +333,12 @@ class _Program:
 
 
 class _Seconds:
-    """Measures the seconds of an iteration, without waits for pools and without switches."""
+    """Measures an iteration's seconds by phase, without waits for pools and without switches."""
 
     def __init__(self) -> None:
         self._counts = False
         self._since_s = 0.0
-        """Time in seconds up to which all is counted."""
+        """Time in seconds up to which all time was added to a phase or left out."""
         self._told = False
         self._num_untold = 0
         self._warn_once = WarnOnce(_logger)
@@ -355,7 +356,7 @@ class _Seconds:
         return now_s
 
     def asks(self, pool: PoolName) -> float:
-        """Record that the program asks for a pool. Returns the time in seconds."""
+        """Record that the program now asks for a pool. Returns the present time in seconds."""
         now_s = self._lap("between" if self._last == "rollout" else "after")
         if pool == "rollout":
             self._counts = True
@@ -371,7 +372,7 @@ class _Seconds:
         return now_s
 
     def begins(self) -> float:
-        """Record that the phase begins its work. Returns the time in seconds."""
+        """Record that the phase's work begins now. Returns the present time in seconds."""
         self._since_s = time.monotonic()
         return self._since_s
 
@@ -379,11 +380,11 @@ class _Seconds:
         self._lap(pool)
 
     def left(self) -> None:
-        """Record that the pool was left, so that the switch does not count."""
+        """Record that a pool was left now. The time since the phase's work counts for no phase."""
         self._since_s = time.monotonic()
 
     def iteration(self, step: int, kind: str) -> Iteration | None:
-        """Return the seconds of the last iteration by phase, or None if none was begun."""
+        """Return the seconds of the iteration that has just ended, or None if none was begun."""
         self._lap("between" if self._last == "rollout" else "after")
         counted, spent = self._counts, self._spent
         self._told = True
@@ -401,8 +402,7 @@ class _Seconds:
 
 
 def _settle() -> None:
-    """Wait for what was begun on the device, which is part of the phase and has to be over before
-    another job has the pool."""
+    """Wait until the device has done what was begun on it, before another job gets the pool."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.synchronize()
@@ -420,7 +420,7 @@ _opening = threading.Lock()
 
 
 def _opened() -> _Program:
-    """Return this process's part in the cluster, which is made at the first call."""
+    """Return the object for this process's part in the cluster; the first call makes it."""
     global _program, _pid
     with _opening:
         if _program is None:

@@ -45,10 +45,10 @@ Facts = Mapping[str, Any]
 NUM_NOTES = 200
 NUM_LAST = 8
 PAUSES_S = (0.0, 10.0, 60.0)
-"""Seconds before a lost job is started again, by the number of its losses since its last commit.
-What ended the job may need time to pass. The last number stands for all further losses."""
+"""Seconds to wait before a lost job is started again, by the number of its losses since its last
+commit: what ended the job may need time to pass. The last number stands for all further losses."""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
-"""Pattern for the name of a job, or of a cluster whose folder is named after it."""
+"""Pattern for the name of a job, or of a cluster, whose folder has the same name."""
 
 
 class Note(NamedTuple):
@@ -59,18 +59,18 @@ class Note(NamedTuple):
 
 
 class Turn(msgspec.Struct):
-    """The last ask for a pool of the job's present incarnation (start)."""
+    """The last request of a job's present start for a pool, and what has come of it."""
 
     ask: int = 0
-    """The job's own number of the ask. 0 if it has not asked yet."""
+    """Number of the request, as the job counts. 0 if this start has not asked yet."""
     phase: Phase | None = None
-    """The phase whose pool is awaited or held. None if neither is."""
+    """The phase whose pool the job waits for or holds. None if it does neither."""
     token: int = 0
-    """Token (number) of the present grant. 0 if the job holds no pool."""
+    """Number (token) of the job's present grant. 0 if the job holds no pool."""
     since_s: float = 0.0
-    """Time in seconds since when the pool is awaited, or held."""
+    """Time in seconds since when the job waits for the pool, or holds it."""
     purpose: str = ""
-    """Why the job asked, in a word: round, step or start."""
+    """Why the job asked for the pool, in a word: round, step or start."""
 
 
 class JobRecord(msgspec.Struct):
@@ -78,30 +78,29 @@ class JobRecord(msgspec.Struct):
 
     job: ClusterJob
     facts: Facts
-    """Facts about the job as they were submitted, by name: command, folder and others."""
+    """Values that came with the job when it was submitted, by name: command, folder and others."""
     submitted_s: float
     starts: list[Start]
-    """The starts of the job, whose incarnations are numbered from 1."""
+    """All starts of the job so far; the n-th has the incarnation n, from 1."""
     num_before: int = 0
-    """Number of the starts that were those of earlier jobs of this name, some of which may still be
-    ending."""
+    """How many of these starts, the first ones, were those of ended jobs of the same name."""
     is_placed: bool = False
     """Whether the job has nodes, which are those of its last start."""
     turn: Turn = msgspec.field(default_factory=Turn)
     steps: int = 0
     work_s: float = 0.0
     waited_s: float = 0.0
-    """Seconds for which the job waited for pools, for nodes, and for starts after the first."""
+    """Seconds for which the job waited for pools, for nodes, and for restarts of its processes."""
     waits_since_s: float = 0.0
-    """Time in seconds since when the job waits for nodes, or for its next start to ask."""
+    """Time in seconds since when the job waits for nodes, or for its processes to start."""
     lost_s: tuple[float, ...] = ()
-    """Times in seconds of the job's losses since its last commit, within `LOSSES_S`."""
+    """Times in seconds at which all the job's processes were lost, since its last commit."""
     is_cancelled: bool = False
     outcome: str = ""
     """How the job ended: done, failed or cancelled. Empty if it has not ended."""
     ended_s: float = 0.0
     told: Facts = msgspec.field(default_factory=dict)
-    """Facts about the job's end or its last loss, by name: exit code, last lines, reason."""
+    """Values about the job's end or its last loss, by name: exit code, last lines, reason."""
 
     @property
     def incarnation(self) -> int:
@@ -109,7 +108,7 @@ class JobRecord(msgspec.Struct):
 
     @property
     def starts_from_s(self) -> float:
-        """Time in seconds before which the job is not started again."""
+        """Time in seconds before which a lost job is not started again. 0 if it was not lost."""
         num_lost = len(self.lost_s)
         return self.lost_s[-1] + PAUSES_S[min(num_lost, len(PAUSES_S)) - 1] if num_lost else 0.0
 
@@ -119,22 +118,22 @@ class JobRecord(msgspec.Struct):
 
 
 class Book:
-    """All jobs by name, and the notes about what has happened lately."""
+    """All jobs that the service knows, by name, and notes on what has happened of late."""
 
     def __init__(self) -> None:
         self.records: dict[str, JobRecord] = {}
         self.notes: deque[Note] = deque(maxlen=NUM_NOTES)
         self.drained: set[Node] = set()
         self.hostless: set[Node] = set()
-        """Those of the drained nodes that are restored once they have a host."""
+        """The drained nodes that get jobs again as soon as a host stands for them."""
 
     def placed(self) -> Sequence[JobRecord]:
-        """Return the jobs that have nodes."""
+        """Return the records of all jobs that have nodes."""
         return [one for one in self.records.values() if one.is_placed]
 
     def write(self, event: Event, facts: Facts, commands: Sequence[Command]) -> None:
-        """Take in an event and the commands that came of it. `facts`: values that the decisions do
-        not need."""
+        """Record an event, and the commands that the cluster gave for it. `facts`: further values
+        about the event that the cluster's decisions do not need."""
         at_s = event.at_s
         match event:
             case Submitted():
@@ -175,7 +174,7 @@ class Book:
         self.notes.append(Note(at_s, text))
 
     def has_told(self, text: str) -> bool:
-        """Whether the last few notes have this text."""
+        """Whether one of the last `NUM_LAST` notes has this text."""
         return text in [note.text for note in self.notes][-NUM_LAST:]
 
     # -- events ------------------------------------------------------------------------
@@ -225,12 +224,13 @@ class Book:
                 self._end(record, at_s, facts)
 
     def _start_waited_s(self, record: JobRecord, at_s: float) -> float:
-        """Return the seconds from the job's start to its ask, as waiting. 0 at its first start."""
+        """Return the seconds from the job's start to its first request, which count as waiting. 0
+        for a job that has neither done a step nor been lost before."""
         is_first = not record.told and record.steps == record.job.steps_before
         return 0.0 if is_first else at_s - record.waits_since_s
 
     def _awaits_s(self, record: JobRecord, at_s: float) -> float:
-        """Return the seconds for which the job waits for a pool, or for nodes, by now."""
+        """Return the seconds for which the job has been waiting for a pool or nodes so far."""
         if not record.is_placed:
             return at_s - record.waits_since_s
         return at_s - record.turn.since_s if record.turn.phase and not record.turn.token else 0.0
@@ -243,7 +243,7 @@ class Book:
         self.note(at_s, f"{record.job.name} {_ENDED[record.outcome]}{why}")
 
     def _cancelled(self, record: JobRecord, at_s: float) -> None:
-        """Mark the job as cancelled. A job without nodes ends by that."""
+        """Mark the job as cancelled. If it has no nodes, it ends at once."""
         record.is_cancelled = True
         if not record.is_placed and not record.outcome:
             self._end(record, at_s, {"outcome": "cancelled"})
@@ -297,7 +297,7 @@ _ENDED = {"done": "is done", "failed": "failed", "cancelled": "was cancelled"}
 
 
 def order_of(record: JobRecord, address: str) -> JobOrder:
-    """Return the order to make a job's last start. `address`: that of the mailbox."""
+    """Return the order for a job's last start. `address`: address of the cluster's mailbox."""
     start, facts = record.starts[-1], record.facts
     seat = seat_variable(address, record.job.name, record.incarnation)
     return JobOrder(
@@ -316,7 +316,7 @@ def node_name(node: Node) -> str:
 
 
 def node_of(name: str) -> Node:
-    """Return the node of this name, POOL/NUMBER. Raises `ValueError` if the name is not so."""
+    """Return the node that this text, POOL/NUMBER, names. Raises `ValueError` for another text."""
     pool, _, number = name.rpartition("/")
     if not pool or not number.isdecimal():
         raise ValueError(f"{name} is no node: POOL/NUMBER, such as cheap/0")
@@ -324,7 +324,8 @@ def node_of(name: str) -> Node:
 
 
 def committed(at_s: float, record: JobRecord, facts: Facts) -> Committed | None:
-    """Return the event of a reported iteration, or None if it is counted. Raises `ValueError`."""
+    """Return the event for an iteration that a job reports, or None if it was reported before.
+    Raises `ValueError` for impossible seconds."""
     times, step, last = times_of(facts), int(facts["step"]), facts.get("last")
     if step <= record.steps:
         return None
@@ -341,12 +342,11 @@ def committed(at_s: float, record: JobRecord, facts: Facts) -> Committed | None:
 
 
 def _last_of(record: JobRecord) -> int:
-    """Return the number of the job's last step, as it was submitted."""
     return record.job.steps_before + record.job.steps
 
 
 def times_of(facts: Facts) -> Times:
-    """Return the reported times of an iteration. Raises `ValueError` for impossible seconds."""
+    """Return the times of a reported iteration. Raises `ValueError` for impossible seconds."""
     times = Times(*(float(facts[name]) for name in Times._fields))
     for name, seconds in zip(Times._fields, times, strict=True):
         if not (math.isfinite(seconds) and seconds >= 0):

@@ -1,15 +1,13 @@
 """The parent process of a job: it outlives the service, and writes down how the job ended.
 
-    service .. keeper --> job --> engines, ranks, whatever these start
+It runs as `python -ISB keeper.py FOLDER CONTACT COMMAND...`, with the standard library only. While
+it lives it holds a lock on FOLDER/keeper, a file that only the first keeper of a start can make. It
+writes the number of the job's process into FOLDER/process and, once the job and all that it started
+are gone, its exit code into FOLDER/exit (-N: by signal N).
 
-Run as `python -ISB keeper.py FOLDER CONTACT COMMAND...`; standard library only. It holds a lock on
-FOLDER/keeper for its life, whose file only the first of several makes, writes the job's process
-into FOLDER/process, and once the job has ended and all that it started is gone, its exit code into
-FOLDER/exit (-N: by signal N).
-
-CONTACT is a file that says when this host was last known to be one of the cluster's (`now_s`), or
-empty where jobs have no other host. `FENCE_S` after that the keeper ends the job, stopped or not:
-by then the job counts as gone for a service that cannot reach this host, and is started elsewhere.
+CONTACT is a file with the time when this host last belonged to the cluster (`now_s`), or empty if
+the cluster is this host. `FENCE_S` after that time the keeper ends the job: by then a service that
+cannot reach this host counts the job as gone, and starts it elsewhere.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from typing import NoReturn
 
 KEEPER, PROCESS, EXIT, OUTPUT = "keeper", "process", "exit", "output"
 FENCE_S = 30.0
-"""Seconds without contact with the cluster after which a host's jobs are ended."""
+"""Seconds without contact to the cluster after which the jobs of a host are ended."""
 LOOK_S = 1.0
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -56,8 +54,7 @@ def main(folder: str, contact: str, command: list[str]) -> NoReturn:
 
 
 def _wait(job: subprocess.Popen[bytes], contact: str) -> int:
-    """Wait until the job has ended, by itself or because this host is cut off. Returns the job's
-    exit code."""
+    """Wait until the job has ended, or end it once this host is cut off. Returns its exit code."""
     ended = select.poll()
     ended.register(os.pidfd_open(job.pid), select.POLLIN)
     while not ended.poll(1000 * LOOK_S):
@@ -70,13 +67,12 @@ def _wait(job: subprocess.Popen[bytes], contact: str) -> int:
 
 
 def now_s() -> float:
-    """Return seconds on a clock that all processes of a host share, and that goes on while the host
-    sleeps."""
+    """Return seconds on a clock that all processes of a host share, and that counts its sleep."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def silent_s(contact: str | os.PathLike[str]) -> float:
-    """Return the seconds since this host's last contact, or infinity if that is unknown."""
+    """Return the seconds since this host's last contact to the cluster; infinity if unknown."""
     try:
         with open(contact) as file:
             return now_s() - float(file.read())
@@ -85,7 +81,8 @@ def silent_s(contact: str | os.PathLike[str]) -> float:
 
 
 def _is_first(folder: str) -> bool:
-    """Whether this is the start's first keeper. The file is locked before it can be seen."""
+    """Whether this is the first keeper (parent process) of this start of the job. Its file is
+    locked before others see it."""
     own = os.path.join(folder, f"{KEEPER}.{os.getpid()}")
     lock = os.open(own, os.O_CREAT | os.O_RDWR, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -100,7 +97,7 @@ def _is_first(folder: str) -> bool:
 
 
 def _end_all() -> None:
-    """Kill all processes that the job has left, which become children of this process."""
+    """Kill all processes that the job has left behind, which are children of this process now."""
     while True:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
@@ -116,7 +113,7 @@ def _end_all() -> None:
 
 
 def write(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file in one step, so that it is complete or unchanged."""
+    """Write a file in one step: a reader sees the old text or the new one."""
     draft = f"{os.fspath(path)}.{os.getpid()}"
     with open(draft, "w") as file:
         file.write(text)

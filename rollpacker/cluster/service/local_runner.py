@@ -1,10 +1,8 @@
 """Runs jobs as processes of this host, which outlive the service.
 
-    FOLDER/jobs/NAME/INCARNATION/    keeper, process, exit: see `keeper.py`
-    FOLDER/jobs/NAME/output          what all its starts have printed
-
-A start's processes are found by a variable of their environment, which all descendants inherit,
-whatever session they are in, and by their parents.
+FOLDER/jobs/NAME/INCARNATION/ has the files of one start of a job (`keeper.py`), and
+FOLDER/jobs/NAME/output what all starts of the job have printed. The processes of a start are found
+by their parents and by a variable of the environment, which all descendants inherit.
 """
 
 from __future__ import annotations
@@ -27,25 +25,26 @@ from rollpacker.cluster.service import keeper
 from rollpacker.cluster.service.runner import JobOrder
 
 MARK = "ROLLPACKER_START"
-"""The variable of a start's environment that names its folder."""
+"""Variable of the environment of a job's processes with the folder of this start of the job."""
 ROLLOUT_NODES, TRAIN_NODES = "ROLLPACKER_ROLLOUT_NODES", "ROLLPACKER_TRAIN_NODES"
-"""Variables of a job's environment with its nodes, as POOL/NUMBER with commas, by phase."""
+"""Variables of a job's environment with its nodes: POOL/NUMBER, separated by commas."""
 ENDING = "ending"
-"""File of a start's folder with the processes that a kill has found. It is removed once all of them
-are gone."""
+"""File in the folder of a job's start that lists the processes which are being killed. It is
+removed once all of them are gone."""
 START_S = 10.0
 GONE_S = 10.0
 LAST_BYTES = 4000
 _LOOK_S = 0.002
 _NUM_LOOKS = 2
-"""Number of searches in a row that must find no process, since one may be forked during one."""
+"""Number of searches in a row that must find no process of a job: one may be forked meanwhile."""
 
 
 class LocalRunner:
-    """Starts and ends jobs as processes of this host, as `Runner` describes it."""
+    """The `Runner` that starts and ends jobs as processes of this host."""
 
     def __init__(self, folder: Path, contact: Path | None = None) -> None:
-        """`contact`: the host's file of that name (`keeper.py`), or None with a single host."""
+        """`contact`: file with the time of this host's last contact to the cluster (`keeper.py`);
+        None if the cluster is this host."""
         self._folder = folder.absolute() / "jobs"
         self._contact = "" if contact is None else str(contact.absolute())
 
@@ -140,7 +139,7 @@ class LocalRunner:
         return ""
 
     def want(self, num_nodes: Mapping[str, int]) -> None:
-        """Do nothing: this host's nodes cannot become more."""
+        """Do nothing: the nodes of a single host cannot become more."""
 
     def _place(self, job: str, incarnation: int) -> Path:
         return self._folder / job / str(incarnation)
@@ -166,16 +165,15 @@ def _mark(place: Path) -> bytes:
 class _Process(NamedTuple):
     parent: int
     began: str
-    """Time when the process began, in ticks of the host's clock: a process's number may be used
-    again later."""
+    """Time when the process began, in ticks: another process may later have the same number."""
 
 
 _Processes = dict[int, _Process]
-"""Processes by their process numbers."""
+"""The processes of a host, or some of them, by process number."""
 
 
 def _read_ending(place: Path) -> _Processes:
-    """Return the processes that an unfinished kill has found earlier."""
+    """Return the processes that an unfinished kill had found, by its file; empty without one."""
     with contextlib.suppress(FileNotFoundError):
         known = json.loads((place / ENDING).read_text())
         return {int(pid): _Process(*one) for pid, one in known.items()}
@@ -183,8 +181,8 @@ def _read_ending(place: Path) -> _Processes:
 
 
 def _is_marked(pid: int, mark: bytes) -> bool:
-    """Whether the process has the mark in its environment; False if it has ended. If its first
-    thread has ended, the environment is read from the others."""
+    """Whether the process has the mark of a job's start (a variable) in its environment; False if
+    it has ended. If its first thread has ended, its other threads are asked."""
     here = Path(f"/proc/{pid}")
     for path in (here / "environ", *here.glob("task/*/environ")):
         with contextlib.suppress(OSError):
@@ -194,8 +192,8 @@ def _is_marked(pid: int, mark: bytes) -> bool:
 
 
 def _family(mark: bytes, known: Mapping[int, _Process]) -> _Processes:
-    """Return all processes with the mark and their descendants, and those known ones that still
-    exist: a process that ends loses its environment before its files and devices."""
+    """Return the processes with a start's mark in their environment, their descendants, and those
+    of `known` that still exist: a process that ends loses its environment before its devices."""
     here = _processes()
     still = {pid for pid, one in known.items() if pid in here and here[pid].began == one.began}
     found = still | {pid for pid in here if _is_marked(pid, mark)}
@@ -205,8 +203,8 @@ def _family(mark: bytes, known: Mapping[int, _Process]) -> _Processes:
 
 
 def _processes() -> _Processes:
-    """Return all processes of the host. A process counts until its last thread has ended: until
-    then its files and devices are open."""
+    """Return all processes of this host. A process counts until its last thread has ended, since
+    its files and devices are open until then."""
     found = {}
     # Not glob("[0-9]*/stat"): it looks itself, and raises for a process that ends meanwhile.
     for path in (process / "stat" for process in Path("/proc").glob("[0-9]*")):

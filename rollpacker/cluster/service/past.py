@@ -1,12 +1,10 @@
 """Keeps the history of a cluster, and computes the state that follows from it.
 
-    FOLDER/events.db   all events (`store.py`)
-    FOLDER/snapshot    number of one of them, a digest, and the state after it as `pickle` has it
-
-The state is the replay of all events. The snapshot is a cache, which may be deleted at any time:
-with it a new service replays only later events. The digest covers the state and all that it depends
-on: the code that decides, the cluster as it began, and the event in its store. If any of these
-differ, all events are replayed.
+FOLDER/events.db has all events (`store.py`), and the state is their replay. FOLDER/snapshot has the
+pickled state after one of the events, that event's number, and a digest. It is a cache, which may
+be deleted at any time: with it a new service replays only later events. The digest covers the state
+and all that it depends on: the code that decides, the cluster as it began, and the event in its
+store. If any of these differ, all events are replayed.
 """
 
 from __future__ import annotations
@@ -26,36 +24,35 @@ from rollpacker.cluster.service.store import Position, Store, StoredEvent, check
 from rollpacker.core import ids
 
 EVERY = 10_000
-"""Number of events between two snapshots, which take a second or two to replay
-(benchmarks/results/cluster_replay.json)."""
+"""Number of events between two snapshots of the state. Replaying so many takes a second or two."""
 _NAME = "snapshot"
 logger = logging.getLogger(__name__)
 
 
 class Replayed(NamedTuple):
-    """The state of the cluster and of the service's book after an event."""
+    """The state of the cluster, and of the service's records of jobs, after an event."""
 
     cluster: core.Cluster
     book: book.Book
     last_s: float
-    """Time of the last event in seconds, or a little later: new events come after this."""
+    """Time in seconds of the last event, or a little later; later events have later times."""
 
 
 class Past:
-    """The stored history of the cluster whose folder this is."""
+    """The stored history of a cluster: all events, and a snapshot of the state to begin from."""
 
     def __init__(self, folder: Path, cluster: core.Cluster) -> None:
-        """`cluster`: the cluster before all events. Raises what `Store` does."""
+        """`cluster`: the cluster as it was before all events. Raises the errors of `Store`."""
         self.store = Store(folder / "events.db")
         self._path = folder / _NAME
         self._origin = _digest_of_code() + pickle.dumps(cluster)
         self._began = Replayed(cluster, book.Book(), 0.0)
         self._number = 0
-        """Number of the event after which the snapshot was taken."""
+        """Number of the event after which the snapshot was taken. 0 without a snapshot."""
 
     def replay(self) -> Replayed:
-        """Return the state after all stored events. Raises `ValueError` if events would lead to
-        other commands now, and `OSError` if they cannot be read."""
+        """Return the state after all stored events. Raises `ValueError` if the events lead to other
+        commands than when they were stored, and `OSError` if they cannot be read."""
         state = self._read() or self._began
         last_s, behind = state.last_s, self.store.entries(self._number)
         for number, entry in enumerate(behind, start=self._number + 1):
@@ -75,13 +72,13 @@ class Past:
         return state
 
     def write(self, entries: Sequence[StoredEvent], position: Position, state: Replayed) -> None:
-        """Store events, and the position of the last letter up to which all were dealt with.
-        `state`: the one after these events. Raises `OSError`."""
+        """Store new events, with the position of the last letter (message) that needs no more work.
+        `state`: the state after these events. Raises `OSError`."""
         self.store.write(entries, position)
         self._keep(state)
 
     def _keep(self, state: Replayed) -> None:
-        """Take a snapshot of the state, if `EVERY` events were stored since the last one."""
+        """Save a snapshot of the state if `EVERY` events have come since the last one."""
         number = self.store.num_events
         if number - self._number < EVERY:
             return
@@ -115,8 +112,7 @@ class Past:
 
 
 def _digest_of_code() -> bytes:
-    """Return a digest of all code on which the state after an event, and its stored form,
-    depend."""
+    """Return a digest of all code on which the state and its stored form depend."""
     found = hashlib.sha256(sys.version.encode())
     rooms = (Path(ids.__file__).parent, Path(core.__file__).parent)
     decides = [path for room in rooms for path in sorted(room.rglob("*.py"))]

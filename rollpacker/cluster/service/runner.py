@@ -11,15 +11,15 @@ from rollpacker.cluster.decide.nodes import Node
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOrder:
-    """An order to start a job."""
+    """What a runner needs to know to start a job."""
 
     job: str
     incarnation: int
-    """Number of the start among the job's starts. With the job's name it names this start."""
+    """Number of this start of the job, from 1."""
     command: Sequence[str]
     """The command line, such as `rollpacker train my_run.yaml --resume`."""
     environ: Mapping[str, str]
-    """Variables of the environment besides the host's own, with the address of the job's seat."""
+    """Variables to add to the host's environment; one of them has the address of the job's seat."""
     folder: str
     """Path of the working directory in which the job runs."""
     rollout_nodes: Sequence[Node]
@@ -27,7 +27,7 @@ class JobOrder:
 
 
 class NoHost(OSError):
-    """Raised if a node has no host at present, so that no job can be started there."""
+    """Raised if no host stands for a node at present, so that no job can be started there."""
 
     def __init__(self, node: Node, message: str) -> None:
         super().__init__(message)
@@ -35,15 +35,15 @@ class NoHost(OSError):
 
 
 class Runner(Protocol):
-    """Starts and ends jobs, known by name and number of the start (incarnation), also those of an
-    earlier service. Calls may be repeated. They raise `OSError` if hosts do not answer."""
+    """Starts and ends jobs, each known by its name and the number of its start (incarnation), also
+    if an earlier service started it. Calls may be repeated; `OSError`: a host does not answer."""
 
     def start(self, order: JobOrder) -> None:
         """Start the job, unless this start was made before. Raises `NoHost` without a host."""
         ...
 
     def has_host(self, node: Node) -> bool:
-        """Whether the node has a host at present."""
+        """Whether a host stands for this node at present."""
         ...
 
     def stop(self, job: str, incarnation: int) -> None:
@@ -51,18 +51,17 @@ class Runner(Protocol):
         ...
 
     def kill(self, job: str, incarnation: int) -> None:
-        """Kill all processes of the job, on all hosts. They are gone when this returns."""
+        """Kill all processes of this start of the job, on all hosts, until they are gone."""
         ...
 
     def ended(self, job: str, incarnation: int) -> int | None:
-        """Return the exit code of the job's start; None while it runs, -1 if it is unknown."""
+        """Return the exit code of this start of the job; None while it runs, -1 if unknown."""
         ...
 
     def last_lines(self, job: str) -> str:
-        """Return the end of what the job has printed. Empty if that cannot be read now."""
+        """Return the end of what the job has printed. Empty if it cannot be read now."""
         ...
 
     def want(self, num_nodes: Mapping[str, int]) -> None:
-        """Report how many nodes of each pool are needed, to whatever can rent nodes or give them
-        back."""
+        """Tell whatever can rent nodes (an autoscaler) how many nodes of each pool are needed."""
         ...

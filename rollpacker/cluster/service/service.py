@@ -1,14 +1,13 @@
 """The cluster's service: turns messages (letters) of jobs and people into events, has the core
 (`decide/`) decide on them, and carries out its commands.
 
-    letters, ends of processes, leases -> events -> cluster/decide/cluster.py -> commands
-                                            |                             |
-                                          Store, first                  letters, Runner
+Letters, ends of processes, and jobs' silence become events. The core (`decide/cluster.py`) answers
+each with commands. Events are stored first; then letters are sent, and jobs started.
 
 The service may die at any moment. A new one replays the events and has the same state; the runner
 knows which processes run; letters wait; grants stay valid. The only decision made here is when a
-job is lost: its processes are gone, or it was silent for longer than its lease, and then its
-processes are killed before the core is told. So no two jobs are ever on one device.
+job is lost: its processes are gone, or it was silent for too long, and then its processes are
+killed before the core is told. So no two jobs are ever on one device.
 """
 
 from __future__ import annotations
@@ -39,20 +38,20 @@ from rollpacker.core.ids import PoolName
 
 FORGET_S = 1.0
 ANSWER_S = 86_400.0
-"""Seconds after its last answer for which a questioner's box is kept."""
+"""Seconds for which the mailbox keeps a command's box after the last answer to that command."""
 
 
 class Forgetting:
-    """Removes from the mailbox, now and then, letters that were dealt with and boxes that are not
-    read any more: those of ended jobs, and of commands that this service has answered."""
+    """Removes letters that need no more work from the mailbox, and boxes that nobody reads any
+    more: those of ended jobs, and of commands that were answered."""
 
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
         self._forgot_s = -math.inf
         self._answered_s: dict[str, float] = {}
-        """Time in seconds when each command's box had its last answer."""
+        """For each command's box, the time in seconds of the last answer to it."""
         self._emptied: set[str] = set()
-        """Boxes of ended jobs that were emptied."""
+        """Names of the ended jobs whose boxes were emptied."""
 
     def answered(self, box: str) -> None:
         self._answered_s[box] = time.monotonic()
@@ -61,8 +60,8 @@ class Forgetting:
         return time.monotonic() - self._forgot_s > FORGET_S
 
     def forget(self, upto: int, ended: Iterable[str]) -> None:
-        """Drop the service's letters up to this number, and the boxes that are not read any more.
-        `ended`: names of jobs without any process left. Raises `OSError`."""
+        """Remove the letters to the service up to number `upto`, and boxes that nobody reads any
+        more. `ended`: names of the jobs that have no processes left. Raises `OSError`."""
         now_s = time.monotonic()
         self._mailbox.forget(SERVICE, upto)
         names = set(ended)
@@ -79,17 +78,17 @@ class Forgetting:
 LOOK_S = 0.1
 """Seconds between two checks whether processes have ended."""
 AWAY_S = LEASE_S / 2
-"""Seconds without a check after which silence is excused: the service was stopped, or the mailbox
-could not be written, perhaps by the jobs neither."""
+"""Seconds between two checks above which jobs' silence is excused: the service was stopped, or
+nobody could write to the mailbox."""
 HOPELESS = (2, 3)
-"""Exit codes of `train` that a restart would bring again: 2 for bad input, 3 for NaN."""
+"""Exit codes of `rollpacker train` after which a restart is no use: 2 for bad input, 3 for NaN."""
 BUSY = 75
-"""Exit code of `train` (EX_TEMPFAIL) while another run is at work in its folder."""
+"""Exit code of `rollpacker train` while another process works in the run's folder."""
 Facts = Mapping[str, Any]
 
 
 class Service:
-    """The cluster's service. The caller makes sure that a folder has only one at a time."""
+    """Runs a cluster's jobs. The caller makes sure that a folder has only one service at a time."""
 
     def __init__(
         self,
@@ -105,7 +104,7 @@ class Service:
         line for the person who runs the service.
 
         Raises `ValueError` if the folder is on a network file system, or was written by another
-        version or for other pools, and `OSError`."""
+        version or for other pools, and `OSError` if a file or the mailbox cannot be used."""
         self._name = name
         self._mailbox = mailbox
         self._forgetting = Forgetting(mailbox)
@@ -120,8 +119,8 @@ class Service:
         self._looked_s = time.monotonic()
         self._cluster, self._book, last_s = self._past.replay()
         self._zero_s = max(last_s, time.time() - self._began_s) - time.monotonic()
-        """Added to the monotonic clock it gives seconds since the folder began. The wall clock is
-        read only once, since it may be set later."""
+        """Seconds to add to the monotonic clock for the seconds since the folder was first used.
+        The wall clock is read only once, since it may be set later."""
         self._alive = Alive(self._book, runner)
         self._say_again()  # grants stand, and every job has a whole lease to be heard in
         self._want()
@@ -130,12 +129,12 @@ class Service:
         self._past.store.close()
 
     def run(self, is_over: Callable[[], bool]) -> None:
-        """Serve until `is_over`, which is called every `LOOK_S` seconds, returns true."""
+        """Serve until `is_over` returns true. It is called every `LOOK_S` seconds."""
         while not is_over():
             self.step(LOOK_S)
 
     def step(self, within_s: float) -> None:
-        """Deal with letters, for which this waits so many seconds, and with ended processes."""
+        """Deal with letters, awaited for `within_s` seconds at most, and with ended processes."""
         for work in (partial(self._receive, within_s), self._look, self._send):
             try:
                 work()
@@ -144,7 +143,7 @@ class Service:
                 time.sleep(within_s)
 
     def _say_again(self) -> None:
-        """Post all grants and stops once more, in case that a letter was lost."""
+        """Post all grants and requests to stop once more, in case that such a letter was lost."""
         for record in self._book.placed():
             if record.turn.token:
                 self._post_grant(record)
@@ -157,12 +156,12 @@ class Service:
 
     @property
     def _now_s(self) -> float:
-        """Seconds since the folder began, which changes of the host's wall clock do not affect."""
+        """Seconds since the cluster's folder was first used, independent of the wall clock."""
         return self._zero_s + time.monotonic()
 
     def _happen(self, event: Event, facts: Facts | None = None) -> None:
-        """Have the core decide on an event; the event and its commands are kept until `_flush`.
-        Raises `ValueError`, without a change, if the core refuses."""
+        """Have the cluster decide on an event. The event and the commands wait for `_flush`. Raises
+        `ValueError`, and changes nothing, if the event is impossible."""
         commands = self._cluster.handle(event)
         facts = facts or {}
         self._written.append(entry_of(event, facts, commands))
@@ -181,13 +180,13 @@ class Service:
             self._tell(text)
 
     def _say(self, text: str) -> None:
-        """Note a line that is no event, and report it, unless it is among the last few notes."""
+        """Note and report a line that is no event, unless the last few notes have it already."""
         if not self._book.has_told(text):
             self._book.note(self._now_s, text)
             self._tell(text)
 
     def _flush(self) -> None:
-        """Write the new events, then carry out their commands."""
+        """Store the new events, then carry out the commands that came of them."""
         changes_nodes = bool(self._written and self._book.hostless)
         if self._written:
             state = Replayed(self._cluster, self._book, self._now_s)
@@ -200,8 +199,8 @@ class Service:
             self._want()
 
     def _dealt_with(self) -> Position:
-        """Return the position of the last letter that was dealt with. A question counts once it is
-        answered: until then a new service reads that letter, and all after it, again."""
+        """Return the position of the last letter that needs no more work. A question needs work
+        until it is answered: a new service would read that letter, and all after it, again."""
         if not self._answers:
             return self._position
         return Position(self._position.epoch, self._answers[0][0].number - 1)
@@ -209,7 +208,8 @@ class Service:
     # -- letters -----------------------------------------------------------------------
 
     def _receive(self, within_s: float) -> None:
-        """Read letters and take each in. Raises `OSError` if the mailbox cannot be read."""
+        """Read the letters (messages) that have come, and act on each. Raises `OSError` if the
+        mailbox is out of reach."""
         epoch = self._mailbox.epoch
         if epoch != self._position.epoch:
             self._position = Position(epoch, 0)
@@ -229,8 +229,8 @@ class Service:
                 raise
 
     def _give_up(self, letter: Letter, error: Exception) -> None:
-        """Give up a letter after an error in this code. The core may be left half changed, so this
-        service ends. The next one begins from the stored events and skips this letter."""
+        """Leave a letter out after a bug in the service. Its state may be half changed, so it ends.
+        The next service begins from the stored events and skips this letter."""
         why = f"{letter.kind} of {letter.sender} is left out: an error of the service's, {error!r}"
         self._say(f"{why}. It ends; serve again, and please report it")
         self._past.store.leave_out(self._position)
@@ -241,7 +241,8 @@ class Service:
             self._mailbox.post(letter.sender, SERVICE, f"re {letter.key}", "refused", told)
 
     def _send(self) -> None:
-        """Write events, carry out commands, answer. Raises `OSError`: the next call goes on."""
+        """Store the new events, carry out their commands, start the jobs that are due, and answer
+        commands' questions. After an `OSError` the next call goes on from there."""
         self._flush()
         self._start_due()
         while self._answers:
@@ -263,7 +264,7 @@ class Service:
             self._forgetting.forget(self._position.number, ended - left)
 
     def _take(self, letter: Letter) -> Callable[[], Facts] | None:
-        """Take in a letter. Returns the function that makes the answer, or None without one."""
+        """Act on a letter. Returns the function that makes the answer, or None if none is due."""
         facts = letter.facts
         match letter.kind:
             case "submit":
@@ -293,7 +294,7 @@ class Service:
         return None
 
     def _asked(self, record: JobRecord, facts: Facts) -> None:
-        """Take in a job's ask for a pool, which counts once. Its earlier asks are over then."""
+        """Act on a job's request for a pool, once. The job's earlier requests are over by it."""
         number = facts["ask"]
         if facts["pool"] not in get_args(PoolName):
             raise ValueError(f"there is no pool {facts['pool']!r}")
@@ -303,7 +304,8 @@ class Service:
             self._happen(event, {"ask": number, "purpose": facts["purpose"]})
 
     def _left(self, record: JobRecord, upto: int) -> None:
-        """Take in that the job's asks up to this number are over."""
+        """Act on a job's notice that its requests up to number `upto` are over: it gives the pool
+        back, or waits for it no more."""
         turn, name = record.turn, record.job.name
         if turn.phase is None or turn.ask > upto:
             return
@@ -357,7 +359,7 @@ class Service:
         return status.of_job(self._book.records[name])
 
     def grow(self, num_nodes: Mapping[str, int]) -> None:
-        """Enlarge pools to these numbers of nodes, by name. Raises `ValueError` for fewer nodes."""
+        """Enlarge pools to these numbers of nodes, by pool. Raises `ValueError` for fewer nodes."""
         for pool in self._cluster.pools:
             if num_nodes[pool.name] != pool.nodes:
                 self._happen(events.Grown(self._now_s, pool.name, num_nodes[pool.name]))
@@ -377,7 +379,8 @@ class Service:
                 self._leave(command.job, command.reason)
 
     def _leave(self, name: str, reason: str) -> None:
-        """Post a stop to the job's starts that have to end: earlier ones, or a cancelled one."""
+        """Ask the job's starts that have to end to stop: all earlier ones, and also the last one if
+        the job was cancelled or has no nodes."""
         record = self._book.records[name]
         for incarnation in self._alive.of(name):
             if incarnation < record.incarnation or not record.is_placed or record.is_cancelled:
@@ -399,7 +402,8 @@ class Service:
     # -- processes ---------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Check which starts have ended or are silent. Letters of theirs are read before."""
+        """Find out which jobs have ended, are silent or stay away, and act on that. Letters that
+        they sent before are read first."""
         away_s = time.monotonic() - self._looked_s
         if away_s < LOOK_S:
             return
@@ -459,7 +463,7 @@ class Service:
         self._happen(events.Ended(self._now_s, record.job.name), facts)
 
     def _start_due(self) -> None:
-        """Start the jobs whose nodes are free of other jobs' earlier starts."""
+        """Start the jobs on whose nodes no earlier start of any job is left."""
         failed = set[Node]()
         for record in list(self._alive.due(self._now_s)):
             name, incarnation = record.job.name, record.incarnation

@@ -1,5 +1,5 @@
-"""Knows which starts of jobs are alive, from the runner and from letters. None of that is kept on
-disk."""
+"""Knows which starts of jobs (runs of their processes) are alive, from the runner and from letters.
+None of that is kept on disk."""
 
 from __future__ import annotations
 
@@ -14,38 +14,34 @@ from rollpacker.cluster.service.book import Book, JobRecord, node_name
 from rollpacker.cluster.service.runner import Runner
 
 HOSTLESS_S = 300.0
-"""Seconds for which jobs wait for a node's host, which may be starting, before they are given other
-nodes."""
+"""Seconds for which jobs wait for a host to stand for their node, before they get other nodes."""
 _LOOK_S = 1.0
-"""Seconds between two checks whether nodes have a host again."""
+"""Seconds between two checks whether drained nodes have a host again."""
 SILENT_S = 60.0
-"""Seconds for which a job that holds nothing may be silent until it counts as lost."""
+"""Seconds without a letter after which a job that holds no pool counts as lost."""
 PRESS_S = 30.0
-"""Seconds after which a start that is to end and has not is sent a signal to stop."""
+"""Seconds after which processes that were asked to end, and have not, get a signal to stop."""
 KILL_S = 300.0
-"""Seconds, besides the longest iteration of the job's profile, after which a start that is to end
-is killed: it may still be in an iteration, or save it."""
+"""Seconds, besides the job's longest iteration, after which processes that have to end are killed:
+they may still be in an iteration or save it."""
 
 Start = tuple[str, int]
 """Name of a job, and the number (incarnation) of its start."""
 
 
 class Hostless:
-    """Nodes without a host, so that jobs cannot be started there.
-
-    a start fails for it -> ... -> HOSTLESS_S later the node is drained: its jobs go elsewhere, or
-    wait -> it has a host again -> it is restored
-    """
+    """Nodes without a host, so that jobs cannot be started there. After `HOSTLESS_S` such a node is
+    drained: its jobs go elsewhere, or wait. Once the node has a host, it is restored."""
 
     def __init__(self) -> None:
         self._since_s: dict[Node, float] = {}
         self._failed = set[Node]()
-        """Nodes that had no host at the last attempt to start a job."""
+        """Nodes without a host when jobs were last to be started on them."""
 
     def tried(self, failed: Iterable[Node], unknown: Collection[Node]) -> None:
-        """Take in an attempt to start all jobs that are due: the nodes `failed` had no host.
-        `unknown`: all nodes on which a job has still to be started, of which those not in `failed`
-        keep what was known before."""
+        """Record an attempt to start all jobs that are due. `failed`: nodes that had no host.
+        `unknown`: nodes of all jobs still to be started; of other nodes it is forgotten that they
+        had no host."""
         now_s = time.monotonic()
         before = self._since_s
         self._since_s = {node: before[node] for node in before if node in unknown}
@@ -54,20 +50,20 @@ class Hostless:
 
     @property
     def nodes(self) -> Collection[Node]:
-        """Nodes on which a job is to be started and cannot be."""
+        """Nodes on which jobs have to be started but cannot, for want of a host."""
         return self._since_s.keys()
 
     def overdue(self) -> list[Node]:
-        """Return the nodes that were without a host for more than `HOSTLESS_S`."""
+        """Return the nodes that have been without a host for more than `HOSTLESS_S` seconds."""
         now_s = time.monotonic()
         return [node for node in self._failed if now_s - self._since_s[node] > HOSTLESS_S]
 
 
 class Alive:
-    """The starts of jobs (runs of their processes) that are not known to be gone."""
+    """The starts of jobs (runs of their processes) that may still have processes."""
 
     def __init__(self, book: Book, runner: Runner) -> None:
-        """`book`: the records of jobs. The runner is asked here about each of their starts."""
+        """`book`: the records of all jobs. The runner is asked about each of their starts."""
         self._book = book
         self._runner = runner
         self.hostless = Hostless()
@@ -75,13 +71,13 @@ class Alive:
         """Time in seconds of the last check whether nodes have a host again."""
         self.incarnations: set[Start] = set()
         self.ever_heard: set[str] = set()
-        """Names of jobs whose present start has sent a letter."""
+        """Names of the jobs whose present processes have sent a letter."""
         self._heard_s: dict[str, float] = {}
         self._leaves_since_s: dict[Start, float] = {}
         self._pressed: set[Start] = set()
         self._attempted: set[Start] = set()
         self._in_vain_s = 0.0
-        """Seconds spent on failed calls of the runner since the last `excuse`."""
+        """Seconds spent on calls of the runner that failed, since the last call of `excuse`."""
         now_s = time.monotonic()
         for name, record in book.records.items():
             for incarnation in range(1, record.incarnation + 1):
@@ -103,27 +99,27 @@ class Alive:
         self._is_new(name)
 
     def attempted(self, name: str, incarnation: int) -> None:
-        """Record a start of which it is unknown whether the runner made it. It is tried again, and
-        the first try may still take effect."""
+        """Record a start of a job that may have failed. It is made again, and the first try may
+        still take effect."""
         if (name, incarnation) not in self.incarnations:
             self._is_new(name)
         self.incarnations.add((name, incarnation))
         self._attempted.add((name, incarnation))
 
     def _is_new(self, name: str) -> None:
-        """Forget when the job's earlier start was heard, which does not count for a new one."""
+        """Forget when the job was last heard: it was an earlier start, and a new one has begun."""
         self.ever_heard.discard(name)
         self._heard_s.pop(name, None)
 
     def heard(self, name: str) -> None:
-        """Record that the job's present start has sent a letter now."""
+        """Record that a letter of the job's present start has come now."""
         self.ever_heard.add(name)
         self._heard_s[name] = time.monotonic()
 
     def excuse(self, away_s: float, longest_s: float) -> None:
-        """Do not count `away_s` as silence of any job, if it is longer than `longest_s`: the
-        service was stopped, or the mailbox could not be written, perhaps by the jobs neither. Time
-        in failed calls of the runner is no excuse: letters arrived meanwhile."""
+        """Do not count `away_s` seconds as silence of jobs, if they are more than `longest_s`: the
+        service was stopped, or nobody could write to the mailbox. Time in failed calls of the
+        runner is no excuse: letters arrived meanwhile."""
         seconds, self._in_vain_s = away_s - self._in_vain_s, 0.0
         if seconds <= longest_s:
             return
@@ -132,7 +128,7 @@ class Alive:
             self._heard_s[name] = min(self._heard_s[name] + seconds, now_s)
 
     def forget(self, name: str, incarnation: int) -> None:
-        """Forget a start that is gone."""
+        """Forget a start of a job whose processes are gone."""
         start = (name, incarnation)
         self.incarnations.discard(start)
         self._leaves_since_s.pop(start, None)
@@ -140,12 +136,12 @@ class Alive:
         self._attempted.discard(start)
 
     def is_present(self, start: Start) -> bool:
-        """Whether this is the job's present start, and the job has nodes."""
+        """Whether this is the last start of a job that has nodes."""
         record = self._book.records[start[0]]
         return record.is_placed and record.incarnation == start[1]
 
     def leaving(self) -> list[Start]:
-        """Return the starts that have to end, because their jobs have other nodes, or none."""
+        """Return the starts whose processes have to end: their jobs have other nodes, or none."""
         return [one for one in sorted(self.incarnations) if not self.is_present(one)]
 
     def nodes_of_leaving(self) -> set[Node]:
@@ -162,18 +158,16 @@ class Alive:
             raise
 
     def _ended(self, start: Start) -> int | None:
-        """Return the start's exit code, or None while it runs. Raises `OSError`."""
         with self._trying():
             return self._runner.ended(*start)
 
     def _kill(self, start: Start) -> None:
-        """Kill the start's processes. Raises `OSError` if some may be left."""
         with self._trying():
             self._runner.kill(*start)
 
     def gone(self) -> list[tuple[str, int, int]]:
-        """Return the starts that are gone, with their exit codes. Starts whose state is unknown now
-        are left out."""
+        """Return the starts whose processes are gone: job, incarnation (number of the start) and
+        exit code. Starts of unknown state are left out."""
         found = []
         for start in sorted(self.incarnations):
             with contextlib.suppress(OSError):
@@ -191,7 +185,7 @@ class Alive:
         return self.is_present(start) and not self._book.records[start[0]].is_cancelled
 
     def silent(self) -> list[tuple[str, str]]:
-        """Return the jobs that have not been heard for too long, with the reason in words."""
+        """Return the jobs that were silent for too long, each with words on for how long."""
         now_s, found = time.monotonic(), []
         for record in self._book.placed():
             name = record.job.name
@@ -206,7 +200,7 @@ class Alive:
         return found
 
     def kill(self, start: Start, tell: Callable[[str], None]) -> bool:
-        """Kill the start's processes. Returns whether all are gone; if not, `tell` gets why."""
+        """Kill all processes of a job's start. Returns whether none is left; `tell` gets errors."""
         try:
             self._kill(start)
         except OSError as error:
@@ -215,7 +209,8 @@ class Alive:
         return True
 
     def press(self) -> None:
-        """Have starts stop that are to end and have not, and later kill them. Raises `OSError`."""
+        """Send a stop signal to processes that have not ended although asked to, and kill them if
+        that does not help for long. Raises `OSError`."""
         now_s = time.monotonic()
         for start in self.leaving():
             since_s = self._leaves_since_s.setdefault(start, now_s)
@@ -227,8 +222,8 @@ class Alive:
                 self._runner.stop(*start)
 
     def due(self, now_s: float) -> Iterator[JobRecord]:
-        """Yield the jobs to start now: nothing of their earlier starts is left, no start that has
-        to end is on their nodes, and their pause after a loss is over."""
+        """Yield the jobs to start now: their own earlier processes are gone, no processes that have
+        to end are on their nodes, and their pause after a loss is over."""
         crowded = self.nodes_of_leaving()
         for record in self._book.placed():
             name, incarnation = record.job.name, record.incarnation
@@ -240,8 +235,7 @@ class Alive:
                 yield record
 
     def not_started(self) -> set[Node]:
-        """Return the nodes of jobs that have still to be started, or whose start may have
-        failed."""
+        """Return the nodes of all jobs that are not started yet, or whose start may have failed."""
         return {
             node
             for record in self._book.placed()
@@ -250,7 +244,7 @@ class Alive:
         }
 
     def in_the_way(self, record: JobRecord) -> str:
-        """Return what a job that has nodes waits for before its start. Empty if nothing."""
+        """Return in words what must end before a job with nodes can start. Empty if nothing."""
         name = record.job.name
         if self.is_started(record):
             return ""
@@ -263,7 +257,7 @@ class Alive:
         return ""
 
     def with_host_again(self, nodes: Collection[Node]) -> list[Node]:
-        """Return those of the nodes that have a host again, as far as that can be checked now."""
+        """Return those of these nodes that have a host again; none if it is too early to check."""
         if not nodes or time.monotonic() - self._looked_s < _LOOK_S:
             return []
         self._looked_s = time.monotonic()

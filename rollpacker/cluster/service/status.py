@@ -12,12 +12,12 @@ from rollpacker.cluster.service.starts_alive import Alive
 
 NUM_NOTES = 50
 LONG_HELD = 10.0
-"""Factor: `why` mentions a pool held for so many times the longest phase of the profile."""
+"""Factor: the status says so if a job holds a pool for this many times its longest phase."""
 NO_COMMIT = "no commit was said: a program calls rollpacker.cluster.committed(step) after each"
 
 
 class Status:
-    """The cluster as it is now. Times are seconds from then until now."""
+    """The state of a cluster for people. Times are given as seconds until now."""
 
     def __init__(self, cluster: Cluster, book: Book, alive: Alive, now_s: float) -> None:
         self._cluster = cluster
@@ -26,8 +26,8 @@ class Status:
         self._now_s = now_s
 
     def whole(self, name: str, began_s: float) -> dict[str, Any]:
-        """Return the status of the whole cluster, which has this name. Times of notes are seconds
-        since 1970."""
+        """Return the status of the whole cluster as values by name. `name`: name of the cluster.
+        `began_s`: Unix time from which events' times are counted."""
         cluster, book = self._cluster, self._book
         used = {node for record in book.placed() for node in record.nodes(record.incarnation)}
         return {
@@ -77,7 +77,7 @@ class Status:
         }
 
     def _why(self, record: JobRecord) -> str:
-        """Return in words why the job is in its state. Empty if nothing is to be explained."""
+        """Return in words why a job is in its state. Empty if that needs no explanation."""
         turn, name = record.turn, record.job.name
         if record.outcome == "done" and record.steps == record.job.steps_before:
             return NO_COMMIT
@@ -123,7 +123,7 @@ def _state(record: JobRecord) -> str:
 
 
 def _slowdown(record: JobRecord, now_s: float) -> float | None:
-    """Return elapsed time over elapsed time without waits. None if all of it was waiting."""
+    """Return a job's elapsed time over that without waits. None if all of it was waiting."""
     now_s = record.ended_s or now_s
     waited_s = record.waited_s
     turn = record.turn

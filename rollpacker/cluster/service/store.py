@@ -23,10 +23,10 @@ from rollpacker.cluster.seats.mail_file import check_local
 from rollpacker.codec import from_plain, to_plain
 
 FORMAT = 3
-"""Number of the file's format. Files with a lower number can be read, and get this one."""
+"""Number of the format of the file of events. Older files can be read, and get this number."""
 _OF_PEOPLE = ("Submitted", "Cancelled", "Drained", "Restored", "Grown")
-"""Kinds of events that are flushed to disk before their questioner is answered. A crash of the host
-may lose the last events of other kinds, with all processes that they are about."""
+"""Kinds of events that are flushed to disk before a command is answered. A crash of the host may
+lose the last events of other kinds, with all processes that they are about."""
 _TABLES = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS events (
@@ -40,26 +40,27 @@ _EVENTS: dict[str, type[Any]] = {one.__name__: one for one in get_args(events.Ev
 
 class StoredEvent(msgspec.Struct, frozen=True):
     event: dict[str, Any]
-    """The event with its kind and its further facts, as JSON values."""
+    """The event as JSON values: its kind, its fields and further facts."""
     checksum: int
-    """Checksum of the commands that the event led to."""
+    """Checksum of the commands that the event led to when it was stored."""
 
 
 class Position(msgspec.Struct, frozen=True):
-    """Place of a letter in the mailbox: the epoch of the mailbox, and the letter's number."""
+    """Place of a letter in the mailbox: the name of the mailbox's life, and the letter's number."""
 
     epoch: str
     number: int
 
 
 def entry_of(event: events.Event, facts: Mapping[str, Any], commands: object) -> StoredEvent:
-    """Return the event as it is stored. `facts`: values that decisions do not need."""
+    """Return the event in the form in which it is stored. `facts`: further values to store with it.
+    `commands`: commands that it led to, for the checksum."""
     plain = {"kind": type(event).__name__, "event": to_plain(event), "facts": dict(facts)}
     return StoredEvent(plain, checksum(commands))
 
 
 def happened(entry: StoredEvent) -> tuple[events.Event, Mapping[str, Any]]:
-    """Return the event and its further facts from the stored form."""
+    """Return the event, and the further facts, that this entry stores."""
     plain = entry.event
     event: events.Event = from_plain(_EVENTS[plain["kind"]], plain["event"])
     return event, plain["facts"]
@@ -92,24 +93,24 @@ class Store:
             with self._errors():
                 self._base.execute("UPDATE facts SET value = ? WHERE name = 'format'", (FORMAT,))
         self.id = self._fact("id", uuid.uuid4().hex)
-        """Random name of the cluster, made once with the file."""
+        """Random name of this cluster, made once, with the file."""
         known = json.loads(self._fact("left_out", "[]"))
         self.left_out = {Position(*one) for one in known}
-        """Letters that must be skipped, because taking them in failed."""
+        """Letters that a service must skip, because acting on them failed by a bug."""
 
     @property
     def position(self) -> Position:
         return Position(self._fact("epoch", ""), int(self._fact("position", "0")))
 
     def leave_out(self, letter: Position) -> None:
-        """Have this letter skipped by all services from now on."""
+        """Have all later services skip this letter."""
         self.left_out.add(letter)
         told = json.dumps([[one.epoch, one.number] for one in self.left_out])
         with self._errors():
             self._base.execute("INSERT OR REPLACE INTO facts VALUES ('left_out', ?)", (told,))
 
     def began_s(self, now_s: float) -> float:
-        """Return the Unix time when the file was made, from which events' times are counted."""
+        """Return the Unix time from which events' times are counted: `now_s` if the file is new."""
         return float(self._fact("began_s", repr(now_s)))
 
     @property
@@ -119,21 +120,21 @@ class Store:
         return number or 0
 
     def written(self, number: int) -> tuple[str, int] | None:
-        """Return the stored event of this number as JSON, with its checksum, or None."""
+        """Return the stored event of this number as JSON, and its checksum; None without one."""
         query = "SELECT event, commands FROM events WHERE number = ?"
         with self._errors():
             found: tuple[str, int] | None = self._base.execute(query, (number,)).fetchone()
         return found
 
     def entries(self, after: int = 0) -> Iterator[StoredEvent]:
-        """Iterate over the events with numbers higher than `after`. The first number is 1."""
+        """Iterate over the stored events with numbers above `after`, from 1 up."""
         query = "SELECT event, commands FROM events WHERE number > ? ORDER BY number"
         with self._errors():
             for event, commands in self._base.execute(query, (after,)):
                 yield StoredEvent(json.loads(event), commands)
 
     def write(self, entries: Sequence[StoredEvent], position: Position) -> None:
-        """Write the events and the position of the last letter dealt with, all or nothing."""
+        """Store the events, and the position of the last letter dealt with, all or nothing."""
         rows = [(json.dumps(one.event), one.checksum) for one in entries]
         facts = [("epoch", position.epoch), ("position", str(position.number))]
         is_asked_for = any(one.event["kind"] in _OF_PEOPLE for one in entries)
@@ -153,7 +154,7 @@ class Store:
         self._base.close()
 
     def _fact(self, name: str, default: str) -> str:
-        """Return the stored fact of this name; if there is none, store and return the default."""
+        """Return the stored value of this name; without one, store `default` and return it."""
         with self._errors():
             self._base.execute("INSERT OR IGNORE INTO facts VALUES (?, ?)", (name, default))
             (value,) = self._base.execute(

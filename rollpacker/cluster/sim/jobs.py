@@ -25,12 +25,11 @@ MODELS: Mapping[str, Mapping[str, float]] = _TABLES["models"]
 SIZES: Mapping[str, str] = _TABLES["sizes"]
 GIB_PER_GB = 1e9 / 2**30
 LIFE_SIGMA = 1.2
-"""Standard deviation of the logarithm of a job's life, before lives are cut off at the longest."""
+"""Standard deviation of the logarithm of jobs' lives, before the longest are cut off."""
 LONGEST_OVER_MEAN = 142.9 / 14.4
-"""Longest life of a job, as a multiple of the mean life: the published trace has 142.9 and 14.4
-hours."""
+"""Longest life of a job over the mean life. The published trace has 142.9 and 14.4 hours."""
 NUM_QUANTILES = 20
-"""Number of equally likely iterations that the distribution of a drawn job has."""
+"""Number of different lengths, all equally likely, that a drawn job's iterations have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +41,8 @@ class Arrival:
 
 
 def arrivals(spec: ClusterSpec) -> list[Arrival]:
-    """Return the jobs of a simulation in the order in which they come. Raises `ValueError` for a
-    trace with impossible jobs."""
+    """Return the jobs of a simulation in the order in which they come. Raises `ValueError` if a job
+    in the trace is impossible."""
     if spec.jobs.trace is not None:
         found = read_trace(Path(spec.jobs.trace), spec.pools)
     else:
@@ -55,8 +54,8 @@ def arrivals(spec: ClusterSpec) -> list[Arrival]:
 
 
 def drawn(spec: JobsSpec, seed: int) -> list[Arrival]:
-    """Draw jobs, the same for the same seed. SLO, profile and life of the n-th job do not depend on
-    each other's settings, so that simulations with another SLO have the same jobs otherwise."""
+    """Draw the jobs of a simulation; the same seed gives the same jobs. SLO, profile and life of a
+    job are drawn independently: with other SLOs the jobs are otherwise the same."""
     moments = random.Random(f"arrivals/{seed}")
     times = sorted(moments.uniform(0, spec.hours * 3600) for _ in range(spec.count))
     lives = [
@@ -70,7 +69,7 @@ def drawn(spec: JobsSpec, seed: int) -> list[Arrival]:
 
 
 def _scaled(lives: Sequence[float], mean: float) -> list[float]:
-    """Scale lives to this mean, with none longer than `LONGEST_OVER_MEAN` times the mean."""
+    """Scale jobs' lives to this mean, with none longer than `LONGEST_OVER_MEAN` times it."""
     longest, factor = mean * LONGEST_OVER_MEAN, 1.0
     for _ in range(60):
         cut = [min(life * factor, longest) for life in lives]
@@ -106,7 +105,8 @@ def _job(spec: JobsSpec, name: str, rng: random.Random, life_h: float) -> Cluste
 
 
 def iteration_factors(variation: float) -> list[float]:
-    """Return equally likely factors of an iteration's length, log-normal, with mean 1."""
+    """Return equally likely factors for the length of iterations: log-normal, with mean 1.
+    `variation`: their standard deviation."""
     if variation == 0:
         return [1.0]
     sigma = math.sqrt(log1p(variation * variation))
@@ -116,7 +116,7 @@ def iteration_factors(variation: float) -> list[float]:
 
 
 def model_needs(model: str) -> dict[str, float]:
-    """Return memory, switches and starts for a model of the table, as fields of `ClusterJob`."""
+    """Return memory and seconds of switches and starts of a known model: fields of `ClusterJob`."""
     one = MODELS[model]
     return {
         "rollout_memory_gib": one["rollout_gb"] * GIB_PER_GB,
@@ -141,7 +141,8 @@ _COUNTS = ("steps", "priority", "rollout_devices", "train_devices")
 
 
 def read_trace(path: Path, pools: Sequence[PoolSpec] = ()) -> list[Arrival]:
-    """Return the jobs of a JSONL file, for these pools. Raises `ValueError` that names the line."""
+    """Return the jobs of a JSONL file. `pools`: pools that they may run on. Raises `ValueError`,
+    which names the line."""
     try:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -176,7 +177,7 @@ def read_trace(path: Path, pools: Sequence[PoolSpec] = ()) -> list[Arrival]:
 
 
 class _Reader:
-    """Reads the lines of a trace. What several lines name is read, or simulated, once."""
+    """Reads jobs from a trace's lines. A run or scenario that several lines name is read once."""
 
     def __init__(self, pools: Sequence[PoolSpec]) -> None:
         self._pools = pools
@@ -204,7 +205,7 @@ class _Reader:
         return Arrival(at_h * 3600, ClusterJob(rounds=profile.rounds, **needs))
 
     def _profile(self, told: dict[str, Any]) -> Profile:
-        """Return the phases' times that the line gives, whose keys are removed from it."""
+        """Take the keys about the phases' times out of a trace's line, and return what they say."""
         named = [key for key in _ELSEWHERE if key in told]
         if not named:
             return Profile(_rounds(told), {}, None)
@@ -241,7 +242,7 @@ def _each_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check(key: str, value: Any) -> None:
-    """Raises `ValueError` if the value does not fit the key, which is not one of phases."""
+    """Raises `ValueError` if the value of a key of a trace's line has the wrong type."""
     if key in _TEXTS:
         if not isinstance(value, str):
             raise ValueError(f"{key} must be a text, not {json.dumps(value)}")
@@ -254,8 +255,7 @@ def _check(key: str, value: Any) -> None:
 
 
 def _steps(hours: Any, profile: Profile) -> int:
-    """Return the number of iterations. Raises `ValueError` if neither line nor profile gives
-    one."""
+    """Return a job's steps by its hours or its profile. Raises `ValueError` if neither says it."""
     if hours is not None:
         life_h = _number("hours", hours)
         if not life_h > 0:
@@ -276,8 +276,8 @@ def _number(key: str, value: Any) -> float:
 
 
 def _rounds(told: dict[str, Any]) -> tuple[RoundTimes, ...]:
-    """Return the kinds of round in `rounds`, or the single kind whose keys are in the line itself.
-    The keys are removed from the line."""
+    """Take a job's kinds of round out of a trace's line: the list `rounds`, or a single kind by the
+    keys of the line itself."""
     kinds = told.pop("rounds", None)
     single = {key: told.pop(key) for key in _ROUND & told.keys()}
     if kinds is None:

@@ -24,14 +24,14 @@ POLICIES: Mapping[str, str] = {
     "random": "any group with room, or a new one, all alike; SLOs are not looked at",
     "most_idle": "the group with the lowest load; a new one if all are saturated",
 }
-"""Policies by the name that `--compare` takes, each with an explanation."""
+"""Policies by the name that `--compare` takes, each with a line that explains it."""
 NO_TURNS = ("dedicated", "colocated")
-"""Policies under which no two jobs share nodes."""
+"""Names of the policies under which no two jobs share nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnGroups(Stays):
-    """Puts every job into a group of its own, on the cheapest nodes."""
+    """Gives every job a group of its own on the cheapest nodes: no two jobs share nodes."""
 
     tail_release: bool = False
 
@@ -41,7 +41,7 @@ class OwnGroups(Stays):
 
 @dataclass(slots=True)
 class AnyGroup(Stays):
-    """Puts a job into a random group with room or into a new one, all equally likely."""
+    """Puts a job at random into a group with room or into a new one, all equally likely."""
 
     rng: random.Random
     tail_release: bool = True
@@ -54,8 +54,8 @@ class AnyGroup(Stays):
 
 @dataclass(slots=True)
 class MostIdle(Stays):
-    """Packs a job into the group whose busiest resource has the least load for its cycle; puts it
-    into a new group if all are saturated."""
+    """Puts a job into the group (jobs that share nodes) with the least load of its busiest resource
+    over its longest iteration; into a new group if all groups are fully loaded."""
 
     tail_release: bool = True
 
@@ -88,8 +88,9 @@ def policy(name: str, spec: ClusterSpec) -> Policy:
 
 
 class AsPublished(Stays):
-    """Algorithm 1 of RollMux: the cheapest place per hour that keeps SLOs for the longest
-    iterations. Saturated groups are left alone, and none is made over-saturated (Fig. 6 there)."""
+    """Algorithm 1 of RollMux: the place that costs least per hour and keeps all SLOs even for the
+    longest iterations. Fully loaded groups take no job, and no group gets more work than it has
+    time for (Fig. 6 there)."""
 
     tail_release = True
 
@@ -121,9 +122,8 @@ class AsPublished(Stays):
 
 
 def may_share(layout: Layout, job: ClusterJob) -> bool:
-    """Return False if, in round robin, the longest iteration of one job would break the SLO of
-    another, as a quick check. It compares the profiles' seconds, up to the scale of the group's
-    pools."""
+    """Return whether the job may join the group: False if, in round robin, one job's longest
+    iteration would surely break the SLO (slowdown promised) of another. This is a quick check."""
     seconds = job.worst.rollout_s + job.worst.train_s
     limit = job.slo * seconds
     rollout, train = layout.rollout_pool.scale, layout.train_pool.scale
@@ -137,7 +137,7 @@ def may_share(layout: Layout, job: ClusterJob) -> bool:
 
 
 def _dilution(layout: Layout, job: ClusterJob) -> float:
-    """Return the factor by which the group's training nodes shorten training, for the job that
-    gains most: the devices that it asked for over those of the nodes."""
+    """Return the factor by which the group's training nodes shorten training for the job that gains
+    most: the devices that it asked for over those of the nodes."""
     devices = layout.num_train_nodes * layout.train_pool.devices_per_node
     return min(one.train_devices for one in (*layout.jobs, job)) / devices

@@ -25,21 +25,21 @@ from rollpacker.sim.scenario_checks import TRAINED_PARAMETER_BYTES
 from rollpacker.sim.simulate import simulate
 
 PARKED_PARAMETER_BYTES = TRAINED_PARAMETER_BYTES - 4
-"""Bytes per parameter of a parked trainer, which keeps all but the gradients (4 bytes)."""
+"""Bytes of host memory per parameter of a parked trainer, which keeps no gradients (4 bytes)."""
 
 
 class Profile(NamedTuple):
-    """What a job is made of: the times of its phases, its other needs, its length."""
+    """How long a job's phases take, what else it needs, and how many steps it has."""
 
     rounds: tuple[RoundTimes, ...]
     needs: dict[str, Any]
-    """Values of other fields of `ClusterJob`, by name."""
+    """Other fields of the job's `ClusterJob`, by name, such as memory."""
     steps: int | None
     """Number of steps of the job. None if unknown."""
 
 
 def profile_of_run(folder: str | Path, pools: Sequence[PoolSpec]) -> Profile:
-    """Return the profile of the run in this folder. Raises `ValueError` as `read_profile` does."""
+    """Return the profile of the run in this folder. Raises `ValueError` if it cannot be used."""
     found = read_profile(folder)
     check_device(found, on_gpus=any(pool.gpu is not None for pool in pools))
     needs = run_needs(found, core_pools(pools))
@@ -47,9 +47,8 @@ def profile_of_run(folder: str | Path, pools: Sequence[PoolSpec]) -> Profile:
 
 
 def profile_of_scenario(path: str | Path, pools: Sequence[PoolSpec]) -> Profile:
-    """Return the profile of a scenario, which is simulated for its number of steps. Its own time
-    for sending weights is left out, since they cross the cluster's link here. Raises `ConfigError`
-    as loading the scenario does."""
+    """Return the profile of a simulated scenario. Its own time for sending weights is left out:
+    they cross the cluster's link here. Raises `ConfigError` if the scenario is wrong."""
     scenario = on_pools(load_scenario(path), pools)
     steps = simulate(scenario).steps
     iterations = [
@@ -67,9 +66,8 @@ def profile_of_scenario(path: str | Path, pools: Sequence[PoolSpec]) -> Profile:
 
 
 def on_pools(scenario: Scenario, pools: Sequence[PoolSpec]) -> Scenario:
-    """Return the scenario on these pools: on their GPUs, if the pools name any, and with its own
-    number of devices for each phase. Streaming is off, because training never overlaps with
-    generation on shared pools."""
+    """Return the scenario with the GPUs of these pools, if they name any, and its own number of
+    devices. Streaming is off: on shared pools training never overlaps with generation."""
     cluster = scenario.cluster
     gpus = {phase: _gpu(pools, phase) for phase in ("rollout", "train")}
     trainer = cluster.gpu if cluster.train_gpu is None else cluster.train_gpu

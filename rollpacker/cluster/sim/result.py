@@ -21,7 +21,7 @@ class JobResult:
     name: str
     slo: float
     slowdown: float
-    """Elapsed seconds over those without waits for pools and switches, over the job's life."""
+    """The job's elapsed time over its time without waits for pools and switches."""
 
     @property
     def kept(self) -> bool:
@@ -33,16 +33,16 @@ class PolicyResult:
     """The outcome of all jobs under one policy."""
 
     price_per_h: float
-    """Price of all nodes used, over the hours that the jobs would take without sharing."""
+    """Price of all nodes used, divided by the hours that the jobs would take without sharing."""
     jobs: tuple[JobResult, ...]
     peak_devices: Mapping[str, int]
-    """Largest number of devices in use at once, by pool."""
+    """Largest number of devices in use at the same time, by pool."""
     busy: Mapping[str, float]
-    """Share of the paid device time in which devices generated or trained, from 0 to 1, by pool."""
+    """Share of the paid device time in which devices generated or trained, 0 to 1, by pool."""
 
     @property
     def slo_kept(self) -> float:
-        """Share of the jobs whose SLO was kept."""
+        """Share of the jobs whose slowdown was not above the promised one."""
         return sum(job.kept for job in self.jobs) / len(self.jobs)
 
     @property
@@ -61,7 +61,7 @@ class PolicyResult:
 
 
 class Bill:
-    """Counts the nodes that are rented, and what they have cost so far."""
+    """Adds up which nodes are rented over a simulation, and what they cost."""
 
     def __init__(self, pools: Sequence[Pool]) -> None:
         self._pools = {pool.name: pool for pool in pools}
@@ -72,29 +72,29 @@ class Bill:
         self._at_s = 0.0
 
     def pass_until(self, at_s: float) -> None:
-        """Count the time up to `at_s`, in which no node was opened or closed."""
+        """Add the cost of the rented nodes from the last call until the time `at_s`."""
         for pool, count in self._open.items():
             self._node_s[pool] += count * (at_s - self._at_s)
         self._at_s = at_s
 
     def change(self, pool: str, nodes: int) -> None:
-        """Rent this many more nodes of the pool, or return some if the number is negative."""
+        """Rent this many more nodes of a pool, or give back as many if the number is negative."""
         self._open[pool] += nodes
         self._peak[pool] = max(self._peak[pool], self._open[pool])
 
     def work(self, pool: str, node_s: float) -> None:
-        """Count seconds of nodes of the pool that generated or trained."""
+        """Add seconds in which nodes of a pool generated or trained, summed over nodes."""
         self._busy_s[pool] += node_s
 
     def price(self) -> float:
-        """Return the price of all hours so far."""
+        """Return what all nodes have cost so far."""
         return math.fsum(
             seconds / 3600 * self._pools[pool].node_price_per_h
             for pool, seconds in self._node_s.items()
         )
 
     def result(self, jobs: Sequence[JobResult], hours: float) -> PolicyResult:
-        """Return the outcome of these jobs. `hours`: those over which the whole price is spread."""
+        """Return the outcome for these jobs, with the whole price spread over so many `hours`."""
         devices = {name: pool.devices_per_node for name, pool in self._pools.items()}
         return PolicyResult(
             price_per_h=self.price() / hours,
@@ -108,11 +108,11 @@ class Bill:
 
 
 Results = Mapping[str, PolicyResult]
-"""Outcomes by the name of the policy. All are compared with the first."""
+"""The outcome of a simulation under each policy, by its name. All are compared with the first."""
 
 
 def render(results: Results) -> str:
-    """Return tables: one with a row per policy, one with a row per policy and pool."""
+    """Return two tables: a row for each policy, and a row for each policy and pool."""
     first = next(iter(results.values()))
     rows = [["policy", "price/h", "of the first", "SLO kept", "slowdown"]]
     for name, one in results.items():

@@ -1,9 +1,8 @@
 """Simulates jobs on shared pools in virtual time; the core's `Cluster` decides.
 
-    arrivals -> Submitted -> Start -> (cold start) -> Asked rollout -> Grant -> Left
-             -> (verdicts) -> Asked train -> Grant -> Left -> (commit) -> Committed -> ... -> Ended
-
-A job's n-th iteration takes the same under every policy: only waits, switches and nodes differ.
+A job is submitted, started (cold) on its nodes, and does one iteration after another: it asks for
+rollout nodes, leaves them, waits for rewards, asks for training nodes, leaves them, and commits. A
+job's n-th iteration takes the same under every policy: only waits, switches and nodes differ.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from rollpacker.cluster.sim.result import Bill, JobResult, PolicyResult
 from rollpacker.cluster.sim.spec import ClusterSpec, seconds_scale
 
 Told = Callable[[int], None]
-"""Called with the number of jobs that have ended."""
+"""Function that is called at each job's end with the number of jobs that have ended."""
 
 
 @dataclass(slots=True)
@@ -54,18 +53,18 @@ class _Life:
     train_pool: str = ""
     times: Times = field(default_factory=lambda: Times(0, 0, 0, 0))
     sharing: Sharing = field(default_factory=Sharing)
-    """How the job shared nodes when the iteration's rollout was granted."""
+    """How sharing nodes changed the job's times when its present rollout was granted."""
     token: int = 0
     phase: Phase = "rollout"
     asked_s: float = 0.0
     steps: int = 0
     waited_s: float = 0.0
     seen: Times = field(default_factory=lambda: Times(0, 0, 0, 0))
-    """Seconds of this iteration by phase, without waits and switches, on the nodes used."""
+    """Seconds of the present iteration on the job's nodes, by phase, without waits and switches."""
     has_moved: bool = False
-    """Whether the job was moved or stopped at its last commit."""
+    """Whether the cluster moved or stopped the job at its last commit."""
     stopped_s: float | None = None
-    """Time in seconds since when the job waits for nodes once more. None if it does not wait."""
+    """Time in seconds since when the stopped job waits for nodes again. None if it does not."""
 
 
 class Simulation:
@@ -78,7 +77,7 @@ class Simulation:
         name: str,
         chosen: Policy | None = None,
     ) -> None:
-        """`chosen`: used in place of the policy called `name`; None: that policy is used."""
+        """`name`: name of the policy. `chosen`: a policy to use instead; None: the one so named."""
         self._spec = spec
         self._arrivals = arrivals
         self._pools = pools_of(spec, name)
@@ -226,8 +225,8 @@ class Simulation:
 
 
 def pools_of(spec: ClusterSpec, name: str) -> tuple[Pool, ...]:
-    """Return the pools as the policy sees them. Under the policy "colocated" the rollout pool is
-    the cheapest training pool once more, at no price, and slower by its GPUs' memory bandwidth."""
+    """Return the pools for a policy. Under "colocated", jobs roll out on their training nodes: the
+    rollout pool is the cheapest training pool, free, and slower by its memory bandwidth."""
     pools = spec.core_pools()
     if name != "colocated":
         return pools
@@ -247,7 +246,7 @@ def pools_of(spec: ClusterSpec, name: str) -> tuple[Pool, ...]:
 
 
 def only_trained(result: PolicyResult, pools: Sequence[Pool]) -> PolicyResult:
-    """Return the result of colocated jobs, with the numbers of both phases under their one pool."""
+    """Return the result of colocated jobs, with both phases' numbers under the name of one pool."""
     again, own = pools
     busy = result.busy[again.name] + result.busy[own.name]
     return replace(
@@ -256,8 +255,7 @@ def only_trained(result: PolicyResult, pools: Sequence[Pool]) -> PolicyResult:
 
 
 def hours_alone(arrivals: Sequence[Arrival]) -> float:
-    """Return the hours from the first arrival until the last job would have ended without any
-    waits."""
+    """Return the hours from the first arrival to the last job's end if no job had to wait."""
     ends = (one.at_s + one.job.cold_start_s + alone_s(one.job) for one in arrivals)
     return (max(ends) - arrivals[0].at_s) / 3600
 

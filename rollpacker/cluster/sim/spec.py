@@ -1,5 +1,4 @@
-"""The file that `rollpacker cluster` reads (`configs/clusters/`): pools of nodes, and the jobs of a
-simulation."""
+"""The file that `rollpacker cluster` reads (`configs/clusters/`): pools and a simulation's jobs."""
 
 from __future__ import annotations
 
@@ -30,17 +29,17 @@ class PoolSpec:
     phase: Phase
     """The phase that the pool's nodes are for: rollout or train."""
     nodes: int
-    """Largest number of the pool's nodes that may be in use at once."""
+    """Number of the pool's nodes, all of which may be in use at the same time."""
     devices_per_node: int = 8
     """Number of devices of each node. A job gets whole nodes."""
     gpu: str | None = None
-    """A datasheet's name (`rollpacker simulate --presets`). Jobs' seconds are those of the first
-    pool of the phase; another GPU's rollouts take longer by its memory bandwidth, its training by
-    its arithmetic. None: as fast as that first pool."""
+    """GPU of the nodes, by a datasheet's name (`rollpacker simulate --presets`). Jobs' seconds are
+    those on the phase's first pool; on another GPU rollouts scale with memory bandwidth, and
+    training with arithmetic. None: as fast as the first pool."""
     price_per_device_h: float
     """Price of one device in use per hour, in any currency."""
     host_memory_gib: float
-    """GiB of host memory of one node, which parked jobs can keep."""
+    """GiB of host memory of one node, for what parked jobs move there from its devices."""
 
     def __post_init__(self) -> None:
         at_least_one(self, "nodes", "devices_per_node")
@@ -56,25 +55,26 @@ class JobsSpec:
     """The jobs of a simulation (`jobs.*`): drawn at random, or read from a trace."""
 
     trace: str | None = None
-    """Path of a JSONL file with a job on each line, relative to the folder in which the command is
-    run; the other keys then have no effect. None: jobs are drawn."""
+    """Path of a JSONL file with a job on each line, relative to the folder in which the command
+    runs; the other keys then have no effect. None: jobs are drawn at random."""
     count: int = 300
     """Number of jobs that are drawn."""
     hours: float = 580.0
     """Hours in which the jobs arrive, at evenly distributed random moments."""
     mean_hours: float = 14.4
-    """Mean hours of a job's life without waits. Lives are log-normal, ten times that at most."""
+    """Mean hours of a job's life without waits. Lives are log-normal, up to ten times this."""
     profile: Profile = "mixed"
-    """Which phase is the longer one. mixed: a third of the jobs have each of the three kinds."""
+    """Which phase of the jobs is longer: none (balanced), rollout or training. mixed: a third of
+    the jobs have each."""
     slo: tuple[float, float] = (1.0, 2.0)
-    """Lowest and highest SLO of the jobs, which are drawn evenly between these."""
+    """Lowest and highest SLO (slowdown promised) of the jobs, drawn evenly between the two."""
     variation: float = 0.1
-    """Standard deviation of the length of an iteration's phases, over its mean. 0: all alike."""
+    """Standard deviation of the length of iterations over its mean. 0: all have the same length."""
     growth: float = 0.0
     """Share by which rollouts and training are longer at the end of a job's life than at its begin,
     growing evenly. Policies are not told of this growth beforehand."""
     tail_share: float = 0.2
-    """Share of a rollout, at its end, that needs only an eighth of the devices."""
+    """Share of a rollout, its last part (tail), that needs only an eighth of its devices."""
 
     def __post_init__(self) -> None:
         at_least_one(self, "count")
@@ -108,11 +108,11 @@ class ClusterSpec:
     link_gb_s: float
     """Rate of the link between the pools for each device, in 1e9 bytes per second."""
     max_group: int = 5
-    """Largest number of jobs that take turns on the same nodes."""
+    """Largest number of jobs in one group, which take turns on the same nodes."""
     slo_confidence: float = 0.99
-    """Probability with which each SLO must be kept by a placement, from 0.5 to below 1."""
+    """Jobs share nodes only where every SLO is kept with this probability, from 0.5 to below 1."""
     order: Literal["auto", "round_robin", "first_come", "least_slack"] = "auto"
-    """Order of turns on nodes. auto: the cheapest one for each group of jobs."""
+    """Order in which jobs take turns on nodes. auto: the cheapest order for each group of jobs."""
     quotas: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """Most devices for rollout and train that an owner's running jobs may have asked for together,
     by owner; shared devices count in full. An owner or a phase that is absent has no bound."""
@@ -157,7 +157,7 @@ class ClusterSpec:
                     )
 
     def core_quotas(self) -> dict[str, dict[Phase, int]]:
-        """Return the quotas, by owner and phase, in the types that decisions use."""
+        """Return the owners' quotas, by owner and phase, in the types that decisions use."""
         return {
             owner: {phase: quota[phase] for phase in PHASES if phase in quota}
             for owner, quota in self.quotas.items()
@@ -169,7 +169,7 @@ class ClusterSpec:
 
 
 def core_pools(pools: Sequence[PoolSpec]) -> tuple[Pool, ...]:
-    """Return the pools in the type that decisions use, with their speed relative to the first."""
+    """Return the pools as decisions need them, with speeds relative to the phase's first pool."""
     return tuple(
         Pool(
             name=pool.name,
@@ -185,13 +185,12 @@ def core_pools(pools: Sequence[PoolSpec]) -> tuple[Pool, ...]:
 
 
 def reference(pools: Sequence[PoolSpec], phase: Phase) -> PoolSpec:
-    """Return the pool to which the seconds of jobs' profiles refer: the first of the phase."""
+    """Return the first pool of a phase: seconds in jobs' profiles are those on its GPUs."""
     return next(pool for pool in pools if pool.phase == phase)
 
 
 def seconds_scale(phase: Phase, measured_on: str | None, gpu: str | None) -> float:
-    """Return the seconds of a phase on this GPU over those on the GPU of the measurement; 1 if
-    either is None."""
+    """Return the seconds of a phase on `gpu` over those on `measured_on`; 1 if either is None."""
     if measured_on is None or gpu is None:
         return 1.0
     if phase == "rollout":
@@ -200,5 +199,5 @@ def seconds_scale(phase: Phase, measured_on: str | None, gpu: str | None) -> flo
 
 
 def load_cluster(path: str | Path, overrides: Sequence[str] = ()) -> ClusterSpec:
-    """Load the file with the overrides applied. Raises `ConfigError` with one message."""
+    """Load the cluster's file, with overrides applied. Raises `ConfigError` with one message."""
     return load_config(path, overrides, ClusterSpec)

@@ -26,7 +26,8 @@ class UnsupportedModelError(ValueError):
 
 
 class Scores(NamedTuple):
-    """How a layer computes the scores of queries against keys."""
+    """How an attention layer makes scores from products of queries and keys: factor, window,
+    bound."""
 
     scaling: float
     sliding_window: int | None
@@ -36,7 +37,8 @@ class Scores(NamedTuple):
 
 
 class RolloutStep(Protocol):
-    """One forward pass of the engine, as the attention layers see it."""
+    """One forward pass of the engine, which gives the attention layers their cached keys and
+    values."""
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores
@@ -102,7 +104,7 @@ def rollpacker_attention(
     """Attention in the shape that transformers asks for.
 
     query is [rows, heads, tokens, head_dim], key and value have the key-value heads. Returns the
-    output as [rows, tokens, heads, head_dim], and no weights.
+    output [rows, tokens, heads, head_dim], and no weights.
     """
     _refuse_extras(module, attention_mask, is_causal, kwargs)
     if scaling is None:
@@ -152,8 +154,8 @@ def causal_attention(
     softcap: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Causal attention of rows that start at their first token. Returns [rows, heads, tokens,
-    head_dim], the shape of the query."""
+    """Causal attention where each row's keys and values are those of this very pass, from the row's
+    first token on. Returns [rows, heads, tokens, head_dim], the shape of the query."""
     num_tokens = query.shape[2]
     window = num_tokens if sliding_window is None else min(sliding_window, num_tokens)
     windowed = window < num_tokens

@@ -13,8 +13,8 @@ import numpy as np
 
 MAX_BUCKETS = 4
 CALL_COST_ELEMENTS = 25_000
-"""Cost of one more attention call, in key elements that could be read in the same time. Measured on
-a CPU with 16 to 64 elements a head: 40 microseconds a call, 14 for 416 x 16 keys."""
+"""Cost of one more attention call, as the number of key elements that could be read in the same
+time. Set after timings on a CPU with 16 to 64 elements a head: a call takes 40 microseconds."""
 SORT_HORIZON_STEPS = 8
 """Number of decode steps within which sorting the rows must pay for the copies that it takes."""
 MOVE_COST = 3
@@ -23,22 +23,19 @@ same time (measured on a CPU)."""
 
 
 class Bucket(NamedTuple):
-    """A range of rows [start, stop) that attend over the first `width` positions."""
+    """A range of rows [start, stop) whose newest tokens attend over `width` cache positions."""
 
     start: int
     stop: int
     width: int
     is_even: bool = False
-    """Whether the bucket is known to be exactly as wide as every one of its rows, which then need
-    no mask."""
+    """Whether all rows are known to be exactly as long as the bucket is wide, and need no mask."""
 
 
 def plan_buckets(lengths: np.ndarray, call_cost: float) -> list[Bucket]:
-    """Split rows of these lengths, in this order, into contiguous buckets and return them.
-
-    A bucket is cut in two while that lowers the total cost in row-positions, which is `call_cost` +
-    rows x width for each bucket.
-    """
+    """Split rows of these lengths, in this order, into contiguous buckets and return them. A bucket
+    is cut in two while that lowers the total cost in row-positions, which is `call_cost` + rows x
+    width for each bucket."""
     buckets = [Bucket(0, len(lengths), int(lengths.max()))]
     while len(buckets) < MAX_BUCKETS:
         splits = [_best_split(lengths, bucket) for bucket in buckets]
@@ -55,9 +52,9 @@ def plan_buckets(lengths: np.ndarray, call_cost: float) -> list[Bucket]:
 
 
 def least_moves(order: np.ndarray, buckets: list[Bucket]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows to move and the places that they move to, so that every row lies in the
-    bucket that sorting by `order` would put it in. Rows that are in the right bucket stay where
-    they are: moving all rows to their sorted places would copy far more."""
+    """Return the rows to move, and for each the row whose place it takes, so that every row lies in
+    the bucket where sorting the rows by `order` would put it. Rows that are in the right bucket
+    stay where they are: moving all rows to their sorted places would copy far more."""
     held = np.repeat(np.arange(len(buckets)), [stop - start for start, stop, _, _ in buckets])
     wanted = np.empty_like(held)
     wanted[order] = held

@@ -1,4 +1,5 @@
-"""The model's side of the embedded engine: prefill, decode steps, and the rows' caches.
+"""The model's side of the embedded engine: prefill, decode steps, and the cache of each row (sample
+being decoded).
 
 There are no threads and no queue here. A step computes exactly the live rows, and each width bucket
 is exactly as wide as its longest row.
@@ -44,7 +45,7 @@ Prompt = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class KeptPrompt:
-    """A prompt that was prefilled and has samples waiting for a free row."""
+    """A prompt that was prefilled, and whose further samples wait for a free place in the batch."""
 
     prompt: Prompt
     logits: Tensor
@@ -54,7 +55,8 @@ class KeptPrompt:
 
 @dataclass(slots=True)
 class WidthPlan:
-    """Buckets of the live rows, which all grow by one token a step."""
+    """Buckets (ranges of the live rows) for several decode steps, while all rows grow by a token
+    each."""
 
     buckets: list[Bucket]
     age: int = 0
@@ -69,7 +71,8 @@ class WidthPlan:
 
 
 class Decoder:
-    """Rows of one model, decoded together. Used from one thread, under `torch.inference_mode`."""
+    """Prefills and decodes samples of one model together, each in a row of its own. Used from one
+    thread, under `torch.inference_mode`."""
 
     def __init__(self, model: PreTrainedModel, config: EngineConfig, device: torch.device) -> None:
         install_attention(model)
@@ -128,8 +131,8 @@ class Decoder:
         """Prefill these requests, whose slots are reserved, and draw their first tokens. Neighbours
         with equal prompts are prefilled once.
 
-        `next_prompt` is the prompt of the first request that still waits. If it was prefilled here,
-        its logits and its cache are kept for that request.
+        `next_prompt`: prompt of the first request that still waits (None: none does). If it was
+        prefilled here, its logits and cache are kept for it.
         """
         groups = [list(run) for _, run in groupby(entries, key=lambda e: e.request.prompt_tokens)]
         if self._kept is not None and groups[0][0].request.prompt_tokens == self._kept.prompt:
@@ -142,7 +145,7 @@ class Decoder:
         self._plan = None
 
     def forget_plan(self) -> None:
-        """Drop the plan of buckets. Call this after rows grew or shrank by anything but a decode
+        """Drop the plan of buckets. Called after rows grew or shrank other than by a decode
         step."""
         self._plan = None
 
@@ -159,8 +162,8 @@ class Decoder:
         self.slots.free()
 
     def reserve(self, entries: Sequence[Pending], beside: int = 0) -> None:
-        """Reserve slots for these requests, as wide as the longest row may become. `beside`: number
-        of positions of the memory budget that kept rows (kept_rows.py) take up."""
+        """Reserve cache slots for these requests, as wide as the longest row may become. `beside`:
+        positions of the memory budget that dialogues kept between turns (kept_rows.py) use."""
         num_rows = self.rows.num_rows + len(entries)
         width = max(entry.width for entry in (*self.rows.pending, *entries))
         keeps = any(entry.request.keep for entry in entries)
@@ -237,7 +240,7 @@ class Decoder:
 
     def draw_first(self, first: int, logits: Tensor, noise: Tensor) -> None:
         """Draw the first tokens of the rows from `first` on, from the logits [rows, vocabulary]
-        after their prompts."""
+        after their prompts and from these random numbers (`noise`)."""
         rows = slice(first, self.rows.num_rows)
         column = self.rows.device_column
         tokens, log_probs = draw(
@@ -333,7 +336,7 @@ class Decoder:
     # -- departure ---------------------------------------------------------------------------------
 
     def remove(self, gone: np.ndarray) -> None:
-        """Remove these rows. The last rows move into the places that become free."""
+        """Remove the rows with indices in `gone`. The last rows move into their places."""
         for row in gone[np.isnan(self.rows.host_column("log_prob")[gone])]:
             self.slots.clear(int(row))
         source, target = self.rows.remove(gone)

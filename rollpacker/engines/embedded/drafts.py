@@ -2,15 +2,15 @@
 
 With few rows live a decode step is mostly overhead, and a step that computes several tokens a row
 costs little more than one that computes a single token. So each row is given a draft, the tokens at
-all positions of the draft are drawn with the row's own noise, and they count up to the first that
-differs from the draft, that one included. The drafts never change which tokens come out, only how
-many steps it takes.
+all positions of the draft are drawn with the row's own noise (its random numbers), and they count
+up to the first that differs from the draft, that one included. The drafts never change which tokens
+come out, only how many steps it takes.
 
 A draft is what follows the longest match of the row's newest tokens: in the row's own prompt and
 response, in its running or finished siblings (the samples of the same prompt), or, at the same
-place, in what an earlier launch of the sample generated. How many tokens are drafted is decided by
-counts and constants, never by a clock: an abort takes effect at a decode step, so a run must not
-depend on its timing.
+place, in what an earlier launch (submission to an engine) of the sample generated. How many tokens
+are drafted is decided by counts and constants, never by a clock: an abort takes effect at a decode
+step, so a run must not depend on its timing.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ LENGTHS = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31)
 MAX_KEPT_TOKENS = 1 << 20
 """Most tokens of ended responses kept for drafts. Those of the oldest prompts go first."""
 STEP_COST = (0.06, 2.3, 0.02, 0.035)
-"""Costs (a, b, c, d) of a step on a CPU, in units of a plain step's overhead: a plain step over r
-rows costs 1 + a r, and one that computes t tokens for each row costs b + c r + d r t. Set by hand
-after timings of single steps; c is a guess. `benchmarks/drafts.py` shows the effect."""
+"""Costs (a, b, c, d) of a step on a CPU, in units of the overhead of a step without drafts: over r
+rows that costs 1 + a r, and a step that computes t tokens for each row costs b + c r + d r t. Set
+by hand after timings of single steps; c is a guess. `benchmarks/drafts.py` shows the effect."""
 LOOK_COST = (0.15, 0.05)
-"""Costs (a, b) of a look for drafts, in units of a plain step's overhead: looking at r rows costs a
-+ b r."""
+"""Costs (a, b) of a look for drafts, in units of the overhead of a step without drafts: looking at
+r rows costs a + b r."""
 LOOK_SHARE = 0.01
 """Largest share of the time that may go into looks for drafts which find nothing."""
 LOOK_ROWS = 8
-"""Number of rows that are looked at first where the step before was not drafted."""
+"""Number of rows for which drafts are looked up first when the last step had none. If these promise
+nothing, the other rows are not looked at."""
 MIN_GAIN = 1.15
-"""Least tokens per second that drafts must promise to be tried, as a multiple of what plain steps
-give."""
+"""Least tokens per second that drafts must promise to be tried, as a multiple of those without."""
 MIN_BALANCE = 0.98
-"""Least tokens per second that drafting must have given lately, as a multiple of what plain steps
-give. Below that, drafting pauses."""
+"""Least tokens per second that drafting must have given lately, as a multiple of what steps
+without drafts give. Below that, drafting pauses."""
 BALANCE_STEPS = 32
 """Number of steps after which older steps count half in the balance that `MIN_BALANCE` bounds."""
 PAUSE_STEPS = 64
@@ -59,15 +59,15 @@ RECENT_TOKENS = 128
 OWN, RUNNING, FINISHED, EARLIER, RESUMED = range(5)
 KINDS = ("own", "running", "finished", "earlier", "resumed")
 """Names of the texts that a draft may be copied from: the row's own prompt and response, a running
-or a finished sibling's response, or what an earlier launch of the same sample generated. "resumed"
-is the text of the last draft, one token behind the place where that draft went wrong."""
+or a finished sibling's response, or what the same sample generated before it was aborted. "resumed"
+is the text that the last draft was copied from, continued after the token that was wrong."""
 _PRIOR = (0.3, 0.5, 0.5, 0.7, 0.85, 0.9)
-"""Chance that a drafted token is right, by the class of its match's length, before anything was
-drafted: somewhat below what `benchmarks/drafts.py` finds on the quickstart."""
+"""Chance that a drafted token is right before anything was drafted, by the class (`_SIZE_CLASS`) of
+the match that the draft follows: somewhat below what `benchmarks/drafts.py` finds."""
 _PRIOR_TOKENS = 8.0
-"""Weight of the chances in `_PRIOR`, as a number of drafted tokens."""
+"""Number of drafted tokens that count as much as the chances in `_PRIOR`."""
 NOTES_PER_LOOK = 8
-"""Number of drafts after which the expected numbers of tokens are computed again."""
+"""Number of drafts after which `Acceptance` computes its expected numbers of tokens again."""
 _SIZE_CLASS = (0, 0, 1, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 4, 4, 4, 4, 5)
 """Class of a match, by its number of equal tokens. Longer matches are of the last class."""
 _SEPARATOR = chr(0x10FFFF)
@@ -83,14 +83,14 @@ class Text:
 
 @dataclass(slots=True, eq=False)
 class RowText(Text):
-    """The prompt and response of a live row, and where in which text its draft is copied from."""
+    """Prompt and response of a live row, and the place in a text where its next draft begins."""
 
     group: PromptId
     num_seen: int
     """Number of response tokens that are in `text`."""
     redraw: int
-    """Which set of noise the row's tokens are drawn with now: 0, or the number of a redraw. When it
-    changes, the row has lost tokens (`Extender.draw_again`)."""
+    """Which set of random numbers the row's tokens are drawn with: 0, or how often tokens were
+    drawn again. When it changes, the row has lost tokens (`Extender.draw_again`)."""
     earlier: Text | None = None
     source: Text | None = None
     place: int = 0
@@ -104,8 +104,8 @@ class RowText(Text):
         return _size_class(self.matched)
 
     def go_on(self, new: str) -> None:
-        """Append new tokens of the row, and move the place in `source` on by as many. If they
-        differ from what stood there, the match shrinks to what agrees behind the difference."""
+        """Append new tokens of the row, and move `place` in `source` on by as many. If they differ
+        from the source, only tokens after the last difference count as matched."""
         self.text += new
         self.num_seen += len(new)
         if self.source is None:
@@ -120,8 +120,8 @@ class RowText(Text):
             self.kind, self.matched = RESUMED, same if len(followed) == len(new) else 0
 
     def ahead(self, num_tokens: int) -> str:
-        """The next tokens of the text that the row's draft is copied from, at most `num_tokens`. A
-        row that repeats itself goes on repeating."""
+        """Return up to `num_tokens` next tokens of the text that the row's draft is copied from. If
+        that text is the row's own, the repetition found there is continued."""
         if self.source is None:
             return ""
         part = self.source.text[self.place : self.place + num_tokens]
@@ -190,18 +190,18 @@ class Pacing:
     of the time, and there are none for a while after drafts did not pay."""
 
     row_cost: float
-    """Cost of a row in a plain step, as a multiple of the step's fixed overhead."""
+    """Cost of a row in a step without drafts, as a multiple of the step's fixed overhead."""
     is_on: bool = False
     """Whether the last step was made with drafts."""
     credit: float = 0.0
     pause: int = 0
     num_tokens: float = 0.0
     plain_tokens: float = 0.0
-    """Number of tokens that plain steps would have given in the time of the drafted steps."""
+    """Tokens that steps without drafts would have given in the time of those with drafts."""
     num_steps: int = 0
 
     def looks(self, num_rows: int) -> bool:
-        """Whether to look for drafts at the next step. Counts the step."""
+        """Count one step, and return whether to look for drafts at that step."""
         if self.pause:
             self.pause -= 1
             return False
@@ -231,8 +231,7 @@ class Pacing:
 
 
 class Drafter:
-    """Makes drafts for the live rows of one engine. A row is identified by its launch number
-    (`Pending.sequence`)."""
+    """Makes drafts for the live rows of one engine. A row is identified by `Pending.sequence`."""
 
     def __init__(self, max_tokens: int) -> None:
         self.num_drafted = 0
@@ -285,7 +284,8 @@ class Drafter:
     # -- drafts ------------------------------------------------------------------------------------
 
     def propose(self, rows: RowTable) -> list[list[int]] | None:
-        """For every live row the tokens that may come next. None if a plain step is better."""
+        """Return for every live row the tokens that may come next (its draft, possibly empty).
+        None: a step without drafts is better."""
         num_rows = rows.num_rows
         if num_rows > MAX_ROWS or not self._pacing.looks(num_rows):
             return None
@@ -308,8 +308,8 @@ class Drafter:
         self, rows: RowTable, which: Sequence[int], num_rows: int
     ) -> tuple[int, list[RowText], list[str]]:
         """For these rows, return how many tokens to draft per row (0 if a plain step is better),
-        the rows' texts, and the tokens that may follow each row. The number assumes that all
-        `num_rows` rows are like these."""
+        the rows' texts, and the tokens that may follow each row. The number to draft assumes that
+        all `num_rows` live rows are like those of `which`."""
         texts = self._read(rows, which)
         expected = self.acceptance.expected_tokens()
         groups: dict[PromptId, list[RowText]] = {}
@@ -345,8 +345,8 @@ class Drafter:
         self._pacing.took_step(num_tokens, num_rows * float(self._costs[num_rows, place]))
 
     def _point(self, text: RowText, siblings: Sequence[RowText], chance: np.ndarray) -> None:
-        """Set the source of the row's draft to the longest match, unless going on in its present
-        source is more likely right."""
+        """Set the source of the row's draft to the longest match, unless its present source is
+        likelier to be right. `chance` of a drafted token: [kinds, match classes]."""
         kept = text.source
         found = self._longest_match(text, siblings)
         if found is None:
@@ -406,8 +406,8 @@ def _text(tokens: Sequence[int] | np.ndarray) -> str:
 
 
 def _row_text(entry: Pending, tokens: Sequence[int], redraw: int) -> RowText:
-    """The text of a row that was not seen before. If an earlier launch of the sample left more
-    tokens than the row has, the draft is copied from these."""
+    """The text of a row that was not seen before. If the sample had more tokens before it was
+    aborted than the row has now, the row's draft is copied from them."""
     request = entry.request
     text = RowText(
         text=_text(request.prompt_tokens) + _text(tokens),

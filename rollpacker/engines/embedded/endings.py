@@ -11,7 +11,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rollpacker.engines.embedded.rows import RowTable
 
 STOP_TAIL_TOKENS = 8
-"""Number of tokens that are decoded to look for a stop string, beyond the number of its bytes."""
+"""Number of a response's newest tokens, beyond the stop string's number of bytes, that are decoded
+to look for that stop string."""
 
 
 class Endings:

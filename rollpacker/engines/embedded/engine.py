@@ -113,7 +113,7 @@ class TorchEngine(LoopEngine):
 
     @property
     def num_prefilled_tokens(self) -> int:
-        """Prompt tokens that went through the model since the engine was made."""
+        """Number of prompt tokens that went through the model since the engine was made."""
         return self._decoder.num_prefilled_tokens
 
     # -- the worker --------------------------------------------------------------------------------
@@ -123,8 +123,8 @@ class TorchEngine(LoopEngine):
             torch.cuda.set_device(self._device)
 
     def _turn(self) -> list[Numbered]:
-        """Take what was submitted and aborted, admit requests, or decode one step, but no more, so
-        that aborts do not wait. Returns the outputs of samples that ended."""
+        """Take what was submitted and aborted. If no sample ended by that, admit requests, or if
+        none can be admitted decode one step. Returns the outputs of samples that ended."""
         outputs = self._take_inbox()
         if not outputs:
             num_new = self._decoder.num_admissible(self._waiting)
@@ -136,8 +136,7 @@ class TorchEngine(LoopEngine):
         return outputs
 
     def _step(self) -> int:
-        """Make one decode step, with drafts if there are any, and return the number of tokens
-        generated."""
+        """Make one decode step, with drafts if any, and return the number of tokens generated."""
         rows = self._decoder.rows
         drafts = self._drafter.propose(rows) if self._drafter is not None else None
         if self._drafter is None or drafts is None:
@@ -149,13 +148,14 @@ class TorchEngine(LoopEngine):
         return int(num_new.sum())
 
     def _remove(self, gone: np.ndarray) -> None:
-        """Remove these rows, and keep their responses as drafts for samples of the same prompts."""
+        """Remove the rows whose indices are in `gone`, and keep their responses as a source of
+        drafts for samples of the same prompts."""
         if self._drafter is not None:
             self._drafter.keep(self._decoder.rows, gone.tolist())
         self._decoder.remove(gone)
 
     def _rest(self) -> None:
-        """Put the model back into the mode that it was found in, training or not; forget drafts."""
+        """Put the model back into its former mode (training or not), and forget all drafts."""
         if self._busy:
             self._busy = False
             self._decoder.forget_prompt()
@@ -205,8 +205,8 @@ class TorchEngine(LoopEngine):
         return outputs
 
     def _carrying(self, row: int) -> dict[str, Any]:
-        """Fields of a row's event about carried tokens, which an earlier launch generated: how many
-        came out the same, and how often the rest was redrawn."""
+        """Return the fields of a row's event about carried tokens (kept from before an abort): how
+        many came out the same, and how often later tokens were drawn again."""
         column = self._decoder.rows.host_column
         num_kept = int(column("num_kept")[row])
         return {
@@ -247,8 +247,8 @@ class TorchEngine(LoopEngine):
         return self._collect_ended(first)
 
     def _parted(self, entries: list[Pending]) -> tuple[list[Pending], list[Pending], list[KeptRow]]:
-        """Split the entries into those without and those with keys and values kept from an earlier
-        turn, and return these two lists and what is kept for the second."""
+        """Split the requests into those without and those with keys and values kept from an earlier
+        turn of their dialogue. Returns both lists, and the kept keys and values of the second."""
         fresh, going_on, kept = [], [], []
         for entry in entries:
             request = entry.request
@@ -291,8 +291,8 @@ class TorchEngine(LoopEngine):
         return self._settle(kept, outputs) if kept else outputs
 
     def _keep(self, gone: list[int], outputs: list[Numbered]) -> list[SampleId]:
-        """Copy the keys and values of those of these rows that ended their turn with "stop" and
-        whose request asks for it (`keep`). Returns their samples."""
+        """Of the rows in `gone`, copy the keys and values where the turn ended with "stop" and the
+        request asks for it (`GenerationRequest.keep`). Returns the samples of the copied rows."""
         kept = []
         for row, (_, output) in zip(gone, outputs, strict=True):
             request, response = self._decoder.rows.pending[row].request, output.response
@@ -303,9 +303,8 @@ class TorchEngine(LoopEngine):
         return kept
 
     def _settle(self, kept: list[SampleId], outputs: list[Numbered]) -> list[Numbered]:
-        """Drop copies of keys and values for which there is no memory, now that their rows have
-        left. Returns the outputs; the numbers of kept tokens and the room left are in their
-        events."""
+        """Drop copies of keys and values that lack memory, now that the ended rows have left.
+        Returns the outputs, with the numbers of kept tokens and the room left in their events."""
         self._kept.settle(kept, *self._decoder.would_have(()))
         num_rows, width = self._decoder.would_have(self._waiting)
         room, keeping = self._kept.room(num_rows * width), set(kept)

@@ -1,11 +1,11 @@
 """Computes several new tokens of a row in one forward pass: guessed tokens are drawn again with the
-row's noise.
+row's noise (its random numbers).
 
 A row's newest token is not in the cache yet. `Extender.extend` feeds it together with a guess of
 the tokens after it, draws at every one of these positions with the noise that decoding would use
 there, and keeps what came out up to and with the first token that differs from the guess. The row
-is then exactly where as many decode steps would have brought it. Tokens that an earlier launch left
-of a response are such a guess (`Extender.take_up`).
+is then exactly where as many decode steps would have brought it. Tokens that a response had when it
+was aborted are such a guess (`Extender.take_up`).
 
 The new prompt tokens of a row that was kept between turns (kept_rows.py) are fed in such passes,
 too (`Extender.go_on`).
@@ -48,7 +48,7 @@ DRAW_LOGITS = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """Tokens that may follow a row's newest token."""
+    """Tokens that may follow a row's newest token, for comparison with the tokens drawn."""
 
     tokens: Sequence[int]
     log_probs: Sequence[float] | None = None
@@ -92,7 +92,6 @@ class Extender:
         return num_new
 
     def _most(self, max_tokens: int) -> int:
-        """Most tokens of one row that go through the model in one pass."""
         width = self._decoder.slots.width * self._query_groups
         return max(1, min(max_tokens, self._max_scores // width))
 
@@ -171,8 +170,9 @@ class Extender:
     # -- what was kept -----------------------------------------------------------------------------
 
     def go_on(self, entries: Sequence[Pending], kept: Sequence[KeptRow]) -> None:
-        """Add rows, whose slots are reserved, from keys and values that were kept of the first part
-        of their prompts: feed the rest of the prompts and draw the first tokens."""
+        """Add rows whose slots are reserved and whose prompts begin with a dialogue that was kept
+        from an earlier turn: restore its keys and values, feed the rest of the prompts, draw the
+        first tokens."""
         for start in range(0, len(entries), self._max_logits):
             part = slice(start, start + self._max_logits)
             first = self._rows.num_rows
@@ -213,9 +213,9 @@ class Extender:
     # -- what was carried --------------------------------------------------------------------------
 
     def take_up(self, first: int) -> int:
-        """Go on from carried tokens, which an earlier launch generated, in the rows from `first` on
-        that have some. These rows have just drawn their first tokens. Returns the number of tokens
-        that all rows from `first` on have, without the carried ones that were kept."""
+        """Continue the rows from `first` on that have carried tokens (generated before an abort and
+        kept). These rows have just drawn their first tokens. Returns the number of new
+        tokens of all rows from `first` on, in which the carried tokens kept are not counted."""
         carrying = [
             row for row in range(first, self._rows.num_rows) if self._rows.pending[row].has_carried
         ]
@@ -243,7 +243,7 @@ class Extender:
         return carried
 
     def _take_first(self, rows: list[int]) -> None:
-        """Replace the first token of each of these rows by its first carried token."""
+        """Replace each row's first token by its first carried token (kept from before an abort)."""
         if not rows:
             return
         carried = [self._carried(row) for row in rows]
@@ -256,8 +256,8 @@ class Extender:
         )
 
     def _agreeing(self, rows: list[int]) -> list[int]:
-        """The rows that may go on with their carried tokens: all tokens so far equal the carried
-        ones, there are more carried ones, and no token has ended the row."""
+        """The rows that may go on with their carried tokens (from before an abort): all tokens so
+        far equal them, there are more of them, and no token has ended the row."""
         counts = self._rows.host_column("count")[rows].tolist()
         return [
             row
@@ -267,16 +267,16 @@ class Extender:
         ]
 
     def _num_agreed(self, row: int) -> int:
-        """Number of the row's tokens before the first that differs from the carried one."""
+        """Number of the row's tokens that equal its carried tokens, up to the first difference."""
         tokens, carried = self._rows.tokens(row), self._carried(row).tokens
         pairs = zip(tokens, carried, strict=False)
         differs = (place for place, (one, other) in enumerate(pairs) if one != other)
         return next(differs, min(len(tokens), len(carried)))
 
     def _guess(self, row: int, count: int) -> Guess:
-        """The guess made of the row's carried tokens from number `count` on. It ends before the
-        last token with the same redraw (set of noise), since the token after a guess is drawn with
-        that noise too."""
+        """Return the guess made of the row's carried tokens from number `count` on. It holds
+        only tokens that one set of noise (random numbers) was used for, without the last of them:
+        the token after a guess is drawn with the same noise."""
         redraw, end = self._rows.pending[row].carried_redraw(count)
         self._rows.draw_with(row, count, redraw)
         size = MAX_GUESS if end is None else min(MAX_GUESS, end - count - 1)
@@ -284,13 +284,14 @@ class Extender:
         return Guess(carried.tokens[part], None if carried.verify else carried.log_probs[part])
 
     def draw_again(self, rows: np.ndarray) -> np.ndarray:
-        """Apply the complement rule to rows that have just stopped or passed their ceiling, and
+        """Refuse the length of rows that have just stopped or passed their ceiling, if need be, and
         return which rows go on: bool [rows].
 
-        The rule: a response that was cut off at a length must not end before that length, and one
-        that had ended before its siblings were cut off must not grow longer than they. Where it
-        would, the tokens after the first that differs from the carried one are drawn again, with
-        new noise (a redraw); if that first token is the end itself, so is that token.
+        This is for responses that do not come out as their carried tokens (from before an abort).
+        A response that was cut off at some length must not end before that length; one that had
+        ended before its siblings were cut off must not grow longer than they. If it does, all
+        tokens after the first different one are drawn again, with new noise (random numbers). If
+        the different token ended the response, it is drawn again itself.
         """
         column = self._rows.host_column
         count = column("count")[rows]

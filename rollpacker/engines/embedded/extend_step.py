@@ -22,8 +22,8 @@ Measured on a CPU: 40 microseconds a call, 1.4 nanoseconds a score of 16 element
 
 
 class Span(NamedTuple):
-    """Rows [start, stop) of a pass, with at most `num_tokens` new tokens each, attend over the
-    first `width` positions."""
+    """Rows [start, stop) of a pass, with at most `num_tokens` new tokens each, which attend
+    together over the first `width` cache positions."""
 
     start: int
     stop: int
@@ -64,15 +64,12 @@ class NewTokens(NamedTuple):
 
 
 class ExtendStep:
-    """The attention of a pass over several new tokens of each row.
-
-    The tokens see their row's cache and each other causally, and their keys and values go into the
-    slots.
-    """
+    """The attention of a pass over several new tokens of each row. The tokens see their row's cache
+    and each other causally, and their keys and values go into the slots."""
 
     def __init__(self, slots: KVSlots, new: NewTokens, call_cost: float = float("inf")) -> None:
-        """`call_cost`: cost of one more span, in rows x tokens x width. Infinity: all rows form one
-        span."""
+        """`new`: the tokens of the pass. `call_cost`: cost of one more span, in rows x tokens x
+        width. Infinity: all rows form one span."""
         rows, starts, lengths = new
         self._slots = slots
         self._row_of_token = np.repeat(rows, lengths)
@@ -80,9 +77,9 @@ class ExtendStep:
         positions = np.arange(lengths.sum()) - np.repeat(first - starts, lengths)
         self._positions = positions
         self.positions = torch.from_numpy(positions).to(slots.device)
-        """Positions of the pass's tokens [tokens]."""
+        """Position of each of the pass's tokens in its row [tokens]."""
         self.last = first + lengths - 1
-        """Index in [tokens] of each row's last token [rows]."""
+        """Index among the pass's tokens of each row's last token [rows]."""
         self._spans = [
             _SpanStep(slots, new.of(span), int(first[span.start]), span)
             for span in plan_spans(lengths, starts + lengths, call_cost)
@@ -103,7 +100,8 @@ class ExtendStep:
         return joined.unsqueeze(0)
 
     def _flat_places(self, num_kv_heads: int) -> Tensor:
-        """Indices of every head of every token in a layer's storage, as vectors of a head each."""
+        """Return the index of every head of every token in a layer's storage of keys or values,
+        seen as a list of vectors [head_dim]."""
         flat = self._flat.get(num_kv_heads)
         if flat is None:
             lines = self._row_of_token[:, None] * num_kv_heads + np.arange(num_kv_heads)
@@ -128,9 +126,10 @@ class _SpanStep:
         place = np.minimum(np.arange(span.num_tokens), lengths[:, None] - 1)
         self._last_columns = slots.width - 1 - (starts[:, None] + place)
         self._padded: Tensor | None = None
-        """Index of the token at each place of [rows x tokens]. None: no row is padded."""
+        """Index of the token at each place of the padded rows [rows x tokens]. None: no row is
+        padded."""
         self._real: Tensor | None = None
-        """Indices in [rows x tokens] of the real tokens. None: no row is padded."""
+        """Indices of the real tokens in the padded rows [rows x tokens]. None: no row is padded."""
         real = np.arange(span.num_tokens) < lengths[:, None]
         if not real.all():
             padded = first + (np.cumsum(lengths) - lengths)[:, None] + place
@@ -169,8 +168,8 @@ class _SpanStep:
         return part.narrow(0, self._first_row, self._num_rows)
 
     def _bias(self, sliding_window: int | None, groups: int) -> Tensor:
-        """The attention bias [rows, 1, groups x tokens, width]: 0 where a token may look, minus
-        infinity elsewhere."""
+        """The attention bias [rows, 1, groups x tokens, width]: 0 where a token may look, else
+        minus infinity."""
         bias = self._biases.get(sliding_window)
         if bias is None:
             lines = self._slots.bias_line(sliding_window).unfold(0, self._width, 1)

@@ -1,4 +1,5 @@
-"""Keys and values of dialogues between two turns, copied out of the slots at their own length.
+"""Keys and values of dialogues between two turns of the model, copied out of the slots (places in
+the cache) at their own length.
 
 A slot is as wide as its row may become, and is free for another row while an environment answers.
 The copies count against the memory budget of the slots, and are dropped where rows that could run
@@ -14,8 +15,9 @@ from rollpacker.core.ids import SampleId
 from rollpacker.engines.embedded.kv_slots import KVSlots, PromptCache
 
 HEADROOM = 1 / 8
-"""Share of the budget that `room` leaves out. The core decides from the reported room which rows
-are dropped, and learns of it late: without a reserve, rows that end fast would not be kept."""
+"""Share of the memory budget that `room` does not report as free. From that report the
+core (which schedules samples) decides what is dropped. It learns of a change late: without a
+reserve, rows that end fast would not be kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class KeptRow:
 
 
 class KeptRows:
-    """The kept rows by sample, the oldest first. Used from one thread."""
+    """The dialogues whose keys and values are kept, by sample, oldest first. For one thread."""
 
     def __init__(self, slots: KVSlots) -> None:
         self._slots = slots
@@ -35,7 +37,7 @@ class KeptRows:
         self.num_tokens = 0
 
     def size(self, sample: SampleId) -> int:
-        """Number of tokens that are kept of this sample; 0 if there are none."""
+        """Number of tokens whose keys and values are kept of this sample; 0: none are kept."""
         return len(self._rows[sample].tokens) if sample in self._rows else 0
 
     def keep(self, sample: SampleId, tokens: tuple[int, ...], row: int) -> None:
@@ -46,8 +48,8 @@ class KeptRows:
         self.num_tokens += len(tokens)
 
     def take(self, sample: SampleId, prompt: tuple[int, ...]) -> KeptRow | None:
-        """Remove what is kept of a sample, and return the part of it with which its new prompt
-        begins, without the prompt's last token. None: there is no such part."""
+        """Remove the keys and values kept of a sample, and return those of the tokens with which
+        its new prompt begins, without the prompt's last. None: nothing fits."""
         kept = self._rows.get(sample)
         if kept is None:
             return None
@@ -62,21 +64,21 @@ class KeptRows:
         return KeptRow(kept.tokens[:size], cache) if size else None
 
     def let_go(self, samples: Iterable[SampleId]) -> None:
-        """Drop what is kept of these samples. Samples of which nothing is kept are ignored."""
+        """Drop the keys and values kept of these samples. Other samples are ignored."""
         for sample in samples:
             kept = self._rows.pop(sample, None)
             if kept is not None:
                 self.num_tokens -= len(kept.tokens)
 
     def clear(self) -> None:
-        """Drop everything. Called when the weights change or the memory is needed."""
+        """Drop all kept keys and values. Called when the weights change or the memory is needed."""
         self._rows.clear()
         self.num_tokens = 0
 
     def settle(self, new: Sequence[SampleId], num_rows: int, width: int) -> None:
-        """Drop copies of the samples in `new`, the last ones first, until the memory suffices
-        beside the slots. These are shrunk first if the live rows, `num_rows` rows of at most
-        `width` positions, use no more than half of them."""
+        """Drop copies of the samples in `new`, the last ones first, until the memory suffices for
+        the copies beside the slots. The slots are shrunk first if the live rows, `num_rows` rows of
+        at most `width` positions, use no more than half of them."""
         if self._is_over and self._is_wasteful(num_rows * width):
             self._slots.shrink(num_rows, width)
         for sample in reversed(new):
@@ -85,14 +87,13 @@ class KeptRows:
             self.let_go([sample])
 
     def trim(self) -> None:
-        """Drop the oldest kept rows until the memory suffices beside the slots, which may have
-        grown."""
+        """Drop the oldest kept dialogues until memory suffices, as the slots may have grown."""
         while self._is_over and self._rows:
             self.let_go([next(iter(self._rows))])
 
     def room(self, num_positions: int) -> int:
-        """Number of tokens that can be kept beside live rows of `num_positions` positions in all,
-        as reported in `SampleGenerated.room`. Negative: there is too much already."""
+        """Number of tokens of dialogues that can still be kept beside live rows of `num_positions`
+        positions in all, as in `SampleGenerated.room`. Negative: too much is kept."""
         taken = 0 if self._is_wasteful(num_positions) else self._allocated
         most = int((1 - HEADROOM) * self._slots.budget_tokens)
         return most - max(taken, num_positions) - self.num_tokens

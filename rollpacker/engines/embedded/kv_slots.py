@@ -1,4 +1,5 @@
-"""Keys and values of the live rows, one slot a row. The first slots are in use, without gaps.
+"""Keys and values of the live rows (samples being decoded), one slot a row. The first slots are in
+use, without gaps.
 
 There are two tensors per layer, [slots, key-value heads, width, head_dim]. A row's slot holds its
 tokens from position 0 on. What lies beyond a row's length is finite garbage that attention masks
@@ -76,11 +77,9 @@ class KVSlots:
         return num_slots * width * self.bytes_per_token <= self.budget_bytes
 
     def reserve(self, num_slots: int, width: int, beside: int = 0) -> bool:
-        """Make room for `num_slots` rows of `width` positions. Returns whether the storage moved.
-
-        The content of these slots and positions is kept. Slots and positions beyond them are kept
-        only if they fit the budget, of which `beside` positions are used for something else.
-        """
+        """Make room for `num_slots` rows of `width` positions, whose content is kept. Returns
+        whether the storage moved. Other slots and positions are kept only if they fit the memory
+        budget, of which `beside` positions are used for something else."""
         if num_slots <= self.num_slots and width <= self.width:
             return False
         most = self.budget_tokens - beside
@@ -122,11 +121,9 @@ class KVSlots:
 
     def _zeros(self, size: tuple[int, ...]) -> Tensor:
         """Zeros, since uninitialized memory may hold NaN: a masked position contributes 0 times its
-        value, and 0 x NaN is NaN.
-
-        On a CPU the memory comes from the system as zero pages, which cost nothing until they are
-        touched: a slot as wide as its sample may become takes memory only as the sample grows.
-        """
+        value, and 0 x NaN is NaN. On a CPU the memory comes from the system as zero pages, which
+        cost nothing until they are touched: a slot as wide as its sample may become takes memory
+        only as the sample grows."""
         if self.device.type != "cpu":
             return torch.zeros(size, dtype=self.dtype, device=self.device)
         num_bytes = math.prod(size) * self.dtype.itemsize
@@ -142,9 +139,8 @@ class KVSlots:
         }
 
     def bias_line(self, sliding_window: int | None) -> Tensor:
-        """A vector [2 x width - 1] of minus infinities around zeros, of which every row's bias is a
-        part. The bias of a row whose newest token is at position p begins at index width - 1 -
-        p."""
+        """A vector [2 x width - 1] of minus infinities around zeros, part of which is every row's
+        attention bias. A row's bias begins at index width - 1 - (position of its newest token)."""
         line = self._bias_lines.get(sliding_window)
         if line is None:
             size = (2 * self.width - 1,)
@@ -155,8 +151,8 @@ class KVSlots:
         return line
 
     def move(self, source: list[int], target: list[int], lengths: list[int]) -> None:
-        """Copy row source[i] to row target[i], its first lengths[i] positions. No row is both a
-        source and a target."""
+        """Copy row source[i] to row target[i], its first lengths[i] positions. No row is both
+        source and target."""
         if len(source) <= PAIRWISE_MOVES:
             for store in self._stores():
                 for from_row, to_row, length in zip(source, target, lengths, strict=True):
@@ -212,8 +208,8 @@ class PrefillStep:
 
 
 class DecodeStep:
-    """A forward pass over one new token per row, at `positions` [rows]. Each bucket of rows attends
-    over a width of its own."""
+    """A forward pass over one new token per row, at `positions` [rows]. Each bucket (range of rows)
+    attends over a width of its own."""
 
     def __init__(self, slots: KVSlots, positions: Tensor, buckets: Sequence[Bucket]) -> None:
         self._slots = slots
@@ -265,7 +261,7 @@ class DecodeStep:
 
 
 class LayerProbe:
-    """A forward pass that only notes which layers attend, and with what shapes."""
+    """A forward pass that only notes which layers attend, and their keys' and values' shapes."""
 
     def __init__(self) -> None:
         self.shapes: list[LayerShape] = []

@@ -41,7 +41,7 @@ class _Linear:
 
 @dataclass(frozen=True, slots=True)
 class _Adapter:
-    """A low-rank addition to a matrix. Its dtype may have more digits than the matrix's."""
+    """A low-rank addition to a matrix. Its dtype may be more precise than the matrix's."""
 
     down: Tensor
     """The matrix [in, rank], a view of the parameter."""
@@ -56,7 +56,7 @@ class _Norm:
     eps: Tensor
     """The norm's epsilon [1], in float32."""
     mean_factor: float
-    """1 / width: the factor that makes a mean of a sum."""
+    """1 / (number of elements): the factor that makes a mean of a sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +136,7 @@ def _is_adapted(module: Any) -> bool:
 
 
 class PlainForward:
-    """Runs prefill and decode steps of a model as plain tensor calls, under
-    `torch.inference_mode`."""
+    """Runs the forward passes of a model as plain tensor calls, under `torch.inference_mode`."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         decoder: Any = model.model
@@ -154,7 +153,7 @@ class PlainForward:
         )
 
     def reserve(self, width: int) -> None:
-        """Compute the rotations for positions below `width`."""
+        """Compute the rotary embedding's rotations for positions below `width`."""
         old_width = len(self._rotations)
         if width <= old_width:
             return
@@ -181,9 +180,9 @@ class PlainForward:
     def extend(
         self, tokens: Tensor, positions: Tensor, wanted: Tensor | None, step: RolloutStep
     ) -> Tensor:
-        """Return logits after `tokens` [tokens] at `positions` [tokens]: [wanted, vocabulary], only
-        after the tokens whose indices are in `wanted`. None: after all tokens. `step` sees all
-        tokens as those of one row."""
+        """Return logits after some of the `tokens` [tokens] at `positions` [tokens]: [wanted,
+        vocabulary], for the tokens whose indices are in `wanted` (None: for all). `step` sees one
+        row."""
         hidden = self._hidden(tokens, positions, 1, step)
         return self._logits(hidden if wanted is None else hidden.index_select(0, wanted))
 
@@ -241,7 +240,7 @@ class PlainForward:
 
 
 def _by_row(heads: Tensor, num_rows: int) -> Tensor:
-    """The heads, given as [rows x tokens, heads, head_dim], as [rows, heads, tokens, head_dim]."""
+    """Turn heads [rows x tokens, heads, head_dim] into [rows, heads, tokens, head_dim]."""
     if heads.shape[0] == num_rows:
         return heads.unsqueeze(2)
     rows = torch.unflatten(heads, 0, (num_rows, -1))

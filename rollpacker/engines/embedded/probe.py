@@ -34,11 +34,8 @@ def probe(
     model: PreTrainedModel, device: torch.device
 ) -> tuple[list[LayerShape], torch.dtype, int]:
     """Return the shapes of all layers that attend, the dtype of the keys, and the vocabulary's
-    size.
-
-    Raises `UnsupportedModelError` for a model whose decode steps give other logits than its full
-    forward pass, or logits that are not numbers.
-    """
+    size. Raises `UnsupportedModelError` for a model whose decode steps give other logits than its
+    full forward pass, or logits that are not numbers."""
     name = type(model).__name__
     layer_probe = LayerProbe()
     ids = torch.arange(1, 7, device=device)[None]

@@ -1,4 +1,5 @@
-"""The table of live rows: which request has which slot, and what it has generated.
+"""The table of live rows (samples being decoded): which request has which slot of the cache, and
+what it has generated.
 
 Every property of a row is an entry in a numpy array (a column), so that a step's bookkeeping is a
 handful of vector operations whatever the number of rows. The columns that the model and the sampler
@@ -20,14 +21,15 @@ from rollpacker.engines.embedded.sampling import DrawMode, exponentials, noise_s
 from rollpacker.engines.engine import GenerationRequest, Response
 
 ANY_LENGTH = np.iinfo(np.int64).max
-"""The ceiling of a row that may become as long as its limit allows."""
+"""Value of the column `ceiling` for a row that may become as long as its limit allows."""
 NOISE_BLOCK = 64
-"""Number of steps whose noise is made at a time."""
+"""Number of decode steps whose noise (random numbers to draw tokens with) is made at a time."""
 NOISE_BLOCK_ENTRIES = 1 << 15
-"""Most entries of a block of noise, which has fewer steps if need be: larger blocks leave a CPU's
-caches and take twice as long."""
+"""Most numbers in a block of noise, which covers fewer steps if need be: larger blocks leave a
+CPU's caches and take twice as long."""
 NOISE_BLOCK_UNEVEN = 4
-"""Number of steps in the first block of noise after a step that gave rows several tokens each."""
+"""Number of steps that the first block of noise covers after a step that gave rows several tokens
+each, since further such steps may make the block useless."""
 _DEVICE_COLUMNS = {
     "token": np.int64,
     "position": np.int64,
@@ -54,13 +56,12 @@ _HOST_COLUMNS = {
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A request that the engine has taken on. `sequence` numbers the launches, that is the
-    submissions of samples to this engine."""
+    """A request that the engine has taken on. `sequence` numbers the engine's requests."""
 
     request: GenerationRequest
     sequence: int
     redraws: list[tuple[int, int]] = field(default_factory=list)
-    """`Response.redraws` for the tokens generated so far."""
+    """The sets of noise used for the tokens generated so far, as in `Response.redraws`."""
 
     @property
     def limit(self) -> int:
@@ -68,7 +69,8 @@ class Pending:
 
     @property
     def width(self) -> int:
-        """Number of cache positions that the row can need. Its last token is never fed back."""
+        """Number of cache positions that the row can need: one a token, but for the last response
+        token."""
         return len(self.request.prompt_tokens) + self.limit - 1
 
     @property
@@ -76,30 +78,29 @@ class Pending:
         return bool(self.request.carried and self.request.carried.tokens)
 
     def carried_redraw(self, token: int) -> tuple[int, int | None]:
-        """For a carried token, the number of the redraw (set of noise) that it was drawn with, and
-        the number of the first later token of another redraw. None: there is no such token."""
+        """For a carried token (kept from before an abort), return its redraw (set of noise) and the
+        number of the first later token of another redraw (None: there is none)."""
         carried = self.request.carried
         redraws = carried.redraws if carried is not None and carried.verify else ()
         redraw = max([redraw for start, redraw in redraws if start <= token], default=0)
         return redraw, min([start for start, _ in redraws if start > token], default=None)
 
     def key(self, redraw: int) -> int:
-        """64-bit key of the request's noise in this redraw. Every redraw has other noise."""
+        """64-bit key of the request's noise in this redraw (0: the first set of noise)."""
         request = self.request
         whose = request.noise or request.sample
         return sample_key(request.sampling.seed, whose, redraw, request.turn)
 
     def draw_with(self, start: int, redraw: int) -> int:
-        """Note that tokens from number `start` on have the noise of this redraw. Returns its
-        key."""
+        """Note that the tokens from number `start` on are drawn with the noise of this redraw (set
+        of noise). Returns the key of that noise."""
         self.redraws[:] = [one for one in self.redraws if one[0] < start]
         if redraw != (self.redraws[-1][1] if self.redraws else 0):
             self.redraws.append((start, redraw))
         return self.key(redraw)
 
     def redraw_from(self, start: int) -> int:
-        """Note that tokens from number `start` on are drawn with new noise: that of the first
-        unused redraw. Returns the redraw's key."""
+        """Note that tokens from number `start` on are drawn with unused noise. Returns its key."""
         carried = self.request.carried
         before = (*self.redraws, *(carried.redraws if carried is not None else ()))
         return self.draw_with(start, 1 + max([redraw for _, redraw in before], default=0))
@@ -110,9 +111,10 @@ class RowTable:
 
     Columns [slots]: token is the newest token, log_prob its log-probability, and position its
     place, where the next step writes its key and value. num_kept is the number of carried tokens
-    that came out the same (-1: not compared), num_reused the number of prompt tokens whose keys and
-    values were kept from an earlier turn. floor and ceiling are those of the complement rule
-    (`Carried.floor`), and redraw counts its redraws.
+    (generated before an abort) that came out the same (-1: not compared), num_reused the number of
+    prompt tokens whose keys and values were kept from an earlier turn. floor and ceiling bound the
+    length as `Carried.floor` says, and redraw counts how often tokens were drawn with new noise for
+    that.
     """
 
     def __init__(self, device: torch.device, vocabulary_size: int) -> None:
@@ -138,7 +140,7 @@ class RowTable:
     # -- storage -----------------------------------------------------------------------------------
 
     def reserve(self, num_slots: int) -> None:
-        """Make room for `num_slots` rows."""
+        """Make room for `num_slots` rows in the columns."""
         if num_slots <= self._num_slots:
             return
         added = num_slots - self._num_slots
@@ -159,7 +161,7 @@ class RowTable:
         self._noise_column = steps
 
     def device_column(self, name: str) -> Tensor:
-        """The whole column [slots] as a tensor on the device. It may only be read."""
+        """The column of this name for all slots, as a tensor on the device. It may only be read."""
         return self._seen_as_tensors[name].to(self.device)
 
     def host_column(self, name: str) -> np.ndarray:
@@ -167,7 +169,7 @@ class RowTable:
         return self._columns[name][: self.num_rows]
 
     def _set_mode(self) -> None:
-        """Note which parts of a draw the rows need. Called after rows were added or removed."""
+        """Note which parts of `sampling.draw` the rows need, after some came or went."""
         temperature, top_k, top_p = (
             self.host_column(name) for name in ("temperature", "top_k", "top_p")
         )
@@ -180,7 +182,8 @@ class RowTable:
     # -- noise -------------------------------------------------------------------------------------
 
     def next_noise(self) -> Tensor:
-        """Noise of every slot for the next step, float64 [slots, size] on the device."""
+        """Return every slot's noise (random numbers to draw with) for the next step, float64
+        [slots, size] on the device."""
         num_steps = self._noise.shape[1]
         if self._noise_column >= num_steps:
             self._noise_column = max(0, num_steps - NOISE_BLOCK_UNEVEN) if self._is_uneven else 0
@@ -191,8 +194,8 @@ class RowTable:
         return column
 
     def noise_ahead(self, rows: slice | np.ndarray, count: int) -> Tensor:
-        """Noise of the next `count` tokens of each of these rows, float64 [rows, count, size] on
-        the device."""
+        """Noise for the next `count` tokens of these rows, float64 [rows, count, size] on the
+        device."""
         keys, counts = (
             torch.from_numpy(column[rows]).to(self.device)
             for column in (self._columns["key"].view(np.int64), self._columns["count"])
@@ -210,8 +213,7 @@ class RowTable:
     # -- rows come, advance, go --------------------------------------------------------------------
 
     def add(self, new: list[Pending]) -> Tensor:
-        """Append rows with no token yet. Returns noise for their first tokens, float64
-        [new, size]."""
+        """Append rows with no token yet. Returns their first tokens' noise, float64 [new, size]."""
         first, self.num_rows = self.num_rows, self.num_rows + len(new)
         rows = slice(first, self.num_rows)
         self.pending.extend(new)
@@ -283,8 +285,8 @@ class RowTable:
         self._is_uneven = True
 
     def cut(self, rows: np.ndarray, counts: Sequence[int]) -> None:
-        """Shorten row rows[i] to its first counts[i] tokens. The noise from there on is that of the
-        row's present key. The cache keeps garbage beyond. A row without tokens feeds the prompt's
+        """Shorten row rows[i] to its first counts[i] tokens; later tokens get the noise of the
+        row's present key. The cache keeps garbage. A row left without tokens feeds its prompt's
         last token again."""
         for row, count in zip(rows.tolist(), counts, strict=True):
             store, prompt = self._columns["store"][row], self.pending[row].request.prompt_tokens
@@ -298,14 +300,13 @@ class RowTable:
         self._fill_noise(rows)
 
     def redraw_from(self, row: int, start: int) -> None:
-        """Draw the row's tokens from number `start` on with new noise: that of the first unused
-        redraw. This must come before `cut`, which makes the noise."""
+        """Let the row's tokens from number `start` on be drawn with noise that was not used yet.
+        Call this before `cut`, which makes the noise."""
         self._columns["redraw"][row] += 1
         self._columns["key"][row] = self.pending[row].redraw_from(start)
 
     def draw_with(self, row: int, start: int, redraw: int) -> None:
-        """Draw the row's tokens from number `start` on with the noise of this redraw (0: the first
-        set of noise)."""
+        """Let the row's tokens from `start` on be drawn with this set of noise (0: the first)."""
         self._columns["key"][row] = self.pending[row].draw_with(start, redraw)
 
     def _widen_outputs(self) -> None:
@@ -327,7 +328,8 @@ class RowTable:
         return tokens
 
     def first_broken(self, row: int, start: int) -> int | None:
-        """Number of the first token, from `start` on, whose log-probability is NaN; None: none."""
+        """Number of the row's first token from `start` on with a NaN log-probability. None: no
+        token."""
         count, store = int(self._columns["count"][row]), self._columns["store"][row]
         broken = np.flatnonzero(np.isnan(self._log_probs[store, start:count]))
         return start + int(broken[0]) if len(broken) else None
@@ -348,8 +350,8 @@ class RowTable:
         )
 
     def remove(self, gone: np.ndarray) -> tuple[list[int], list[int]]:
-        """Remove rows. The last rows fill their places: row i of the first list returned has moved
-        to row i of the second."""
+        """Remove the rows whose indices are in `gone`. The last rows fill their places: row i of
+        the first list returned has moved to row i of the second."""
         remaining = self.num_rows - len(gone)
         self._free_stores.extend(self._columns["store"][gone].tolist())
         dead = np.zeros(self.num_rows, np.bool_)

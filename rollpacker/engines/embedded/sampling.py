@@ -1,4 +1,4 @@
-"""Draws tokens, with noise that depends on the sample and on nothing else.
+"""Draws tokens, with noise (random numbers) that depends on the sample and on nothing else.
 
 Each sample has a key. The noise for its token number t is a hash of (key, t, place): every token of
 the vocabulary gets a standard exponential, and the token with the smallest ratio of exponential to
@@ -26,7 +26,7 @@ from torch import Tensor
 from rollpacker.core.ids import SampleId
 
 WIDE_VOCABULARY = 64
-"""Largest vocabulary that is drawn from in one round; a larger one is drawn from in two."""
+"""Largest vocabulary that is drawn from in one round. A larger one takes two: group, then token."""
 AT_ONCE = 1 << 18
 """Most logits drawn from together on a CPU, per torch thread: as float64 these are 2 MiB, which
 stay in the thread's cache. All rows of a wide vocabulary at once would need new memory at each
@@ -38,15 +38,16 @@ _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 def sample_key(seed: int, sample: SampleId, redraw: int = 0, turn: int = 1) -> int:
-    """64-bit key of a sample's noise. Different redraws and different turns have different keys."""
+    """64-bit key of a sample's noise. Each redraw (further set of noise for the same tokens) and
+    each turn of the model in a dialogue has another key."""
     text = f"{seed}|{sample}" if redraw == 0 else f"{seed}|{sample}|{redraw}"
     text = text if turn == 1 else f"{text}|turn {turn}"
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def num_groups(vocabulary_size: int) -> int:
-    """Number of groups that the first of two rounds chooses from; the vocabulary's size if there is
-    only one round."""
+    """Number of groups of tokens of which the first round draws one. A small vocabulary, drawn from
+    in a single round, has as many groups as tokens."""
     if vocabulary_size <= WIDE_VOCABULARY:
         return vocabulary_size
     return 1 << math.ceil(math.log2(vocabulary_size) / 2)
@@ -60,12 +61,9 @@ def noise_size(vocabulary_size: int) -> int:
 
 def exponentials(keys: Tensor, first: Tensor, count: int, size: int) -> Tensor:
     """Noise for the tokens first[i] ... first[i] + count - 1 of sample i, whose key (int64) is
-    keys[i].
-
-    Returns standard exponentials, float64 [samples, count, size]. A token's number and key are
-    hashed in two rounds of the SplitMix64 finalizer, the key entering before each; a third round
-    hashes the result with each place.
-    """
+    keys[i]. Returns standard exponentials, float64 [samples, count, size]. A token's number and key
+    are hashed in two rounds of the SplitMix64 finalizer, the key entering before each; a third
+    round hashes the result with each place."""
     counter = first[:, None] + torch.arange(1, count + 1, device=keys.device)
     key = keys[:, None]
     token = _mix(_mix(counter * _GAMMA + key) ^ key)

@@ -96,8 +96,7 @@ def load_adapter(model: PreTrainedModel, vllm: LLMEngine) -> None:
 
 
 def _write(model: PreTrainedModel, folder: Path) -> None:
-    """Write the adapter's tensors and config into the folder, in peft's format. Raises
-    `OSError`."""
+    """Write the adapter's tensors and config into the folder, as peft does. Raises `OSError`."""
     from peft import get_peft_model_state_dict
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -124,8 +123,8 @@ def _adapted(model: PreTrainedModel) -> list[str]:
 
 
 def _places(model: torch.nn.Module) -> set[str]:
-    """The names, as in files, of the modules of vLLM's model that can have adapters. Runs in vLLM's
-    process."""
+    """The names, as in weight files, of the modules of vLLM's model that can have adapters. Runs in
+    vLLM's process."""
     loras: Any = model.lora_manager
     packed: dict[str, list[str]] = loras.packed_modules
     names = [n for n in loras.modules if n.rpartition(".")[2] in loras.supported_lora_modules]

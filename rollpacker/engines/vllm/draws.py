@@ -26,21 +26,22 @@ if TYPE_CHECKING:
     from vllm.v1.sample.logits_processor import LogitsProcessor
 
 NUMBER, DRAW = "rollpacker", "rollpacker_draw"
-"""Names of the extra arguments of a vLLM request: its number, and its `Draw`, of which a worker in
-a process of its own keeps a copy."""
+"""Names of the extra arguments of a vLLM request: the request's number, and its `Draw`, of which a
+worker in a process of its own keeps a copy."""
 
 
 class Anew:
-    """Carried response tokens at the end of a request's prompt, which are to be drawn again while
-    vLLM reads the prompt (engines/vllm/verify.py)."""
+    """Carried response tokens (generated before an abort) at the end of a request's prompt, which
+    are to be drawn again while vLLM reads the prompt (engines/vllm/verify.py)."""
 
     __slots__ = ("keys", "log_probs", "tokens")
 
     def __init__(self, keys: Sequence[int]) -> None:
-        """`keys`: the 64-bit key of each carried token's noise, in their order."""
+        """`keys`: 64-bit key of the noise (random numbers) of each token to be drawn again, in
+        order."""
         self.keys = [_signed(key) for key in keys]
         self.tokens: list[int] = []
-        """The tokens that have been drawn so far in the places of the carried ones."""
+        """The tokens that have been drawn so far in place of the carried ones."""
         self.log_probs: list[float] = []
 
 
@@ -66,7 +67,7 @@ class Draw:
 
 
 class Draws:
-    """The `Draw`s of one vLLM engine's requests, by the request's number."""
+    """The `Draw` of each request that one vLLM engine has, by the request's number."""
 
     def __init__(self) -> None:
         self.by_number: dict[int, Draw] = {}
@@ -117,7 +118,7 @@ def _signed(key: int) -> int:
 
 
 class Settings:
-    """The draw parameters of several requests, as tensors."""
+    """Sampling parameters of several requests, as tensors with one entry for each request."""
 
     def __init__(
         self, sampling: Sequence[SamplingParams], vocabulary_size: int, device: torch.device
@@ -150,7 +151,8 @@ class Settings:
 
 
 class _Batch:
-    """Requests that are decoded together. A new batch is made when they change."""
+    """The requests of one decode step of vLLM, with their parameters as tensors. A new batch is
+    made when requests come or go."""
 
     def __init__(
         self, rows: Sequence[tuple[int, Draw]], vocabulary_size: int, device: torch.device

@@ -51,11 +51,11 @@ class VllmEngine(LoopEngine):
 
     `update_weights` renews that copy, and then compares the log-probabilities that both sides give
     a fixed prompt: all parameters can be equal while vLLM computes with something derived from
-    older ones. The model is the trainer's own, or is compared with it by `weight_probe`.
+    older ones. `model` is the trainer's own, or a copy that `weight_probe` compares with it.
 
-    Carried tokens, which an earlier launch generated, become the end of the prompt, and are drawn
-    again there if they are to be verified (engines/vllm/live.py). There can be one such engine in a
-    process. Set torch's thread count before it is made.
+    Carried tokens, which the sample had when it was aborted, become the end of the prompt, and are
+    drawn again there if they are to be verified (engines/vllm/live.py). There can be one such
+    engine in a process. Set torch's thread count before it is made.
 
     Raises:
         MissingPackageError: vLLM is not installed.
@@ -96,7 +96,7 @@ class VllmEngine(LoopEngine):
         # The worker's own.
         self._live: dict[int, Live] = {}
         self._num_ended = 0
-        """Number of tokens generated for responses that have left vLLM."""
+        """Number of tokens generated for responses that vLLM no longer has."""
         self._num_steps = 0
         self._is_closed = False
         try:
@@ -160,7 +160,8 @@ class VllmEngine(LoopEngine):
 
     def _add(self, entry: Pending) -> Numbered | None:
         """Hand a request to vLLM. Returns its output if nothing is to be generated for it, because
-        it can never run or its carried tokens are a whole response. Else None."""
+        it can never run or its carried tokens (from before an abort) are a whole response; else
+        None."""
         reason = self._why_impossible(entry)
         if reason is not None:
             return failure(entry, reason)
@@ -187,7 +188,8 @@ class VllmEngine(LoopEngine):
         self._live[entry.sequence] = live
 
     def _hand_over(self, number: int, draw: Draw, prompt: list[int], **sampling: Any) -> Request:
-        """Hand a request to vLLM. Returns vLLM's record of it."""
+        """Hand vLLM a request with this prompt, these sampling parameters, and `draw`, which draws
+        its tokens. Returns vLLM's record of the request."""
         from vllm import SamplingParams as VllmSamplingParams
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
@@ -237,7 +239,7 @@ class VllmEngine(LoopEngine):
         return reason
 
     def _is_over(self, entry: Pending, tokens: Sequence[int]) -> Literal["stop", "length"] | None:
-        """How a response consisting of these carried tokens has ended. None: it has not ended."""
+        """How a response of these carried tokens (from before an abort) ended. None: it has not."""
         if self._stops(entry, tokens, len(tokens)):
             return "stop"
         if len(tokens) < entry.limit:
@@ -245,8 +247,7 @@ class VllmEngine(LoopEngine):
         return "length" if _may_stop(entry) else "stop"
 
     def _stops(self, entry: Pending, tokens: Sequence[int], count: int) -> bool:
-        """Whether the first `count` of these tokens have just ended the response, by an end token
-        or a stop string."""
+        """Whether the first `count` of these tokens end in an end token or a stop string."""
         if count == 0 or not _may_stop(entry):
             return False
         stops = entry.request.sampling.stop
@@ -287,9 +288,9 @@ class VllmEngine(LoopEngine):
         return outputs
 
     def _look(self) -> dict[int, int]:
-        """Accept the tokens that were drawn in the places of carried ones, where vLLM has read them
-        all. Returns the numbers of the requests that vLLM cannot continue because one came out
-        differently, each with the number of tokens that are kept."""
+        """Compare the carried tokens (from before an abort) with the tokens drawn in their places,
+        where vLLM has read them all. Returns the numbers of the requests that vLLM cannot continue
+        because a token came out differently, each with the number of tokens that are kept."""
         seen = [
             live
             for live in self._live.values()
@@ -307,8 +308,7 @@ class VllmEngine(LoopEngine):
         return {number: count for number, count in cuts.items() if count is not None}
 
     def _broken(self) -> list[int]:
-        """Numbers of the requests for which vLLM has generated a token from logits with a NaN.
-        Empties `Draws.broken`."""
+        """Return and forget the numbers of the requests whose logits held a NaN."""
         broken, self._draws.broken = self._draws.broken, []
         return [one for one in broken if one in self._live and self._live[one].is_broken]
 
@@ -348,8 +348,8 @@ class VllmEngine(LoopEngine):
         ]
 
     def _take_out(self, numbers: Sequence[int], unended: Sequence[int]) -> list[Live]:
-        """Take these responses out of vLLM and return them. `unended` are those that vLLM has not
-        ended by itself, and must be made to drop."""
+        """Take the responses of these requests out of vLLM and return them. `unended`: numbers of
+        the requests that vLLM has not ended by itself, which it is told to drop."""
         states = self._vllm.output_processor.request_states
         for number in unended:
             state = states.get(self._live[number].request.request_id)
@@ -364,9 +364,8 @@ class VllmEngine(LoopEngine):
         return found
 
     def _forget(self, numbers: Sequence[int]) -> None:
-        """Drop the table's entries for these requests, which have left vLLM. `Draw`s that are
-        referred to elsewhere keep their log-probabilities, which are fetched from worker processes
-        first."""
+        """Drop what is noted of these requests, which have left vLLM. A `Draw` that is in use
+        elsewhere keeps its log-probabilities, which are fetched from worker processes first."""
         draws = [self._draws.by_number.pop(number) for number in numbers]
         if self._workers is not None and numbers:
             for draw, log_probs in zip(draws, self._workers.take_log_probs(numbers), strict=True):

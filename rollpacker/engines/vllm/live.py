@@ -4,9 +4,9 @@
                 launch) that are to be verified are drawn again (engines/vllm/verify.py)
     look        once vLLM's first new token is there: how many carried tokens came out the same?
     leave       the response has left vLLM: its tokens are kept here
-    cut, begin  once more, if a carried token came out differently, or an end is refused
+    cut, begin  once more, if a carried token came out differently, or the length is refused
 
-Which carried tokens are kept, and which ends are refused, is as in engines/embedded/extend.py.
+Which carried tokens are kept, and which lengths are refused, is as in engines/embedded/extend.py.
 """
 
 from __future__ import annotations
@@ -39,47 +39,47 @@ class Live:
         self.given = list(carried.tokens)
         """The response's tokens, without those that vLLM is generating in its present request."""
         self.log_probs = list(carried.log_probs)
-        """Log-probabilities of the tokens in `given`."""
+        """Log-probability of each token in `given`."""
         self.num_kept: int | None = None
-        """Number of carried tokens that came out the same when drawn again. None: that has not been
-        done."""
+        """Number of carried tokens (from before an abort) that came out the same when drawn again.
+        None: they have not been drawn again."""
         self.num_redraws = 0
         entry.draw_with(0, entry.carried_redraw(0)[0])
         self.num_preemptions = 0
-        """Number of preemptions, without those in vLLM's current record."""
+        """Number of times that vLLM preempted this response in its earlier requests to vLLM."""
         self.num_reused = 0
         """Number of prompt tokens of a later turn that vLLM found in its prefix cache."""
 
     @property
     def is_unseen(self) -> bool:
-        """Whether there are carried tokens to verify whose outcome is not known yet."""
+        """Whether carried tokens (from before an abort) are not yet drawn again and compared."""
         return self.num_kept is None and self.carried.verify and bool(self.carried.tokens)
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """All tokens of the response so far, while vLLM has it."""
+        """All tokens of the response so far. May be called while vLLM has the response."""
         new = () if self.is_unseen else self.request.output_token_ids
         return (*self.given, *new)
 
     @property
     def is_broken(self) -> bool:
-        """Whether vLLM, which has the response, generated a token of it from logits that are not
-        numbers. With worker processes this is known only when the response has left vLLM."""
+        """Whether vLLM generated a token of this response from logits that are not numbers. With
+        worker processes this is known only when the response has left vLLM."""
         num_new = 0 if self.is_unseen else len(self.request.output_token_ids)
         return any(map(math.isnan, self.draw.log_probs[:num_new]))
 
     @property
     def first_broken(self) -> int | None:
-        """Number of the first token with a NaN log-probability, once the response has left vLLM.
-        None: there is none."""
+        """Number of the first token with a NaN log-probability (None: no token). Called after
+        `leave`."""
         return next((n for n, one in enumerate(self.log_probs) if math.isnan(one)), None)
 
     # -- vLLM gets it and gives it back ------------------------------------------------------------
 
     def begin(self) -> list[int]:
-        """Make the response's `draw`, and return the response tokens that vLLM's prompt is to end
-        with. If carried tokens are to be verified, the last of them is left for vLLM's first step
-        to generate, which so always has something to do."""
+        """Make the `Draw` with which vLLM is to go on, and return the response tokens that vLLM's
+        prompt is to end with. If carried tokens are to be verified, the last of them is left for
+        vLLM's first step to generate, which so always has something to do."""
         entry = self.entry
         if not self.is_unseen:
             key = entry.key(entry.redraws[-1][1] if entry.redraws else 0)
@@ -94,8 +94,8 @@ class Live:
         return self.given[:-1]
 
     def look(self, ends: Callable[[Sequence[int], int], bool]) -> int | None:
-        """Compare the tokens drawn in the places of the carried ones with these. vLLM's first new
-        token must be there.
+        """Compare the carried tokens (from before an abort) with the tokens drawn in their places.
+        vLLM's first new token must be there.
 
         `ends(tokens, count)`: whether the first `count` tokens have just ended the response.
         Returns the number of tokens to continue from in a new request, without vLLM's new ones;
@@ -158,13 +158,13 @@ class Live:
 
     @property
     def is_too_long(self) -> bool:
-        """Whether the response, which vLLM has, is longer than its ceiling and may be redrawn."""
+        """Whether the response is longer than `Carried.ceiling`, and may be drawn again."""
         return len(self.tokens) > self._ceiling and self.num_redraws < MAX_REDRAWS
 
     def draw_again(self, *, stopped: bool) -> bool:
-        """Apply the complement rule (`Extender.draw_again`) to a response that has left vLLM.
-        Returns whether it must be continued, from fewer tokens and with new noise. `stopped`:
-        whether it ended by itself."""
+        """Cut a response that has left vLLM if its length is refused, as in `Extender.draw_again`.
+        Returns whether it was cut and must go on, with new noise. `stopped`: whether it ended by
+        itself."""
         count = len(self.given)
         floor = self.carried.floor if self.carried.verify else 0
         is_wrong = (stopped and count <= floor) or count > self._ceiling
@@ -181,7 +181,8 @@ class Live:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Fields of the response's event: preemptions, carried tokens kept, and redraws."""
+        """Fields of the response's event: numbers of preemptions by vLLM, of carried tokens that
+        came out the same, and of times that tokens were drawn again."""
         return {
             "preemptions": self.num_preemptions,
             "num_kept": self.num_kept,
@@ -189,7 +190,7 @@ class Live:
         }
 
     def response(self, reason: Literal["stop", "length", "aborted"], version: int) -> Response:
-        """The `Response` made of this response, which has left vLLM."""
+        """Return the finished `Response`, once vLLM no longer has it."""
         request = self.entry.request
         return Response(
             sample=request.sample,

@@ -30,10 +30,10 @@ WORKER = "rollpacker.engines.vllm.worker"
 
 
 class Workers:
-    """The worker processes of one engine."""
+    """The worker processes of one vLLM engine that several devices share."""
 
     def __init__(self, engine: LLMEngine, model: PreTrainedModel) -> None:
-        """Takes memory for the weights. Raises `OSError`, or `ValueError` if there is no room."""
+        """Takes shared memory for the weights. Raises `OSError`, or `ValueError` for lack of it."""
         self._engine = engine
         self._buffer = WeightBuffer.create(base_weights(model))
         self._num_loads = 0
@@ -47,26 +47,26 @@ class Workers:
         self._call("load_shared", self._buffer.layout.source(self._num_loads))
 
     def take_log_probs(self, numbers: Sequence[int]) -> list[list[float]]:
-        """The log-probabilities of the generated tokens of each of these requests. The workers
-        forget the requests."""
+        """Return the log-probabilities of the generated tokens of each of these requests, which the
+        workers then forget."""
         found: list[list[float]] = self._agreed("take_log_probs", tuple(numbers))
         return found
 
     def drawn_anew(self, numbers: Sequence[int]) -> list[tuple[list[int], list[float]]]:
-        """For each request the tokens drawn in the places of its carried tokens, and their
-        log-probabilities."""
+        """For each request, return the tokens that were drawn in the places of its carried tokens
+        (from before an abort), and their log-probabilities."""
         found: list[tuple[list[int], list[float]]] = self._agreed("drawn_anew", tuple(numbers))
         return found
 
     def _agreed(self, method: str, argument: Any) -> Any:
-        """The answer that all workers give to this call. Raises `EngineError` if answers differ."""
+        """Call this method of all workers with `argument` and return their answer. Raises
+        `EngineError` if the workers' answers differ."""
         first, *others = self._call(method, argument)
         if any(repr(other) != repr(first) for other in others):  # NaN is NaN here
             raise EngineError("the devices of an engine of vLLM have drawn different tokens")
         return first
 
     def _call(self, method: str, argument: Any) -> list[Any]:
-        """The answer of each worker to this call."""
         answers: list[Any] = self._engine.collective_rpc(method, args=(argument,))
         return answers
 

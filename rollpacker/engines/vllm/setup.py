@@ -39,8 +39,8 @@ vLLM's records of its requests, which are not a public interface."""
 BLOCK_TOKENS = 32
 """Number of tokens in one block of vLLM's cache. Shorter prompts share no block."""
 KV_CACHE_GIB = 1.0
-"""Memory for keys and values on a CPU, in GiB, if the config sets none. On a GPU vLLM uses the rest
-of the memory."""
+"""Memory for keys and values on a CPU, in GiB, if the config sets none. On a GPU they get what is
+left of vLLM's share of the memory."""
 SHARE_OF_FREE = 0.9
 """Largest share of the free GPU memory that vLLM may use, measured when vLLM starts."""
 _NEED_TORCHVISION = ("qwen3_5_text", "qwen3_5_moe_text")
@@ -60,13 +60,12 @@ _ENVIRONMENT = {
     RUNNER_VARIABLE: "0",
 }
 _OF_MEMORY = re.compile(r"memory|KV cache|cache blocks", re.IGNORECASE)
-"""Matches a `ValueError` of vLLM's which says that the memory for keys and values does not
-suffice."""
+"""Matches the message of vLLM's `ValueError` for too little memory for keys and values."""
 
 
 _the_only_one = threading.Lock()
-"""Held while this process has a vLLM engine. There can be one, since vLLM keeps in globals of the
-process what an engine shares with its workers."""
+"""Held while this process has a vLLM engine. There can be only one at a time, since vLLM keeps in
+globals of the process what an engine shares with its workers."""
 
 
 def open_vllm(
@@ -191,8 +190,8 @@ def _open(
 
 
 def _watch_runners(engine: LLMEngine, draws: Draws, tensor_parallel: int) -> None:
-    """Make the engine's model runners draw carried tokens again (verify.py). If a runner is of an
-    unknown class, shuts the engine down and raises `UnsupportedModelError`."""
+    """Have the model runner of each worker draw carried tokens again (verify.py). If a runner is of
+    an unknown class, shuts the engine down and raises `UnsupportedModelError`."""
     refusals = engine.collective_rpc(
         "watch" if tensor_parallel > 1 else lambda worker: watch(worker, draws)
     )
@@ -203,7 +202,7 @@ def _watch_runners(engine: LLMEngine, draws: Draws, tensor_parallel: int) -> Non
 
 
 def _why_it_does_not_start(error: ValueError, config: EngineConfig) -> str:
-    """vLLM's reason in one line, with our setting for memory if the reason is about memory."""
+    """vLLM's reason in one line, with the name of our memory setting if it is about memory."""
     reason = " ".join(str(error).split())
     if not _OF_MEMORY.search(reason):
         return f"vLLM does not start with this model: {reason}"
@@ -272,8 +271,8 @@ def _check_head_size(model: PreTrainedModel) -> None:
 
 
 def check_hybrid(model: PreTrainedModel, *, on_cpu: bool) -> None:
-    """Raise `UnsupportedModelError` if this vLLM lacks what this model with other layers than
-    attention needs."""
+    """Raise `UnsupportedModelError` if this vLLM cannot run the model's layers that are not
+    attention."""
     config, name = model.config.get_text_config(), type(model).__name__
     kind = config.model_type
     if kind in _NEED_TORCHVISION and find_spec("torchvision") is None:

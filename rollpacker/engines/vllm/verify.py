@@ -1,9 +1,10 @@
-"""Makes vLLM draw carried tokens again while it reads them as the end of a prompt.
+"""Makes vLLM draw carried tokens (from before an abort) again while it reads them as the end of a
+prompt.
 
 vLLM computes logits after a prompt's last token only. So a method of its model runner is wrapped:
 after each step, the carried tokens that the step has read are drawn from the hidden states before
-them, with the noise that plain generation has there (`Anew`). A long prompt is read in several
-steps, and from its beginning if the request was preempted.
+them, with the random numbers that plain generation has there (`Anew`). A long prompt is read in
+several steps, and from its beginning if the request was preempted.
 
 The wrapped method is not a public interface: `setup.TESTED` says which versions have it.
 """
@@ -27,9 +28,9 @@ RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 def watch(worker: Any, draws: Draws) -> str | None:
-    """Make the model runner of one of vLLM's workers draw the carried tokens of these requests
-    again. Returns None, or a sentence that says why that cannot be done: the runner is of another
-    class than this code is written for."""
+    """Make the model runner of one of vLLM's workers draw the carried tokens (from before an abort)
+    of these requests again. Returns None, or a sentence that says why that cannot be done: the
+    runner is of another class than this code is written for."""
     runner = worker.model_runner
     classes = [f"{one.__module__}.{one.__qualname__}" for one in type(runner).__mro__]
     if RUNNER not in classes:
@@ -75,15 +76,15 @@ def _draw_anew(
 
 
 class _Piece(NamedTuple):
-    """Carried tokens of one request that the current step has read."""
+    """Carried tokens (from before an abort) of one request that vLLM's current step has read."""
 
     draw: Draw
     anew: Anew
     place: int
-    """Number of the piece's first token in the response."""
+    """Index in the response of the first of these tokens."""
     num_tokens: int
     row: int
-    """Index in the step's hidden states of the state before the first token."""
+    """Index in the step's hidden states of the state that the first of them is drawn from."""
 
 
 def _draw_all(runner: Any, found: list[_Piece], hidden_states: Tensor) -> None:

@@ -30,7 +30,7 @@ any shorter format."""
 
 
 class Copy:
-    """vLLM's copy of the weights of one engine."""
+    """vLLM's copy of the weights of one engine's model, and its comparison with that model."""
 
     def __init__(
         self,
@@ -42,8 +42,8 @@ class Copy:
         forget: Callable[[Sequence[int]], None],
     ) -> None:
         """`workers`: the worker processes if several devices share the engine, else None.
-        `hand_over` and `forget` are the engine's methods: to hand vLLM a request, and to drop ended
-        ones."""
+        `hand_over` and `forget` are the engine's methods: to hand a request to vLLM, and to drop
+        what is noted of requests that have ended."""
         self._model = model
         self._vllm = vllm
         self._workers = workers
@@ -54,8 +54,7 @@ class Copy:
     @torch.no_grad()
     def load(self) -> None:
         """Copy the model's weights into vLLM, and raise `EngineError` if vLLM then computes
-        something else. Of a model with an adapter only the adapter is copied after the first
-        time."""
+        something else. After the first time only an adapter, if there is one, is copied."""
         if not (self._has_base and has_adapter(self._model)):
             self._load_base()
             self._has_base = True
@@ -79,8 +78,8 @@ class Copy:
         return bool(self._vllm.model_config.enable_sleep_mode)
 
     def sleep(self) -> None:
-        """Move vLLM's weights to host memory and drop its keys and values. (Level 2 would drop the
-        weights too, with buffers that are never sent again.)"""
+        """Move vLLM's weights to host memory and drop its keys and values. (vLLM's sleep level 2
+        would drop the weights too, with buffers that are never sent again.)"""
         self._vllm.sleep(level=1)
 
     def wake_up(self) -> None:

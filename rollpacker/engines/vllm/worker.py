@@ -36,8 +36,8 @@ class Extension:
         return [[] if one is None else one.log_probs for one in found]
 
     def drawn_anew(self, numbers: Sequence[int]) -> list[tuple[list[int], list[float]]]:
-        """For each request the tokens drawn in the places of its carried tokens, and their
-        log-probabilities."""
+        """For each request, return the tokens that were drawn in the places of its carried tokens
+        (from before an abort), and their log-probabilities."""
         found = [_draws.by_number[number].anew for number in numbers]
         return [(one.tokens, one.log_probs) for one in found if one is not None]
 

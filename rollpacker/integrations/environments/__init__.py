@@ -28,7 +28,7 @@ PACKAGES = {
     "reasoning-gym": "reasoning_gym",
     "verifiers": "verifiers",
 }
-"""Name of the module in this package, by the name before the colon."""
+"""Names of the adapters' modules in this package, by the name before the colon."""
 
 __all__ = ["PACKAGES", "AdapterError", "is_adapted", "load", "rows"]
 
@@ -41,12 +41,10 @@ def is_adapted(name: str) -> bool:
 
 def load(name: str, arguments: Mapping[str, Any]) -> Callable[[], Environment]:
     """Return the function that makes an episode's environment, to be called in the process that
-    plays it.
-
-    `name`: `package:NAME`. `arguments`: those of the adapter (see its module's docstring), and, if
-    its package has any, those of the environment. Imports the package. Raises `AdapterError` for an
-    impossible name or argument, and `MissingPackageError` with the extra to install.
-    """
+    plays it. `name`: `package:NAME`. `arguments`: those of the adapter (see its module's
+    docstring), and, if its package has any, those of the environment. Imports the package. Raises
+    `AdapterError` for an impossible name or argument, and `MissingPackageError` with the extra to
+    install."""
     module, rest = _module_of(name)
     return module.factory(rest, dict(arguments))  # type: ignore[no-any-return]
 

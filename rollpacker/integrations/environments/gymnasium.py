@@ -155,8 +155,8 @@ def _make(name: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def _check_name(name: str) -> str:
-    """The environment's id. For `module:Id-v0` the module is imported, which registers the id.
-    Raises `AdapterError` for an unknown id."""
+    """Return the environment's id. For `module:Id-v0` the module, which registers the id, is
+    imported first. Raises `AdapterError` for an unknown id."""
     require("gymnasium", extra="gymnasium", what="an environment of gymnasium")
     import gymnasium
 

@@ -21,8 +21,8 @@ class AdapterError(ValueError):
 
 
 class OwnArguments:
-    """Takes the arguments that an adapter reads itself out of `environment.arguments`. What is left
-    is passed on to the package that it adapts."""
+    """Takes an adapter's own arguments out of the config's `environment.arguments`. The arguments
+    that are left are passed on to the package that it adapts."""
 
     def __init__(self, name: str, arguments: dict[str, Any]) -> None:
         self._name = name
@@ -49,7 +49,7 @@ class OwnArguments:
         return number
 
     def check_nothing_left(self) -> None:
-        """Raise `AdapterError` if an argument is left that is not the adapter's."""
+        """Raise `AdapterError` if an argument is left, since the adapter does not know it."""
         for key in self._arguments:
             raise AdapterError(
                 f"{self._name} takes no argument {key}.{did_you_mean(key, self._own)}"
@@ -107,11 +107,9 @@ _random_lock = threading.Lock()
 
 
 class OwnRandomness:
-    """The random numbers of the process (`random`, `numpy.random`), for one episode alone.
-
-    Some packages seed them and draw from them; episodes in one process would otherwise disturb each
-    other. Every call into the package is made within `drawn_from`, one at a time.
-    """
+    """The random numbers of the process (`random`, `numpy.random`), for one episode alone. Some
+    packages seed them and draw from them; episodes in one process would otherwise disturb each
+    other. Every call into the package is made within `drawn_from`, one at a time."""
 
     def __init__(self) -> None:
         self._states: tuple[Any, Any] | None = None

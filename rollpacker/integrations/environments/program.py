@@ -54,7 +54,7 @@ def rows(name: str, arguments: dict[str, Any]) -> None:
 
 
 class Programs:
-    """Makes episodes, which share the command and an endpoint."""
+    """Makes the episodes of one program, which share its command and the endpoint that it calls."""
 
     is_quick = True
 
@@ -163,7 +163,7 @@ class _Process:
             os.close(errors.writer)
         self._output, self._errors = output, errors
         self.ended: asyncio.Future[str] = asyncio.ensure_future(self._end())
-        """Gets how the program ended, such as "exit status 0", after all its output was read."""
+        """Future for how the program ended, such as "exit status 0", after all output was read."""
 
     def reward(self) -> Any:
         """The reward in the program's last line of output. None: there is none in it."""
@@ -203,7 +203,7 @@ class _Tail:
         os.set_blocking(self._reader, False)
         self._kept = b""
         self.over: asyncio.Future[None] = self._loop.create_future()
-        """Done when no process can write to the pipe any more."""
+        """Future that is done when no process can write to the pipe any more."""
         self._loop.add_reader(self._reader, self._read)
 
     @property

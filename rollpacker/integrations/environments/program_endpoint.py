@@ -55,14 +55,14 @@ class Session:
         self.reward: Any = None
         """The reward that the program posted. None: it posted none."""
         self.called: asyncio.Future[Call] = asyncio.get_running_loop().create_future()
-        """Gets the program's next call, or a `ProgramError` if the program did something that
-        cannot be trained on."""
+        """Future that gets the program's next call, or a `ProgramError` if the program did
+        something that cannot be trained on."""
         self._said: list[str] = []
-        """All messages so far, with the model's, each as text from `chat.as_said`."""
+        """All messages so far, the model's included, each as text from `chat.as_said`."""
         self._tools: tuple[dict[str, Any], ...] = ()
         self._pending: asyncio.Future[dict[str, Any]] | None = None
         self._asked: list[str] = []
-        """The messages of the latest call, as text."""
+        """The messages of the program's latest call, as text."""
         self._num_turns = 0
         self._failure: ProgramError | None = None
 
@@ -146,7 +146,7 @@ class ProgramError(Exception):
 
 
 class ProgramEndpoint:
-    """The endpoint of a process. Its server is open as long as there are sessions."""
+    """The endpoint of an environment process. Its server is open as long as there are sessions."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}

@@ -9,7 +9,7 @@ Arguments: `num_rows`, `env` (an environment of verifiers to pair the taskset wi
 those of the taskset's config. Rows are the taskset's tasks, in the column `verifiers_task`.
 
 Not supported: environments of several roles, tasks that need a container, programs other than a
-dialogue (for which there is the endpoint of the live policy), a tool call that a task's hook
+dialogue (for those there is `program:COMMAND`), a tool call that a task's hook
 rewrites before it is made (it ends the episode), images. A task's own tool servers are processes
 that start with each episode, which takes seconds; those of the taskset are shared. Before 0.4
 verifiers has another interface.
@@ -60,7 +60,7 @@ def rows(name: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
 
 class Servers:
     """The servers that verifiers needs for its episodes: its own endpoint, and tools that tasks
-    share. All episodes share them; they run while there are any."""
+    share. All episodes share them. They run while any episode is open."""
 
     def __init__(self, config: Any) -> None:
         self._config = config
@@ -68,8 +68,8 @@ class Servers:
 
     @asynccontextmanager
     async def for_an_episode(self) -> AsyncIterator[Any]:
-        """A context for one episode, in which the servers run; its value is verifiers' environment.
-        Raises the error with which they failed to start."""
+        """A context for one episode, in which verifiers' servers run; its value is verifiers'
+        environment. Raises the error with which a server failed to start."""
         running = self._running = self._running or _Running(self._config)
         running.num_episodes += 1
         try:
@@ -238,7 +238,8 @@ def _reward_of(episode: Any) -> float:
 
 
 def _config(name: str, arguments: dict[str, Any]) -> tuple[Any, int | None, bool]:
-    """Config of verifiers' environment, number of rows, and whether the arguments set it."""
+    """Return the config of verifiers' environment, the number of rows (None: as many as there are
+    tasks), and whether the arguments set that number."""
     require("verifiers", extra="verifiers", what="an environment of verifiers")
     if not (found := version("verifiers")).startswith("0.4."):
         raise AdapterError(

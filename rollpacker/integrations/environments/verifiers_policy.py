@@ -147,7 +147,7 @@ class PolicyClient(Client):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self.called: asyncio.Future[Call] = asyncio.get_running_loop().create_future()
-        """Done when the model is called. The caller of `step` then puts a new future here."""
+        """Future that is done when the model is called. `step` then puts a new one here."""
 
     async def get_response(self, dialect: Any, body: dict[str, Any], *_: Any, **__: Any) -> Any:
         if self.called.done():

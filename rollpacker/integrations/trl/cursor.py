@@ -38,8 +38,8 @@ class SamplerCursor:
         self._begin_epoch()
 
     def take(self, count: int) -> tuple[tuple[PromptId, ...], bool, bool]:
-        """Return up to `count` prompts, and whether the epoch and all epochs ended
-        (`Cursor.take`)."""
+        """Return up to `count` prompts, whether an epoch ended with them, and whether those
+        of all steps are taken."""
         if self.ended:
             return (), True, True
         count = min(count, self._left)
@@ -58,14 +58,12 @@ class SamplerCursor:
         return self._left == 0
 
     def state(self) -> dict[str, Any]:
-        """The cursor's present place, for `restore`."""
+        """The cursor's present place in the data, to be given to `restore`."""
         return {"epoch": self._epoch, "position": self._position, "order": len(self._order)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a place that `state` returned. Only for a new cursor.
-
-        Raises `ValueError` if the data or the batch has another size.
-        """
+        """Continue from a place that `state` returned. Only for a new cursor. Raises `ValueError`
+        if the data or the batch has another size."""
         if state["order"] != len(self._order):
             raise ValueError(
                 f"cannot resume: an epoch had {state['order']} prompts, and now has "

@@ -18,8 +18,9 @@ Row = dict[str, Any]
 
 
 class LateRows:
-    """The rows of one generation, chosen when the first of them is read. Batches that TRL draws and
-    never reads are never chosen: it draws each batch as often as it trains on it."""
+    """The rows of one generation (request for responses), chosen when the first of them is read.
+    For a batch that TRL draws and never reads no rows are chosen: TRL draws a batch once for each
+    time that it trains on it, but reads it once."""
 
     def __init__(self, count: int, decide: Callable[[], list[Row]]) -> None:
         self._count = count
@@ -61,7 +62,7 @@ class LateRow:
 
 
 class LateDataset(Dataset):  # type: ignore[misc]
-    """The user's data set, except that a data loader gets `LateRow`s."""
+    """The user's data set, except that a data loader gets `LateRow`s, not rows."""
 
     @classmethod
     def of(cls, dataset: Dataset, decide: Callable[[], list[Row]]) -> LateDataset:

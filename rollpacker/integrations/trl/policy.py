@@ -26,10 +26,8 @@ class LentModel:
     def __init__(
         self, model: Any, tokenizer: PreTrainedTokenizerBase, config: EngineConfig
     ) -> None:
-        """Makes the engine. `model` may be wrapped by peft.
-
-        Raises `UnsupportedModelError` for an architecture that cannot run in the engine.
-        """
+        """Makes the engine. `model` may be wrapped by peft. Raises `UnsupportedModelError` for an
+        architecture that cannot run in the engine."""
         self._model = _without_wrapper(model)
         with self.lent():
             self.engine = TorchEngine(model=self._model, tokenizer=tokenizer, config=config)

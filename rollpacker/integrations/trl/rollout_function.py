@@ -89,7 +89,7 @@ class RolloutFunction(TrainerCallback):
             )
         _check_tail_batching(tail_batching)
         self.dataset = LateDataset.of(dataset, self._decide)
-        """The data set for the trainer. Which rows a step trains on is chosen late."""
+        """The trainer's data set. A step's rows are chosen when TRL first reads one."""
         self._rows = dataset
         self._tail_batching = tail_batching
         self._engine_config = engine
@@ -99,7 +99,7 @@ class RolloutFunction(TrainerCallback):
         self._step: Groups = []
         """The responses of the step that is generated or trained on, by prompt."""
         self._drawn: list[Row] = []
-        """The rows of that step, one per response."""
+        """The rows of the step that is generated or trained on, one per response."""
         self._trainer: Any = None
         self._num_evaluations = 0
 
@@ -111,8 +111,7 @@ class RolloutFunction(TrainerCallback):
     # -- what the trainer calls --------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Begin a job for this training. Raises `ValueError` for settings that cannot be used
-        here."""
+        """Begin this training's rollouts. Raises `ValueError` for settings that cannot be used."""
         _check_arguments(args, self._rows)
         self._trainer = None  # of an earlier training
         tokenizer = parts["processing_class"]
@@ -193,8 +192,7 @@ class RolloutFunction(TrainerCallback):
             self._trainer._metrics["train"][f"rollpacker/{name}"].append(value)
 
     def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Save the prompts that wait for another launch, beside the checkpoint that TRL has just
-        saved."""
+        """Save the prompts that were put off to a later step, beside TRL's checkpoint."""
         if self._rollouts is not None and state.is_world_process_zero:
             self._rollouts.save(_checkpoint(args, state.global_step))
 
@@ -290,8 +288,9 @@ def _checkpoint(args: Any, step: int) -> Path:
 def _job(
     config: JobConfig, cursor: SamplerCursor, args: Any, step: int
 ) -> tuple[Job, KeptByPrompt | None]:
-    """A new job; with `step` > 0 the job of the checkpoint from which TRL resumes. Raises
-    `ValueError` if the checkpoint has none."""
+    """Return the state of a new training (`Job`) and None, or with `step` > 0 the state saved with
+    TRL's checkpoint of that step and the tokens kept of its deferred prompts. Raises `ValueError`
+    if the checkpoint has none."""
     if not step:
         return Job(config), None
     found = restore(_checkpoint(args, step), config, cursor)

@@ -1,4 +1,5 @@
-"""The rollouts of one training: the core, driven between the steps of TRL's trainer.
+"""The rollouts of one training. Between the steps of TRL's trainer they drive the core
+(`rollpacker.core`), which decides what runs.
 
     next_step()   RunStarted or Committed -> FetchPrompts -> Launch -> ... -> TrainOn: its groups
     trained()     Trained -> SyncWeights -> Commit, held until the next step is asked for
@@ -74,7 +75,7 @@ from rollpacker.run.ports.carried import CarriedTokens, KeptByPrompt, read_carri
 from rollpacker.run.ports.clock import RealClock
 
 FOLDER = "rollpacker"
-"""Name of the folder in TRL's checkpoints that holds the prompts which wait for another launch."""
+"""Name of the folder in TRL's checkpoints with the prompts that were put off to a later step."""
 TOKENIZER = "that of the checkpoint"
 
 LIMIT = "generation_s of rollout_function"
@@ -82,7 +83,7 @@ LOOKS = 20
 """Number of times, per deadline, that the engine is checked for a sign of life."""
 
 Groups = list[list[Response]]
-"""The responses of each prompt, in launch order."""
+"""The responses of each prompt, in the order in which they were submitted."""
 Found = queue.SimpleQueue[Groups | BaseException]
 
 
@@ -101,13 +102,12 @@ class Rollouts:
         generation_s: float,
         waiting: KeptByPrompt | None = None,
     ) -> None:
-        """`prompts`: the prompt of each row. `waiting`: tokens kept of deferred prompts (which wait
-        for another launch) when the job was saved; None for a new job."""
+        """`prompts`: the prompt of each row. `waiting`: tokens kept of deferred prompts (put off to
+        a later step) in a checkpoint; None in a new training."""
         self.engine = engine
         self.cursor = cursor
         self.waiting: KeptByPrompt = waiting or {}
-        """Tokens kept of prompts that wait for another launch, as of the last step that was trained
-        on."""
+        """Tokens kept of deferred prompts (put off to a later step) after the last trained step."""
         self._history = History()
         self._history.last_step = job.step
         self._time = TimeBook(slots=None)
@@ -143,11 +143,8 @@ class Rollouts:
 
     def next_step(self) -> Groups:
         """Generate the next step, and return its responses: `samples_per_prompt` for each of
-        `prompts_per_step` prompts.
-
-        Raises `DeadlineExceeded`, and `EngineError` for a sample that the engine cannot
-        generate.
-        """
+        `prompts_per_step` prompts. Raises `DeadlineExceeded`, and `EngineError` for a sample that
+        the engine cannot generate."""
         job = self.bus.job
         if job.phase is Phase.TRAINING:  # the trainer trains several times before it steps
             self.trained()
@@ -179,8 +176,9 @@ class Rollouts:
         return f"rollpacker: {self.bus.job.version} steps in {wall:.1f} s: {', '.join(parts)}"
 
     def save(self, checkpoint: Path) -> None:
-        """Save the job and its waiting prompts beside TRL's checkpoint. Does nothing between the
-        updates of one generation, from where a training cannot resume."""
+        """Save the job (the state of these rollouts) and the prompts put off to a later step beside
+        TRL's checkpoint. Does nothing between the updates of one generation, from where a training
+        cannot resume."""
         job, folder = self.bus.job, checkpoint / FOLDER
         if job.phase is not Phase.COMMITTING:
             return
@@ -266,11 +264,10 @@ class Rollouts:
 
 
 def restore(checkpoint: Path, config: JobConfig, cursor: Cursor) -> tuple[Job, KeptByPrompt] | None:
-    """The job that `Rollouts.save` saved in this checkpoint, and the tokens kept of its waiting
-    prompts. `cursor` continues from its saved place. None: no job was saved.
-
-    Raises `ValueError` if the job does not fit the data, or cannot be read.
-    """
+    """Return the job (state of the rollouts) that `Rollouts.save` saved in this checkpoint, and the
+    tokens kept of its deferred prompts (put off to a later step). `cursor` continues from its saved
+    place. None: no job was saved. Raises `ValueError` if the job does not fit the data, or cannot
+    be read."""
     folder = checkpoint / FOLDER
     if not (folder / "state.json").exists():
         return None
@@ -290,16 +287,15 @@ CAUSES = {
     "between_steps": ("checkpoint",),
     "controller": ("controller", "sync"),
 }
-"""Causes of seconds in the time book, by the names used here. training is TRL's rewards and
-gradients; between_steps is its evaluations, logs and checkpoints."""
+"""Causes of seconds as `Rollouts.seconds` names them, each with its names in the record of the
+core. training is TRL's rewards and gradients; between_steps is its evaluations, logs and
+checkpoints."""
 
 
 def wait_for(found: Found, engine: Engine, limit_s: float, what: Callable[[], str]) -> Groups:
     """Wait for the groups that the engine's thread puts into `found`, as long as the engine shows
-    signs of life.
-
-    Raises `DeadlineExceeded` after `limit_s` seconds without one, and any exception put there.
-    """
+    signs of life. Raises `DeadlineExceeded` after `limit_s` seconds without one, and any exception
+    put there."""
     steps, last_sign = -1, time.monotonic()
     while True:
         try:
@@ -319,8 +315,8 @@ def wait_for(found: Found, engine: Engine, limit_s: float, what: Callable[[], st
 def collect(
     engine: Engine, requests: Sequence[GenerationRequest], generation_s: float
 ) -> list[Response]:
-    """Generate responses outside of any job, in the order of the requests. Raises like
-    `next_step`."""
+    """Generate responses without tail batching, for an evaluation, and return them in the order of
+    the requests. Raises like `next_step`."""
     responses: dict[SampleId, Response] = {}
     found = Found()
 

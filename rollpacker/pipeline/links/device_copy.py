@@ -1,6 +1,6 @@
-"""Copies between a GPU and host memory, for links that go through the latter.
+"""Copies between a GPU and host memory, for pipeline links that send tensors by way of host memory.
 
-Written for CUDA and run on CPUs only so far, where tensors are taken as they are.
+It is written for CUDA and has run on CPUs only so far, where no copy is made.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
-    """A copy of a tensor in host memory, which `wait` returns once it is complete."""
+    """A copy of a tensor in host memory. `wait` returns the copy once it is complete."""
 
     tensor: Tensor
     _copied: torch.cuda.Event | None = None
@@ -29,8 +29,8 @@ class HostCopy:
 
 
 class HostCopies:
-    """Begins copies from a GPU to host memory, on a CUDA stream of their own: they wait for the
-    work that was queued before them, and no later work waits for them."""
+    """Begins copies of tensors from a GPU to host memory, on a CUDA stream of their own. A copy
+    waits for the work that was queued before it, and no later work waits for a copy."""
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
@@ -52,12 +52,12 @@ class HostCopies:
 
 
 def host_buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return host memory for a tensor that is on its way to this device, pinned for CUDA."""
+    """Return host memory for a tensor that is to be copied to this device: page-locked for CUDA."""
     return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to the device, and return it once it is complete there."""
+    """Copy a tensor to the device, and return the copy once it is complete there."""
     if device.type == "cpu":
         return tensor
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -1,9 +1,9 @@
-"""Direct links: torch.distributed's `isend` and `irecv`, over a process group for each direction.
+"""Direct links between pipeline stages: `isend` and `irecv` of torch.distributed, over a process
+group for each direction. A header goes before each tensor, so that shapes may differ.
 
-A header goes before each tensor, so that shapes may differ. The link is as good as its group: one
-lost connection loses it. For tensors of a CPU alone, over gloo. Over NCCL a receiver's wait would
-be queued on the stream that computes, before what its sender waits for: on CUDA all links are
-host links.
+One lost connection loses the link. Direct links send CPU tensors alone, over gloo. With NCCL a
+receiver's wait would be queued on the CUDA stream that computes, ahead of the work that its sender
+waits for. So on CUDA all links go through host memory.
 """
 
 from __future__ import annotations
@@ -39,31 +39,31 @@ from rollpacker.pipeline.links.wire import (
 )
 
 IDLE = timedelta(days=365)
-"""Timeout of a link's group: a receiver waits for the next message however long the rollouts
-between two steps take. A peer that ends is noticed at once."""
+"""Timeout of a link's process group: a receiver waits for the next message however long the
+rollouts between two steps take. If the sender's process ends, the receiver notices at once."""
 END_S = 5.0
 """Seconds that a closed receiver waits for its sender to be closed. gloo cannot be told to stop
-waiting: after this the thread stays until the process or the peer ends."""
+waiting: after this the receiver's thread stays until its process or the sender's ends."""
 
 
 def direct_group(ranks: tuple[int, int]) -> dist.ProcessGroup:
-    """Make the process group of one direction between two ranks. All ranks of the job make all
-    groups, in the same order."""
+    """Make the process group for messages from the first to the second of two ranks. All ranks of
+    the job make all such groups, in the same order."""
     return dist.new_group(list(ranks), timeout=IDLE, backend="gloo")  # type: ignore[no-any-return]
 
 
 class _Sent(NamedTuple):
-    """A message on its way, or the goodbye (number -1)."""
+    """A message that is being sent, or the sender's goodbye (`number` is -1)."""
 
     works: list[dist.Work]
     tensors: list[Tensor]
-    """Tensors that must be kept until they are sent."""
+    """The header and the message's tensor, which must be kept until they are sent."""
     number: int
     posted_s: float
 
 
 class DirectSender:
-    """A `Sender` over torch.distributed. It keeps the tensors that the group has not sent yet."""
+    """Sends tensors to a neighbouring stage over torch.distributed. It keeps them until sent."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class DirectSender:
         *,
         on_lost: OnLost,
     ) -> None:
-        """Start the sender's thread. `group` is a `direct_group` of this direction alone."""
+        """Start the sender's thread. `group` is made by `direct_group`, for this sender alone."""
         self._border = border
         self._group = group
         self._loss = Loss(on_lost)
@@ -84,7 +84,7 @@ class DirectSender:
         self._thread.start()
 
     def send(self, number: int, tensor: Tensor, *, posted_s: float | None = None) -> None:
-        """Begin to send a tensor, and return at once. Raises `LinkLost` once the link is lost."""
+        """Begin to send tensor `number`, and return at once. Raises `LinkLost` on a lost link."""
         assert number == self._num_posted, f"message {number} after {self._num_posted - 1}"
         assert fits(tensor), f"no message holds {tensor.ndim} dimensions of {tensor.dtype}"
         self._loss.check()
@@ -105,7 +105,7 @@ class DirectSender:
         self._sent.put(_Sent([work for work in works if work is not None], all_, number, posted_s))
 
     def _run(self) -> None:
-        """Release the tensors that have been sent."""
+        """Wait, message after message, until its tensors are sent, and release them."""
         while (sent := self._sent.get()) is not None:
             started_s = time.monotonic()
             try:
@@ -125,11 +125,11 @@ class DirectSender:
                 self._times.append(times)
 
     def times(self) -> list[SendTimes]:
-        """Return the records of messages that were sent since the last call."""
+        """Return the times of the messages that were sent since the last call of this method."""
         return taken(self._times)
 
     def close(self) -> None:
-        """End the thread and say goodbye. What was sent before may still arrive. Idempotent."""
+        """End the thread and tell the receiver. Tensors sent before may arrive. Idempotent."""
         if self._loss.close():
             self._post(packed_bye(), [], -1, 0.0)
         self._sent.put(None)
@@ -137,7 +137,7 @@ class DirectSender:
 
 
 class DirectReceiver:
-    """A `Receiver` over torch.distributed. It keeps one message."""
+    """Receives tensors from a neighbouring stage over torch.distributed, one at a time."""
 
     def __init__(
         self,
@@ -147,7 +147,8 @@ class DirectReceiver:
         on_arrival: OnArrival,
         on_lost: OnLost,
     ) -> None:
-        """Start the receiver's thread. `group` is a `direct_group` of this direction alone."""
+        """Start the receiver's thread. `group` is made by `direct_group`, for this receiver
+        alone."""
         self._border = border
         self._group = group
         self._on_arrival = on_arrival
@@ -167,8 +168,8 @@ class DirectReceiver:
         self._loss.lose(self._border.lost(why, "its process group"))
 
     def _receive(self) -> bool:
-        """Receive one message. Returns False for the sender's goodbye. Raises `RuntimeError` if the
-        connection is lost, and `ValueError` for bytes that are no message."""
+        """Receive one message. Returns False if it was the sender's goodbye, else True. Raises
+        `RuntimeError` if the connection is lost, and `ValueError` for bytes that are no message."""
         head = self._next(torch.empty(HEADER.size, dtype=torch.uint8))
         header = read_header(head.numpy().tobytes(), 1 << 62)
         if header.kind == BYE:
@@ -194,7 +195,7 @@ class DirectReceiver:
         return into
 
     def times(self) -> list[ArrivalTimes]:
-        """Return the records of messages that arrived since the last call."""
+        """Return the times of the messages that arrived since the last call of this method."""
         return taken(self._times)
 
     def close(self) -> None:
@@ -204,5 +205,4 @@ class DirectReceiver:
 
 
 def _first_sentence(error: Exception) -> str:
-    """Return the first sentence of an error; gloo's further lines are no help to a user."""
     return (str(error).splitlines() or [repr(error)])[0].partition(". ")[0]

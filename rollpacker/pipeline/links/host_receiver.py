@@ -1,7 +1,8 @@
-"""The receiving end of a host link: a port on each route, a thread for each connection.
+"""The receiving end of a host link (TCP between two pipeline stages): a port on each of the
+receiver's addresses, a thread for each connection.
 
-A message that is complete waits until all messages before it were delivered, and is acknowledged
-when it was delivered itself. So no more messages wait here than the sender has connections.
+A complete message waits until all messages before it were delivered; once it is delivered too, it
+is acknowledged. So no more messages wait here than the sender has connections.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ from rollpacker.workers.listener import Listener
 
 LOOPBACK = "127.0.0.1"
 MAX_BYTES = 16 << 30
-"""The most bytes of one message, by default: a bound to catch nonsense, not to limit work."""
+"""Default for the most bytes of one message: a guard against nonsense, not a limit for work."""
 ACCEPT_S = 0.2
-"""Seconds within which the ports of a closed link are closed."""
+"""Seconds after the closing of a link within which its receiver's ports are closed."""
 _CPU = torch.device("cpu")
 
 logger = logging.getLogger(__name__)
@@ -58,9 +59,9 @@ logger = logging.getLogger(__name__)
 class _Connection:
     socket: socket.socket
     place: int
-    """Number of this connection among the sender's, from 0. Its replacement has the same number."""
+    """Number of this connection among the sender's, from 0; also of one that replaces it."""
     greeting: int
-    """Number of connections that the sender had made before this one."""
+    """Number of connections that the sender had made before this one, lost ones included."""
 
     def interrupt(self) -> None:
         with contextlib.suppress(OSError):
@@ -71,7 +72,7 @@ class _Connection:
 
 
 class HostReceiver:
-    """A `Receiver` over TCP. It keeps at most one message for each connection of the sender."""
+    """Receives tensors from a stage over TCP. At most one per connection waits to be delivered."""
 
     def __init__(
         self,
@@ -84,9 +85,9 @@ class HostReceiver:
         max_bytes: int = MAX_BYTES,
         patience: Patience | None = None,
     ) -> None:
-        """Listen on these addresses of this machine, each of which is a route. Messages arrive on
-        `device`. Raises `OSError` for an address that is not this machine's, and `ValueError` for
-        one that stands for all of its addresses."""
+        """Listen on these addresses (`hosts`) of this machine; the sender may use any. Received
+        tensors are put on `device`. Raises `OSError` for an address that is not this machine's, and
+        `ValueError` for one such as 0.0.0.0 that stands for all of its addresses."""
         self._border = border
         self._on_arrival = on_arrival
         self._device = device
@@ -98,7 +99,7 @@ class HostReceiver:
         """The number of the next message to deliver."""
         self._connections: dict[int, _Connection] = {}
         self._alone_since = time.monotonic()
-        """`time.monotonic` since which there is no connection; meaningless while there is one."""
+        """The `time.monotonic` since when the sender is not connected; meaningless while it is."""
         self._times: deque[ArrivalTimes] = deque(maxlen=MAX_TIMES)
         self._listeners: list[Listener] = []
         try:
@@ -117,13 +118,13 @@ class HostReceiver:
 
     @property
     def routes(self) -> tuple[Route, ...]:
-        """Routes to this receiver, for the sender."""
+        """The addresses, ports and tokens by which the sender can reach this receiver."""
         return tuple(
             Route(host=one.host, port=one.port, token=one.token) for one in self._listeners
         )
 
     def times(self) -> list[ArrivalTimes]:
-        """Return the records of messages that arrived since the last call."""
+        """Return the times of the messages that arrived since the last call of this method."""
         return taken(self._times)
 
     def close(self) -> None:
@@ -195,8 +196,8 @@ class HostReceiver:
                 connection.socket.close()
 
     def _receive(self, connection: _Connection) -> None:
-        """Receive one message, deliver and acknowledge it. Raises `OSError` if the connection
-        breaks, and `ValueError` for a damaged message."""
+        """Receive a message, call `on_arrival` with it, and acknowledge it. Raises `OSError` if the
+        connection breaks, and `ValueError` for a damaged message."""
         connection.socket.settimeout(None)
         head = bytearray(HEADER.size)
         self._fill(connection, memoryview(head))
@@ -219,8 +220,8 @@ class HostReceiver:
         self._deliver(connection, on_device(tensor, self._device), times)
 
     def _fill(self, connection: _Connection, data: memoryview) -> None:
-        """Fill `data` from the connection, with signs of life to the sender meanwhile. Raises
-        `OSError` if the connection breaks."""
+        """Fill `data` with bytes from the connection, and tell the sender now and then that this
+        receiver is alive. Raises `OSError` if the connection breaks."""
         said_at = time.monotonic()
         while len(data):
             with contextlib.suppress(TimeoutError):

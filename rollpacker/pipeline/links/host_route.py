@@ -1,5 +1,5 @@
-"""How the two ends of a host link find each other: addresses of this host, routes to a receiver,
-and how long both ends wait."""
+"""How the sender and the receiver of a host link find each other: addresses of this host, routes
+(addresses, ports and tokens) to a receiver, and how long both ends wait."""
 
 from __future__ import annotations
 
@@ -12,35 +12,36 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 GREETING = struct.Struct(">IQ")
-"""The greeting of a connection, after the token: its place among those of the sender, and how many
-the sender had made before. A later connection of the same place replaces an earlier one."""
+"""First bytes of a new connection, after the token: its number among the sender's connections, and
+how many connections the sender had made before. The new connection replaces an earlier one of
+the same number."""
 MAX_CONNECTIONS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """One way to a receiver, such as over one of two network cards."""
+    """An address at which a sender can reach a receiver, such as that of one network card."""
 
     host: str
-    """The receiver's address."""
+    """The IP address on which the receiver listens."""
     port: int
     token: bytes
-    """The secret that the receiver asks for."""
+    """The secret that a sender must show first when it connects."""
     source: str | None = None
-    """The sender's own address on this route. None: the kernel's choice."""
+    """The IP address from which the sender connects. None: the kernel chooses it."""
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
 
 
 def encode_routes(routes: Sequence[Route]) -> bytes:
-    """Encode a receiver's routes, tokens included, which only its sender may see."""
+    """Encode a receiver's routes as JSON. They include secret tokens, for the sender alone."""
     return json.dumps([(one.host, one.port, one.token.hex()) for one in routes]).encode()
 
 
 def decode_routes(data: bytes, sources: Sequence[str] = ()) -> tuple[Route, ...]:
-    """Decode routes that `encode_routes` has encoded. `sources`: the sender's own address on each
-    route; empty: the kernel's choice."""
+    """Decode routes that `encode_routes` has encoded. `sources`: for each route, the IP address
+    from which the sender connects; if empty, the kernel chooses."""
     own = (*sources, *(None for _ in json.loads(data)))
     return tuple(
         Route(host=host, port=port, token=bytes.fromhex(token), source=source)
@@ -50,30 +51,31 @@ def decode_routes(data: bytes, sources: Sequence[str] = ()) -> tuple[Route, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """How long the ends of a host link wait, in seconds. A slow link is not given up: while a
-    message is being received, the receiver gives signs of life."""
+    """How long the sender and receiver of a host link wait, in seconds. A slow link is not given
+    up: while a message is being received, the receiver says now and then that it is alive."""
 
     alive_s: float = 0.5
-    """Seconds between two signs of life that the receiver of a message gives."""
+    """Seconds between two words of a receiver, during a long message, that it is alive."""
     silence_s: float = 2.0
-    """Seconds of silence after which a sender makes the connection anew, over another route if
-    there is one, and sends again."""
+    """Seconds without a word from the receiver after which a sender connects again, over another
+    route if there is one, and repeats the message."""
     connect_s: float = 1.0
-    """Seconds that making a connection may take."""
+    """The most seconds that one attempt to make a connection may take."""
     give_up_s: float = 60.0
-    """Seconds after which the link is lost if the peer cannot be reached."""
+    """Seconds after which the link counts as lost if its other end cannot be reached."""
 
 
 _GET_ADDRESS = 0x8915
-"""Linux's SIOCGIFADDR."""
+"""Number of Linux's ioctl request SIOCGIFADDR, which asks for the IPv4 address of an interface."""
 _REQUEST = struct.Struct("16s16x8x")
-"""Linux's `ifreq`: a name, and behind the address's family and port 4 bytes of address."""
+"""Linux's `ifreq`: an interface's name of 16 bytes. In the answer, bytes 20 to 23 are its IP."""
 _ADDRESS = slice(20, 24)
 
 
 def own_addresses(interfaces: Sequence[str]) -> list[str]:
-    """Return IPv4 addresses of these network interfaces, one each. Without any interface: this
-    host's address on the way to the store at MASTER_ADDR, where all ranks have met. Sends nothing.
+    """Return the IPv4 addresses of these network interfaces, one each. If `interfaces` is empty:
+    the address of this host from which MASTER_ADDR is reached, where all ranks have met. Sends
+    nothing.
 
     Raises `ValueError` for an interface that is not there or has no address, and for any on another
     system than Linux.

@@ -1,9 +1,9 @@
-"""The sending end of a host link: some connections, a thread for each, and the messages that are
-not acknowledged.
+"""The sending end of a host link (TCP between two pipeline stages): some connections, a thread for
+each, and the messages that the receiver has not acknowledged.
 
-Each connection carries one message at a time, the lowest number that waits, and takes the next when
-the receiver has acknowledged this one. A connection that breaks or falls silent is made anew, and
-its message waits again: the receiver drops what it has already.
+Each connection carries one message at a time, the waiting one with the lowest number, and takes the
+next when the receiver has acknowledged this one. A connection that breaks or falls silent is made
+anew, and its message waits again: the receiver drops a message that it has already.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from rollpacker.workers.line import LineEnded
 from rollpacker.workers.listener import connect
 
 PAUSE_S = 0.05
-"""Seconds between two attempts to connect over all routes; they grow up to `MAX_PAUSE_S`."""
+"""Seconds between the first two attempts to connect; the pause then grows up to `MAX_PAUSE_S`."""
 MAX_PAUSE_S = 0.5
 
 logger = logging.getLogger(__name__)
@@ -61,11 +61,11 @@ class _Message:
 
 
 class _PeerClosed(Exception):
-    """The receiver has closed its end."""
+    """Raised inside the sender once the receiver has said that it has closed the link."""
 
 
 class HostSender:
-    """A `Sender` over TCP. It keeps the tensors that the receiver has not acknowledged."""
+    """Sends tensors to a neighbouring stage over TCP. It keeps them until acknowledged."""
 
     def __init__(
         self,
@@ -76,10 +76,10 @@ class HostSender:
         max_connections: int = 16,
         patience: Patience | None = None,
     ) -> None:
-        """Connect in the background, to the first route that answers. A connection is added when
-        there are more messages than connections: a message takes one for `t` seconds until it is
-        acknowledged, so a stage that sends a message every `f` seconds gets ceil(t / f)
-        connections."""
+        """Begin to connect in the background, to the first route (address of the receiver) that
+        answers. A connection is added when there are more messages than connections: a message
+        takes one for `t` seconds until it is acknowledged, so a stage that sends a message every
+        `f` seconds gets ceil(t / f) connections."""
         assert 0 < max_connections <= MAX_CONNECTIONS and routes
         self._border = border
         self._routes = routes
@@ -87,9 +87,9 @@ class HostSender:
         self._loss = Loss(on_lost)
         self._changed = threading.Condition()
         self._messages: dict[int, _Message] = {}
-        """Messages that are not acknowledged yet, by number, in order."""
+        """Messages that the receiver has not acknowledged yet, by number, in order."""
         self._waiting: list[int] = []
-        """Numbers of messages that no connection carries, as a heap."""
+        """Numbers of the messages that wait for a connection, as a heap."""
         self._num_posted = 0
         self._connections: set[_Connection] = set()
         self._greetings = itertools.count()
@@ -97,7 +97,7 @@ class HostSender:
         self._times: deque[SendTimes] = deque(maxlen=MAX_TIMES)
         self._max_connections = max_connections
         self._threads: list[threading.Thread] = []
-        """The threads, one for each connection."""
+        """The threads that send, one for each connection."""
         with self._changed:
             self._add_connection()
 
@@ -109,7 +109,7 @@ class HostSender:
         thread.start()
 
     def send(self, number: int, tensor: Tensor, *, posted_s: float | None = None) -> None:
-        """Begin to send a tensor, and return at once. Raises `LinkLost` once the link is lost."""
+        """Begin to send tensor `number`, and return at once. Raises `LinkLost` on a lost link."""
         assert number == self._num_posted, f"message {number} after {self._num_posted - 1}"
         assert fits(tensor), f"no message holds {tensor.ndim} dimensions of {tensor.dtype}"
         self._loss.check()
@@ -124,12 +124,12 @@ class HostSender:
                 self._add_connection()
 
     def times(self) -> list[SendTimes]:
-        """Return the records of messages that were acknowledged since the last call."""
+        """Return the times of messages that were acknowledged since the last call."""
         return taken(self._times)
 
     def close(self) -> None:
-        """End threads and connections, in at most the time of making a connection. What has not
-        arrived is dropped. Idempotent."""
+        """End the sender's threads and connections; at most as long as making a connection takes.
+        Messages that have not arrived are dropped. Idempotent."""
         self._loss.close()
         self._wake()
         for thread in self._threads:
@@ -138,7 +138,7 @@ class HostSender:
             self._messages.clear()
 
     def _wake(self) -> None:
-        """Wake all threads once the link is over. Idle ones say goodbye, others are cut off."""
+        """Wake all threads once the link is closed or lost. Connections that send are cut off."""
         with self._changed:
             self._changed.notify_all()
             for connection in self._connections:
@@ -169,7 +169,7 @@ class HostSender:
                     connection.close()
 
     def _connected(self, place: int, first_route: int) -> _Connection | None:
-        """Return a connection that the receiver has welcomed, or None once the link is over."""
+        """Return a connection that the receiver has accepted. None: the link is closed or lost."""
         since = time.monotonic()
         for attempt in itertools.count():
             if self._loss.over.is_set():
@@ -191,8 +191,8 @@ class HostSender:
         raise AssertionError("unreachable")
 
     def _welcomed(self, place: int, place_of_route: int) -> _Connection:
-        """Return a new connection that the receiver has welcomed. Raises `OSError`, `LineEnded` or
-        `_PeerClosed` if it does not, and `ValueError` for what is no answer."""
+        """Return a new connection over this route that the receiver has accepted. Raises `OSError`,
+        `LineEnded` or `_PeerClosed` if it does not, and `ValueError` for a wrong answer."""
         route, patience = self._routes[place_of_route], self._patience
         with self._changed:
             greeting = GREETING.pack(place, next(self._greetings))
@@ -215,8 +215,8 @@ class HostSender:
         return connection
 
     def _serve(self, connection: _Connection) -> None:
-        """Carry messages until the link is over. Raises `OSError` if the connection breaks,
-        `_PeerClosed` if the receiver is closed."""
+        """Send messages over this connection until the link is closed or lost. Raises `OSError` if
+        the connection breaks, `_PeerClosed` if the receiver is closed."""
         while (message := self._take(connection)) is not None:
             try:
                 tensor = message.copy.wait()
@@ -239,7 +239,7 @@ class HostSender:
         connection.say_goodbye()
 
     def _take(self, connection: _Connection) -> _Message | None:
-        """Wait for a message that no connection carries. None once the link is over."""
+        """Wait for a message that no connection carries. None: the link is closed or lost."""
         with self._changed:
             connection.carries = None
             while not self._loss.over.is_set():
@@ -252,7 +252,7 @@ class HostSender:
         return None
 
     def _acknowledge(self, next_number: int) -> None:
-        """Drop all messages below this number, which have been delivered."""
+        """Drop the messages below `next_number`, which are delivered, and record their times."""
         now = time.monotonic()
         with self._changed:
             for number in [one for one in self._messages if one < next_number]:
@@ -273,14 +273,14 @@ class HostSender:
 
 
 class _Connection:
-    """One connection to a receiver. All methods but `interrupt` are called in its own thread."""
+    """One connection to a receiver. Its own thread alone calls its methods, except `interrupt`."""
 
     def __init__(self, connection: socket.socket, route: Route, place_of_route: int) -> None:
         self.route = route
         self.place_of_route = place_of_route
         self.carries: int | None = None
-        """The number of the message that the connection carries. None, or once that is
-        acknowledged: it is idle, even if its thread has not noticed."""
+        """The number of the message that the connection carries. If None, or if that message is
+        acknowledged, the connection is idle, even if its thread has not noticed."""
         self._socket = connection
         self._answers = bytearray()
         self._poll = select.poll()
@@ -288,7 +288,7 @@ class _Connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def wait_for_welcome(self, within_s: float) -> int:
-        """Return the number of the next message that the receiver has not delivered."""
+        """Wait until the receiver accepts. Returns the number of the next message that it wants."""
         self._socket.setblocking(False)
         until = time.monotonic() + within_s
         while time.monotonic() < until:
@@ -306,8 +306,9 @@ class _Connection:
         delivered: Callable[[int], None],
         silence_s: float,
     ) -> None:
-        """Send a message, and return once it has been delivered. Raises `OSError` if the connection
-        breaks or falls silent for `silence_s`."""
+        """Send a message, and return once the receiver has delivered it. `delivered` is called with
+        the lowest number of a message not delivered yet. Raises `OSError` if the connection breaks
+        or the receiver is silent for `silence_s` seconds."""
         unsent = [memoryview(header), data]
         self._poll.modify(self._socket, select.POLLIN | select.POLLOUT)
         while True:
@@ -327,8 +328,8 @@ class _Connection:
                     self._poll.modify(self._socket, select.POLLIN)
 
     def _delivered(self, if_ended: str) -> list[int]:
-        """Read the receiver's answers. Returns the numbers of next messages in its
-        acknowledgements; other answers show merely that it is there."""
+        """Read the receiver's answers. Returns, for each acknowledgement among them, the lowest
+        number not delivered yet. Other answers only show that the receiver is there."""
         with contextlib.suppress(BlockingIOError):
             said = self._socket.recv(4096)
             if not said:
@@ -357,7 +358,7 @@ class _Connection:
 
 
 def _drop(views: list[memoryview], num_bytes: int) -> None:
-    """Drop this many bytes from the front of the views, in place."""
+    """Drop this many bytes, which have been sent, from the front of the list, in place."""
     while views and num_bytes >= len(views[0]):
         num_bytes -= len(views.pop(0))
     if num_bytes:

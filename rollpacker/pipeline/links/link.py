@@ -1,8 +1,9 @@
-"""The interfaces of a link's two ends. A link is one direction over one border between two stages.
+"""The interfaces of the two ends of a link, which carries tensors from one pipeline stage to the
+next or back: one direction over one border between two stages.
 
-Messages are numbered from 0 in the order in which they are sent. Each message arrives once, in that
-order, bit for bit. A link that cannot keep this up is *lost*: it reports so once, and carries
-nothing more.
+Messages are numbered from 0 in the order in which they are sent. Each arrives once, in that order,
+bit for bit. A link that cannot keep this up is *lost*: it reports so once, and carries nothing
+more.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from rollpacker.trainer.trainer import TrainerProcessError
 
 _Times = TypeVar("_Times")
 OnArrival = Callable[[int, Tensor], None]
-"""A function that is given each message's number and tensor, in order, in a thread of the link. It
-must not raise, and should only store the tensor: while it runs, nothing else arrives."""
+"""A function that a link calls with each arriving message's number and tensor, in order, in one of
+its threads. It must not raise, and should only store the tensor: the next message waits for it."""
 MAX_TIMES = 4096
-"""The most records of messages that a link keeps; older records are dropped."""
+"""The most messages of which an end of a link keeps the times; older ones are dropped."""
 
 
 class LinkLost(TrainerProcessError):
-    """A link carries nothing more. The run can be resumed."""
+    """Raised if a link between two pipeline stages is lost. The run can be resumed."""
 
 
 OnLost = Callable[[LinkLost], None]
@@ -36,18 +37,19 @@ at this end. It must not close the link, since it runs in one of the link's thre
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Border:
-    """One direction between two stages, as messages to people name it."""
+    """One direction between two stages and the process at its other end, for logs and errors."""
 
     stages: tuple[int, int]
-    """The sending stage and the receiving stage."""
+    """Numbers of the sending stage and of the receiving stage."""
     peer: int
-    """The rank at the other end."""
+    """The rank of the process at the link's other end."""
 
     def __str__(self) -> str:
         return f"the link from stage {self.stages[0]} to stage {self.stages[1]}"
 
     def lost(self, why: str, address: str) -> LinkLost:
-        """Return the error of a lost link. `address` is where the peer is or should be."""
+        """Return a `LinkLost` with the reason `why` and the `address` where the other end should
+        be."""
         return LinkLost(
             f"{self}, with process {self.peer} of the trainer at {address}, is lost: {why}. No "
             "update of this step was kept; --resume goes on from the last checkpoint"
@@ -61,10 +63,10 @@ class SendTimes:
     number: int
     num_bytes: int
     posted_s: float
-    """The time at which `send` was called."""
+    """The time at which `send` was called with the message's tensor."""
     started_s: float
-    """The time at which the first byte was handed on; for a message that was sent again, the last
-    such time."""
+    """The time at which the first byte of the message was given to the network; if the message had
+    to be repeated, the last such time."""
     acknowledged_s: float
     """The time at which the sender learnt that the message had arrived. A direct link knows only
     that the message has left."""
@@ -72,46 +74,46 @@ class SendTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrivalTimes:
-    """Times of one received message in seconds. The clocks are those of two processes, perhaps of
-    two hosts: their difference is part of `seconds`, and cancels in a message there and one
-    back."""
+    """Times of one received message in seconds. Two processes' clocks differ, perhaps two hosts':
+    the difference is part of `seconds`, and cancels when a message there and one back are added
+    up."""
 
     number: int
     num_bytes: int
     posted_s: float
-    """The time at which `send` was called, by the sender's clock."""
+    """The time at which `send` was called with the message's tensor, by the sender's clock."""
     arrived_s: float
-    """The time at which the whole message was received, by the receiver's clock."""
+    """The time at which the whole message had been received, by the receiver's clock."""
 
     @property
     def seconds(self) -> float:
-        """Seconds from posting to arrival."""
+        """Seconds from the call of `send` until the whole message had arrived."""
         return self.arrived_s - self.posted_s
 
 
 class Sender(Protocol):
-    """The sending end of a link."""
+    """The end of a link at which a stage sends tensors to a neighbouring stage."""
 
     def send(self, number: int, tensor: Tensor, *, posted_s: float | None = None) -> None:
-        """Begin to send a tensor, and return at once. The tensor must not be changed until the
-        other stage has it. Numbers count from 0. `posted_s`: when it was posted, by
+        """Begin to send tensor `number`, counted from 0, and return at once. The tensor must not be
+        changed until the other stage has it. `posted_s`: the time to record for this call, by
         `time.monotonic`; None: now. Raises `LinkLost` once the link is lost."""
         ...
 
     def times(self) -> list[SendTimes]:
-        """Return the records of messages that came through since the last call."""
+        """Return the times of the messages that came through since the last call of this method."""
         ...
 
     def close(self) -> None:
-        """End threads and connections; what has not arrived is dropped. Idempotent."""
+        """End threads and connections; messages that have not arrived are dropped. Idempotent."""
         ...
 
 
 class Receiver(Protocol):
-    """The receiving end of a link, which calls `on_arrival` for each message."""
+    """The end of a link at which tensors arrive: it calls `on_arrival` with each of them."""
 
     def times(self) -> list[ArrivalTimes]:
-        """Return the records of messages that arrived since the last call."""
+        """Return the times of the messages that arrived since the last call of this method."""
         ...
 
     def close(self) -> None:
@@ -120,11 +122,11 @@ class Receiver(Protocol):
 
 
 class Loss:
-    """State of a link's end: whether it is closed or lost. Either happens only once."""
+    """State of one end of a link: open, closed or lost. It is closed or lost once and for all."""
 
     def __init__(self, on_lost: OnLost) -> None:
         self.over = threading.Event()
-        """Set once the link is closed or lost and carries nothing more."""
+        """Set once the link is closed or lost: it carries nothing more."""
         self.error: LinkLost | None = None
         self._on_lost = on_lost
         self._lock = threading.Lock()
@@ -151,5 +153,5 @@ class Loss:
 
 
 def taken(times: deque[_Times]) -> list[_Times]:
-    """Empty a queue that another thread may be adding to, and return its items."""
+    """Empty a queue to which another thread may be adding, and return its items as a list."""
     return [times.popleft() for _ in range(len(times))]

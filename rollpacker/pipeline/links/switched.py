@@ -1,5 +1,5 @@
-"""One direction of a border, over the kind of link that is in use. Between two steps, when nothing
-is on its way, the kind may be changed: messages are numbered on, as if over one link."""
+"""Sends or receives tensors over the kind of link in use, direct or host. Between two steps, with
+no message on its way, the kind may be changed. Messages are numbered on, as if over one link."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rollpacker.pipeline.plan.link_choice import LinkKind
 
 
 class SwitchedSender:
-    """A `Sender` over the link in use. Call `add` and `use` first."""
+    """Sends tensors to a stage over the kind of link in use. Call `add` and `use` first."""
 
     def __init__(self) -> None:
         self._links: dict[LinkKind, Sender] = {}
@@ -29,27 +29,28 @@ class SwitchedSender:
         self._links[kind] = link
 
     def use(self, kind: LinkKind) -> None:
-        """Use the link of this kind from the next message on."""
+        """Use this kind of link, direct or host, from the next message on."""
         self._kind = kind
 
     def send(self, number: int, tensor: Tensor, *, posted_s: float | None = None) -> None:
-        """Send a tensor over the link in use; see `Sender.send`."""
+        """Begin to send tensor `number` over the link in use, and return at once."""
         assert number == self._num_sent.total(), f"message {number} is out of order"
         self._links[self._kind].send(self._num_sent[self._kind], tensor, posted_s=posted_s)
         self._num_sent[self._kind] += 1
 
     def times(self) -> list[SendTimes]:
-        """Return the records of messages over the link in use, by that link's own numbers."""
+        """Return the times of messages sent since the last call over the kind of link in use. They
+        are numbered among the messages of that kind."""
         return self._links[self._kind].times()
 
     def close(self) -> None:
-        """Close the links of all kinds."""
+        """Close both links, the direct one and the host one, as far as they were added."""
         for link in self._links.values():
             link.close()
 
 
 class SwitchedReceiver:
-    """A `Receiver` over the link in use. Call `add` and `use` first."""
+    """Receives tensors from a stage over the kind of link in use. Call `add` and `use` first."""
 
     def __init__(self, on_arrival: OnArrival) -> None:
         self._on_arrival = on_arrival
@@ -57,7 +58,7 @@ class SwitchedReceiver:
         self._num_arrived: Counter[LinkKind] = Counter()
 
     def arrival_over(self, kind: LinkKind) -> OnArrival:
-        """Return the function that the link of this kind must call for each arriving message."""
+        """Return the function that the link of this kind must call with each arriving message."""
 
         def arrive(number: int, tensor: Tensor) -> None:
             assert number == self._num_arrived[kind], f"message {number} is out of order"
@@ -70,17 +71,17 @@ class SwitchedReceiver:
         self._links[kind] = link
 
     def use(self, kind: LinkKind) -> None:
-        """Use the link of this kind from the next message on."""
+        """Use this kind of link, direct or host, from the next message on."""
         self._kind = kind
         self._before = self._num_arrived.total() - self._num_arrived[kind]
-        """Number of messages that came over other kinds of links so far."""
+        """Number of messages that came so far over the kinds of links that are not in use."""
 
     def times(self) -> list[ArrivalTimes]:
-        """Return the records of messages over the link in use, numbered since the start."""
+        """Return the times of messages arrived since the last call, numbered since the start."""
         found = self._links[self._kind].times()
         return [dataclasses.replace(one, number=self._before + one.number) for one in found]
 
     def close(self) -> None:
-        """Close the links of all kinds."""
+        """Close both links, the direct one and the host one, as far as they were added."""
         for link in self._links.values():
             link.close()

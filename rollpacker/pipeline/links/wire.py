@@ -1,7 +1,7 @@
 """Tensors and acknowledgements as bytes on a connection. The bytes cannot execute anything.
 
-sender -> receiver   HEADER, then the tensor's bytes as they lie in memory, row by row
-receiver -> sender   ANSWER, at any time
+The sender sends a HEADER, then the tensor's bytes as they lie in memory, row by row. The receiver
+sends an ANSWER at any time.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 
 MAX_DIMS = 6
 HEADER = struct.Struct(f">BBBxQQdI{MAX_DIMS}QI")
-"""The header of a message: kind, dtype, number of dimensions; number of the message, its bytes,
-when it was posted, checksum of its bytes; shape; checksum of the header."""
+"""Layout of a header: kind (TENSOR or BYE), dtype, number of dimensions; the message's number, its
+bytes, the time it was sent, checksum of its bytes; shape; checksum of the header."""
 ANSWER = struct.Struct(">BQ")
-"""An answer: its kind, and the number of the next message that the receiver has not delivered."""
+"""Layout of a receiver's answer: its kind, and the lowest number of a message not delivered yet."""
 TENSOR, BYE = range(1, 3)
-"""Kinds of headers. TENSOR: a tensor follows. BYE: the sender closes."""
+"""Kinds of headers. TENSOR: a tensor's bytes follow. BYE: the sender closes the link."""
 ALIVE, DELIVERED, CLOSED = range(1, 4)
-"""Kinds of answers: a sign of life, a message was delivered, the receiver closes."""
+"""Kinds of answers: the receiver is alive, has delivered a message, or closes the link."""
 _CHECKSUM = struct.Struct(">I")
 _DTYPES = (
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64),
@@ -33,7 +33,7 @@ _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 
 class Header(NamedTuple):
-    """The header of a message, which comes before its bytes."""
+    """The header of a message between two stages, which comes before the bytes of its tensor."""
 
     kind: Literal[1, 2]
     number: int
@@ -45,12 +45,12 @@ class Header(NamedTuple):
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
+    """Return the memory of a contiguous tensor on the CPU, as bytes without a copy."""
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def fits(tensor: Tensor) -> bool:
-    """Whether a message can hold a tensor of this dtype and number of dimensions."""
+    """Return whether a message can hold a tensor of this dtype and number of dimensions."""
     return tensor.dtype in _CODES and tensor.ndim <= MAX_DIMS
 
 
@@ -81,6 +81,5 @@ def read_header(data: bytes | bytearray, max_bytes: int) -> Header:
 
 
 def _sealed(header: bytes) -> bytes:
-    """Return the header with its own checksum in place."""
     body = header[: -_CHECKSUM.size]
     return body + _CHECKSUM.pack(zlib.crc32(body))

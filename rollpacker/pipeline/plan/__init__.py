@@ -1,2 +1,2 @@
-"""Plans of a pipeline: the next op of a stage, the split of the layers, and the watch for slow
-links and stages. Nothing here does input or output."""
+"""Plans of a trainer's pipeline stages: which op a stage runs next, how layers are split among the
+stages, and whether a link or stage has turned slow. Nothing here does input or output."""

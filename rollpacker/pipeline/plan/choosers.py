@@ -15,13 +15,13 @@ of a sum of gradients. What a stage has done is therefore a few counters (`Stage
 *chooser* is a function of them: the next of a fixed order, or the first of what is ready. The
 executor asks the chooser whenever its stage is idle and something was done or arrived.
 
-    work           costs of ops and messages: of stages, fitted or given, and of links
-    virtual_time   the same choosers in virtual time, by which plans are made and replayed
-    plan           orders: 1f1b, zero-bubble, adapted; `search` makes one better
-    order          whether orders can be run at all, and torch's file of them
-    split          layers of each stage, and the budget of a micro-batch
-    watch          finds links and stages that have turned slow
-    link_choice    the kind of links to use then
+    `work`: costs of ops (fitted or given) and of messages.
+    `virtual_time`: simulates a sweep with these choosers, to make plans and to replay them.
+    `plan`: the orders 1f1b, zero-bubble and adapted. `search`: makes an order better.
+    `order`: checks that orders can be run at all; reads and writes torch's CSV file of them.
+    `split`: number of layers of each stage, and most tokens of a micro-batch.
+    `watch`: finds links and stages that have turned slow.
+    `link_choice`: the kind of links to use (direct or host), by whether links are slow.
 
 Ready-first is RRFP (arXiv 2605.18750); warm-up quotas are those of ADAPTRA (arXiv 2504.19232).
 """
@@ -39,8 +39,8 @@ KINDS: tuple[Kind, ...] = ("F", "I", "W")
 
 
 class Op(NamedTuple):
-    """One op of one stage on a micro-batch: F (forward), I (backward for inputs) or W (for
-    weights)."""
+    """One stage's forward (F), backward for inputs (I) or backward for weights (W) of a
+    micro-batch."""
 
     kind: Kind
     micro_batch: int
@@ -50,49 +50,49 @@ class Op(NamedTuple):
 
 
 Order = tuple[Op, ...]
-"""All ops of one stage, in the order in which the stage runs them."""
+"""All ops of one pipeline stage, in the order in which the stage runs them."""
 
 ORDERS = ("1f1b", "zero-bubble", "adapted", "ready")
-"""Names that `train.pipeline.order` may have, in a run and in a simulation (see `plan.py`)."""
+"""Values that `train.pipeline.order` may have, besides a CSV file's name (see `plan.py`)."""
 
 
 def check_order_name(order: str) -> None:
-    """Raise `ValueError` unless the order is a known name, or the name of a CSV file."""
+    """Raise `ValueError` unless `order` is one of `ORDERS` or the name of a CSV file."""
     if order not in ORDERS and not order.endswith(".csv"):
         raise ValueError(f'order is "{order}". Known: {", ".join(ORDERS)}, or the name of a .csv')
 
 
 @dataclass(slots=True)
 class StageState:
-    """Inputs that have reached one stage in a sweep, and ops that the stage has done.
+    """Counts of the messages that have reached one stage in a sweep (all micro-batches once through
+    the stages), and of the ops that the stage has done.
 
-    A sweep may be *open*: micro-batches are added while it runs, until it is closed. Inputs are
-    counted in the order of the micro-batches: one that comes before an earlier one counts only once
-    that is there.
+    A sweep may be *open*: micro-batches are added while it runs, until it is closed. Messages are
+    counted in the order of the micro-batches: one that overtakes another counts only after it.
     """
 
     stage: int
     num_stages: int
     tokens: list[int] = field(default_factory=list)
-    """Number of tokens of each micro-batch that exists so far."""
+    """Number of tokens of each micro-batch that was added so far."""
     closed: bool = False
-    """Whether no more micro-batches will come."""
+    """Whether no more micro-batches will be added."""
     num_f_arrived: int = 0
-    """Number of messages with hidden states from the stage before; unused on the first stage."""
+    """Number of messages with hidden states from the stage before; 0 on the first stage."""
     num_i_arrived: int = 0
-    """Number of messages with gradients from the stage after; unused on the last stage."""
+    """Number of messages with gradients received from the stage after; 0 on the last stage."""
     num_f: int = 0
-    """Number of forward passes done; `num_i` and `num_w` count backwards for inputs and for
-    weights."""
+    """Number of forward passes that the stage has done. `num_i` and `num_w` are the numbers of
+    backward passes for inputs and for weights."""
     num_i: int = 0
     num_w: int = 0
     live_tokens: int = 0
-    """Tokens of micro-batches whose forward pass is done and whose backward for weights is not:
-    their activations are kept."""
+    """Number of tokens whose activations the stage keeps, since their forward pass is done and
+    their backward pass for weights is not."""
     peak_live_tokens: int = 0
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Append micro-batches of this many tokens each."""
+        """Add micro-batches with these numbers of tokens to the sweep."""
         assert not self.closed, "a closed sweep takes no more micro-batches"
         self.tokens += tokens
 
@@ -100,7 +100,7 @@ class StageState:
         self.closed = True
 
     def arrive(self, kind: Kind) -> None:
-        """Note that the input of the next F (hidden states) or next I (a gradient) is here."""
+        """Count an arrived message: hidden states for kind F, or a gradient for kind I."""
         if kind == "F":
             self.num_f_arrived += 1
         else:
@@ -117,7 +117,7 @@ class StageState:
         return self.closed and self.num_w == len(self.tokens)
 
     def ready(self, kind: Kind) -> bool:
-        """Whether the next op of this kind has its input. Caps and quotas are the chooser's."""
+        """Whether the next op of this kind has its input. Caps and quotas are not considered."""
         if kind == "F":
             here = len(self.tokens) if self.stage == 0 else self.num_f_arrived
             return self.num_f < here
@@ -133,7 +133,7 @@ class StageState:
         return Op("I", self.num_i) if kind == "I" else Op("W", self.num_w)
 
     def done(self, op: Op) -> None:
-        """Note that this op is over. The op must be the next of its kind and have been ready."""
+        """Count this op as done. It must be the next of its kind, and have had its input."""
         assert op == self.next_op(op.kind) and self.ready(op.kind), f"{op} on stage {self.stage}"
         if op.kind == "F":
             self.num_f += 1
@@ -147,27 +147,27 @@ class StageState:
 
 
 class Chooser(Protocol):
-    """Chooses the ops of one stage in one sweep."""
+    """Chooses which op (F, I or W of a micro-batch) one stage runs next, in one sweep."""
 
     def choose(self, state: StageState) -> Op | None:
-        """Return the op to run now. None: wait until something arrives, or micro-batches are added.
-        The op depends on `state` alone and is always ready."""
+        """Return the op that the stage is to run now. None: the stage waits for a message or for
+        more micro-batches. The op depends on `state` alone, and its input has arrived."""
         ...
 
 
 class FixedOrder:
-    """Chooses the next op of a fixed order, as soon as that op is ready."""
+    """Chooses a stage's ops in a fixed order, each as soon as its input has arrived."""
 
     def __init__(self, order: Sequence[Op] = ()) -> None:
         self._order = list(order)
 
     def extend(self, order: Sequence[Op]) -> None:
-        """Append the ops of micro-batches that were added to an open sweep, and whose numbers go on
-        from the earlier ones'."""
+        """Append a stage's ops for micro-batches that were added to an open sweep. The
+        micro-batches' numbers go on from the earlier ones."""
         self._order += order
 
     def choose(self, state: StageState) -> Op | None:
-        """Return the order's next op if it is ready; None: wait."""
+        """Return the next op of the fixed order. None: its input has not arrived yet."""
         place = state.num_done
         if place >= len(self._order):
             return None
@@ -177,15 +177,15 @@ class FixedOrder:
 
 
 class ReadyFirst:
-    """Chooses among the ready ops: first backward for inputs (I), then forward (F), then backward
-    for weights (W).
+    """Chooses among the ops whose input has arrived: first backward for inputs (I), then forward
+    (F), then backward for weights (W).
 
     Until its first I, a stage runs `quota` F and waits for them: that lead keeps the stage busy
     when a slow link is between it and the next. An F waits while its micro-batch would take the
-    live tokens above the cap. Neither wait can block: a quota counts no more micro-batches than
-    exist and than fit below the caps of this stage and all before it, so that each F that is waited
-    for comes; and a stage that has no room for an F has an I or a W to run, or some stage after it
-    has.
+    live tokens (those whose activations are kept) above the cap. Neither wait can block: a quota
+    counts no more micro-batches than exist and than fit below the caps of this stage and all before
+    it, so that each F that is waited for comes; and a stage that has no room for an F has an I or a
+    W to run, or some stage after it has.
     """
 
     def __init__(
@@ -195,22 +195,21 @@ class ReadyFirst:
         quotas: Sequence[int] | None = None,
         caps: Sequence[int | None] | None = None,
     ) -> None:
-        """`quotas` (numbers of forward passes before the first backward) and `caps` (live tokens;
-        None: no cap) are by stage, of all stages. Without quotas a stage waits for nothing that is
-        ready."""
+        """By stage, `quotas` are the forward passes before its first backward pass (None: 0), and
+        `caps` the most tokens whose activations it keeps (None: any number)."""
         before = range(stage + 1)
         self._quota = min(quotas[s] for s in before) if quotas is not None else 0
         given = [caps[s] for s in before] if caps is not None else []
         self._cap = math.inf if not given or given[-1] is None else given[-1]
         self._lowest = min((cap for cap in given if cap is not None), default=math.inf)
-        """The lowest cap of this stage and those before it, which bounds the quota's
-        micro-batches."""
+        """The fewest tokens of which this stage, or one before it, may keep activations."""
         self._known = 0
         self._reachable = 0
-        """How much of the quota the first `_known` micro-batches allow."""
+        """Number of forward passes of the quota whose tokens together are at most `_lowest`, when
+        the sweep had `_known` micro-batches."""
 
     def choose(self, state: StageState) -> Op | None:
-        """Return the first ready op in the order I, F, W; None: wait."""
+        """Return the next op that has its input, I before F before W. None: the stage waits."""
         num_f = state.num_f
         here = len(state.tokens) if state.stage == 0 else state.num_f_arrived
         f_fits = num_f < here and state.live_tokens + state.tokens[num_f] <= self._cap
@@ -231,7 +230,7 @@ class ReadyFirst:
 
 
 def check_caps(caps: Sequence[int | None], tokens: Sequence[int]) -> None:
-    """Raise `ValueError` if a stage's cap on live tokens is less than one of the micro-batches."""
+    """Raise `ValueError` if a micro-batch has more tokens than a stage may keep activations of."""
     largest = max(tokens, default=0)
     for stage, cap in enumerate(caps):
         if cap is not None and cap < largest:
@@ -245,9 +244,9 @@ def check_caps(caps: Sequence[int | None], tokens: Sequence[int]) -> None:
 def live_token_caps(
     live_tokens: int | Literal["auto"], *, num_stages: int, longest: int
 ) -> list[int]:
-    """Return the caps of live tokens by stage, from `train.pipeline.live_tokens`, if the largest
-    micro-batch has `longest` tokens. With auto, a cap is two such micro-batches for each stage from
-    this one to the last. Raises `ValueError` for a cap below `longest`."""
+    """Return by stage the most tokens whose activations it may keep, from
+    `train.pipeline.live_tokens`. auto: two micro-batches of `longest` tokens (the largest one) for
+    each stage from this one to the last. Raises `ValueError` for a number below `longest`."""
     if live_tokens == "auto":
         return [2 * (num_stages - stage) * longest for stage in range(num_stages)]
     if longest > live_tokens:
@@ -262,8 +261,8 @@ def live_token_caps(
 
 
 def even_quotas(num_stages: int, most: int) -> list[int]:
-    """Return ADAPTRA's initial quotas: from `most` (what memory holds, in micro-batches) on the
-    first stage to 1 on the last, the smallest difference between neighbours as large as can be."""
+    """Return by stage how many forward passes it runs before its first backward pass (ADAPTRA):
+    evenly falling from `most` (what memory holds) on the first stage to 1 on the last."""
     assert num_stages >= 1 and most >= 1
     quotas = [most]
     if num_stages > 1:

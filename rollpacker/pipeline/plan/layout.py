@@ -1,12 +1,11 @@
 """Proposals of other layouts for a pipeline's layers and processes, by measured times.
 
 A stage that became slow is to have fewer layers. Two processes of one stage between which the
-network became slow are to be in two stages: a step's weights and gradients go between shards of a
-stage, and over a link between stages hidden states alone, which do not hold the sender up.
+network became slow are to be in two stages: between processes of a stage go a step's weights and
+gradients, between stages hidden states and their gradients alone, which hold no sender up.
 
-    places   0 = 1   stage 0             0 - 2   stage 0         = slow
-             |   |            becomes    "   |                   " slow, but a link
-             2 - 3   stage 1             1 - 3   stage 1
+For example, stage 0 has devices 0 and 1, stage 1 has 2 and 3, and the network between 0 and 1 is
+slow: then stage 0 gets 0 and 2, stage 1 gets 1 and 3, and the slow way is a link between stages.
 
 Either change takes a switch between two steps, which must pay before the run ends.
 """
@@ -26,26 +25,26 @@ from rollpacker.pipeline.plan.watch import LinkWatch, WatchConfig
 from rollpacker.pipeline.plan.work import Link, Load, OpCost, StageCost, Work, constant
 
 MIN_GAIN = 0.1
-"""Share of a sweep's or a step's time that another layout must save, at least."""
+"""Least share of the time of a sweep or a step that another layout must save to be proposed."""
 
 Pair = tuple[int, int]
-"""Numbers of two places (devices), the lower one first."""
+"""Numbers of two places (devices of the trainer's ranks), the lower one first."""
 
 CONFIRM_STEPS = 3
-"""Number of steps running in which other layers must be faster: stages may be held up briefly."""
+"""Number of steps in a row in which another split of the layers must be predicted faster."""
 QUIET_STEPS = 10
-"""Number of steps after a proposal in which no other is made."""
+"""Number of steps after a proposed layout in which no other is proposed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The layers of each stage, and the device of each rank."""
+    """The layout of a pipeline: how many layers each stage has, and which device each rank has."""
 
     layers: tuple[int, ...]
-    """Number of layers of each stage."""
+    """Number of the model's layers in each stage."""
     places: tuple[int, ...]
-    """Number of the device of each rank. Ranks of a stage follow one another; the ranks of one
-    shard, one on each stage, are a pipeline."""
+    """Number of the device of each rank. The ranks of stage 0 come first, then those of stage 1;
+    the ranks of one shard, one in each stage, are a pipeline."""
 
     def __str__(self) -> str:
         return f"{list(self.layers)} layers, at places {list(self.places)}"
@@ -56,7 +55,8 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewSplit:
-    """Another split of the layers, and the seconds of a sweep before and after."""
+    """Another split of the layers among stages, and the predicted seconds of a sweep with the
+    present split (`before_s`) and with this one (`after_s`)."""
 
     layers: tuple[int, ...]
     before_s: float
@@ -72,9 +72,9 @@ def faster_split(
     head_layers: float = 0.0,
     bytes_per_token: float = 0.0,
 ) -> NewSplit | None:
-    """Return another split of the layers whose sweep is predicted to be faster by more than
-    `MIN_GAIN` of its time. None: there is none. `costs` were measured with `layers` in the stages;
-    the last stage also has the output layer, which is the work of `head_layers` layers."""
+    """Return the split of the layers that is predicted to shorten a sweep by more than `MIN_GAIN`
+    of its time. None: there is none. `costs` were measured with the present split, `layers`. The
+    last stage also has the output layer, which is the work of `head_layers` layers."""
     if not loads:
         return None
     work = Work.of(costs, loads, bytes_per_token=bytes_per_token)
@@ -110,7 +110,6 @@ def _mean(costs: Sequence[StageCost]) -> StageCost:
 
 
 def _sum(ops: Sequence[OpCost], factor: float) -> OpCost:
-    """Return the cost of all these ops together, times a factor."""
     return OpCost(
         fixed_s=factor * math.fsum(op.fixed_s for op in ops),
         per_token_s=factor * math.fsum(op.per_token_s for op in ops),
@@ -123,7 +122,7 @@ def _sum(ops: Sequence[OpCost], factor: float) -> OpCost:
 
 
 def shard_pairs(places: Sequence[int], num_stages: int) -> Iterator[Pair]:
-    """Yield pairs of places of the same stage, which exchange weights and gradients."""
+    """Yield the pairs of devices in the same stage, which exchange weights and gradients."""
     size = len(places) // num_stages
     for first in range(0, len(places), size):
         for one, other in itertools.combinations(places[first : first + size], 2):
@@ -131,7 +130,7 @@ def shard_pairs(places: Sequence[int], num_stages: int) -> Iterator[Pair]:
 
 
 def link_pairs(places: Sequence[int], num_stages: int) -> Iterator[Pair]:
-    """Yield pairs of places of neighbouring stages, which exchange hidden states and gradients."""
+    """Yield the pairs of devices in neighbouring stages that exchange hidden states."""
     size = len(places) // num_stages
     for one, other in zip(places, places[size:], strict=False):
         yield _pair(one, other)
@@ -140,13 +139,9 @@ def link_pairs(places: Sequence[int], num_stages: int) -> Iterator[Pair]:
 def better_places(
     places: Sequence[int], num_stages: int, *, slow: Collection[Pair], fast: Collection[Pair]
 ) -> tuple[int, ...] | None:
-    """Return another order of places, in which fewer `slow` pairs are of the same stage; of such
-    orders the one that needs the fewest connections not known to be `fast`. Rank 0 stays. None:
-    there is none.
-
-    Two ranks are exchanged at a time, as long as that is better: enough for a few slow pairs, and
-    most others stay where they are.
-    """
+    """Return another assignment of devices to ranks, with fewer `slow` pairs in the same stage;
+    among such, the one that needs the fewest connections not known to be `fast`. None: there is
+    none. Rank 0 stays. Pairs are swapped while that helps, so most others stay where they are."""
 
     def cost(order: Sequence[int]) -> tuple[int, int]:
         inside, between = (list(of(order, num_stages)) for of in (shard_pairs, link_pairs))
@@ -178,29 +173,29 @@ def _pair(one: int, other: int) -> Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardTimes:
-    """Times of messages between places of the same stage, measured after a step."""
+    """Times of messages between devices of the same stage, measured after a step."""
 
     there_and_back_s: Mapping[Pair, float]
-    """Seconds of a message there and back, by pair of places."""
+    """Seconds of one message there and back, by pair of devices."""
     message_bytes: int
     step_bytes: float
-    """Bytes that a place sends to another place of the same stage in a step."""
+    """Bytes that one device sends to another of the same stage in a training step."""
     step_s: float
 
 
 class PairWatch:
-    """Finds places of the same stage between which the network is slow. Message times are judged as
-    `LinkWatch` judges those of links, scaled to the bytes of a step."""
+    """Finds devices of the same stage between which the network turned slow. Message times are
+    judged as `LinkWatch` judges those of links, scaled to the bytes of a training step."""
 
     def __init__(self, config: WatchConfig | None = None) -> None:
         self._config = WatchConfig() if config is None else config
         self._watches: dict[Pair, LinkWatch] = {}
         self._lost_s: dict[Pair, float] = {}
         self.last_s: dict[Pair, float] = {}
-        """Seconds of the last message there and back, by pair of places."""
+        """Seconds of the last message there and back, by pair of devices."""
 
     def observe(self, times: ShardTimes) -> list[Pair]:
-        """Judge the times of a step. Returns the pairs of places that turned slow."""
+        """Judge the times of a step. Returns the pairs of devices that turned slow in it."""
         turned = []
         steps_bytes = times.step_bytes / times.message_bytes
         for pair, seconds in times.there_and_back_s.items():
@@ -221,8 +216,8 @@ class PairWatch:
         return [pair for pair, watch in self._watches.items() if watch.mark.slow]
 
     def lost_s(self, pair: Pair) -> float:
-        """Return the seconds of a step that this pair takes longer than usual; if nothing faster
-        was ever measured, all its seconds."""
+        """Return the seconds per step that messages between these two devices take longer than
+        usual; if they always were that slow, all their seconds."""
         return max(self._lost_s[pair], 0.0)
 
 
@@ -231,27 +226,27 @@ class PairWatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """Another layout, the reason for it, and the seconds that it saves."""
+    """A proposal to change the pipeline's layout, with the reason and the seconds that it saves."""
 
     layout: Layout
     why: str
     saved_s: float
-    """Seconds of a step that the layout is expected to save."""
+    """Seconds per training step that the proposed layout is expected to save."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredSweep:
-    """The sweep with gradients of one step, as its stages were measured."""
+    """Costs of one step's sweep (all micro-batches forward and backward), as measured."""
 
     costs: Sequence[StageCost]
-    """Costs of each stage's ops."""
+    """Costs of the three ops (F, I and W), by stage."""
     loads: Sequence[Load]
     links: Sequence[Link]
     bytes_per_token: float
 
 
 class Relayouts:
-    """Finds another layout that is worth a switch, from each step's times."""
+    """Judges each step's times, and proposes another layout of the pipeline when a switch pays."""
 
     def __init__(self, layout: Layout, *, head_layers: float = 0.0) -> None:
         self.layout = layout
@@ -259,7 +254,7 @@ class Relayouts:
         self._pairs = PairWatch()
         self._wait_steps = 0
         self._for: list[MeasuredSweep] = []
-        """The last sweeps without a gap for which other layers would have been faster."""
+        """Sweeps of the last steps in a row in which another split would have been faster."""
         self._proposed: set[Layout] = set()
 
     def observe(
@@ -271,9 +266,9 @@ class Relayouts:
         left_steps: float,
         switch_s: float,
     ) -> Proposal | None:
-        """Judge a step. Returns a layout that is worth a switch; None: none. `slow_links`: places
-        between which a link of two stages is slow. `left_steps`: steps until the run ends.
-        `switch_s`: seconds of a switch. A layout is proposed once, until there was a switch."""
+        """Judge a step. Returns a layout that saves more in the `left_steps` of the run than the
+        `switch_s` seconds of a switch, or None. `slow_links`: devices between which a link of two
+        stages is slow. A layout is proposed once, until there was a switch."""
         if shards is not None:
             self._pairs.observe(shards)
         if sweep is None or self._other_layers(sweep) is None:
@@ -296,7 +291,7 @@ class Relayouts:
         return found
 
     def switched(self, layout: Layout) -> None:
-        """Note that the run has this layout now. Former proposals may be made again."""
+        """Record that the run uses this layout now. Earlier proposals may be made again."""
         self.layout = layout
         self._proposed = set()
         self._for = []
@@ -346,7 +341,7 @@ class Relayouts:
         return Proposal(layout=replace(self.layout, places=order), why=why, saved_s=saved_s)
 
     def _link_s(self, sweep: MeasuredSweep | None, num_bytes: int) -> dict[Pair, float]:
-        """Return the seconds of a message there and back over each link, by pair of places."""
+        """Return by pair of devices the seconds of a message there and back over their link."""
         if sweep is None:
             return {}
         places, stages = self.layout.places, len(self.layout.layers)

@@ -1,4 +1,5 @@
-"""Choice of the kind of links that a pipeline uses, with `train.pipeline.links=auto` on a CPU."""
+"""Chooses which kind of links pipeline stages use, direct or by way of host memory, with
+`train.pipeline.links=auto` on a CPU."""
 
 from __future__ import annotations
 
@@ -7,28 +8,26 @@ from typing import Literal
 
 LinkKind = Literal["host", "direct"]
 PATIENCE = 8
-"""Number of steps in which all links must be well before the first return to direct links."""
+"""Number of steps in a row without a slow link before the first return to direct links."""
 
 
 class LinkChoice:
-    """Chooses direct links while all are well, since they cost less. From the step after a link was
-    found slow, host links are chosen, which hold no stage up, until all links have been well for
-    some steps.
-
-    A link that is slow only as a direct link would be found slow after each return, so the wait
-    before a return doubles whenever the last return lasted no longer than the wait before it.
-    """
+    """Chooses direct links while none is slow, since they cost less. From the step after a link was
+    found slow, host links are chosen, which hold no stage up, until no link has been slow for some
+    steps. A link that is slow only as a direct link would be found slow after each return, so the
+    wait before a return doubles whenever the last return lasted no longer than the wait before
+    it."""
 
     def __init__(self) -> None:
         self.kind: LinkKind = "direct"
         self._patience = PATIENCE
         self._steps_well = 0
-        """Number of steps without a gap in which all links of this kind were well."""
+        """Number of last steps in a row in which no link was slow, since `kind` last changed."""
         self._returned = False
 
     def observe(self, slow_links: Collection[int], *, direct_lost: bool = False) -> LinkKind:
         """Return the kind of links for the next step. `slow_links`: numbers of all links that are
-        slow now. `direct_lost`: a direct link was lost while host links were in use, for good."""
+        slow now. `direct_lost`: whether a direct link broke while host links were in use."""
         if direct_lost:
             return self.kind
         if self.kind == "direct" and slow_links:

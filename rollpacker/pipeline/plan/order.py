@@ -1,4 +1,5 @@
-"""Checks that orders of stages can be run at all, and the file in which orders are kept.
+"""Checks that the stages' fixed orders of ops can be run at all, and reads and writes the CSV file
+in which orders are kept.
 
 The file is torch's: `torch.distributed.pipelining` loads it (format `compute_only`), and so does
 torchtitan. It has a row per stage, with cells such as `1F0` (stage, op, micro-batch); an empty cell
@@ -16,9 +17,9 @@ from rollpacker.pipeline.plan.choosers import KINDS, Kind, Op, Order, StageState
 
 _CELL = re.compile(r"(\d+)([FIWB])(\d+)")
 _NEEDS: dict[Kind, Kind | None] = {"F": None, "I": "F", "W": "I"}
-"""The kind of op that a stage must have done before with the same micro-batch. None: none."""
+"""By kind of op, the kind that must run before it on the same micro-batch. None: no other kind."""
 _SHOWN = 4
-"""The most stages that a message about a deadlock names."""
+"""The most stages that an error message about a deadlock names."""
 
 
 def check_orders(
@@ -30,8 +31,8 @@ def check_orders(
     caps: Sequence[int | None] | None = None,
 ) -> None:
     """Raise `ValueError`, which names the place, unless every stage runs every op once, each kind
-    in the order of the micro-batches, no stages wait for each other for ever, and (with `tokens` of
-    the micro-batches and `caps` by stage) live tokens stay within the caps."""
+    in the order of the micro-batches, and no stages wait for each other for ever. With `tokens` by
+    micro-batch and `caps` by stage, no stage may keep activations of more tokens."""
     if len(orders) != num_stages:
         raise ValueError(f"the plan has {len(orders)} stages, but there are {num_stages}")
     for stage, order in enumerate(orders):
@@ -73,8 +74,7 @@ def _check_progress(
     tokens: Sequence[int] | None,
     caps: Sequence[int | None] | None,
 ) -> None:
-    """Run the orders without times, and raise `ValueError` for a deadlock or a cap that is
-    exceeded."""
+    """Step through the orders, and raise `ValueError` for a deadlock or a cap that is exceeded."""
     stages = len(orders)
     states = [StageState(stage, stages) for stage in range(stages)]
     for state in states:
@@ -111,7 +111,7 @@ def _check_progress(
 
 
 def peak_live_tokens(order: Sequence[Op], tokens: Sequence[int]) -> int:
-    """Return the most live tokens of a stage in this order. `tokens` are by micro-batch."""
+    """Return the most tokens whose activations a stage with this `order` keeps at once."""
     peak = live = 0
     for op in order:
         if op.kind == "F":
@@ -123,7 +123,7 @@ def peak_live_tokens(order: Sequence[Op], tokens: Sequence[int]) -> int:
 
 
 def orders_to_csv(orders: Sequence[Sequence[Op]]) -> str:
-    """Return orders as torch's CSV text."""
+    """Return the orders of all stages as text in torch's CSV format."""
     rows = (",".join(f"{stage}{op}" for op in order) for stage, order in enumerate(orders))
     return "".join(f"{row}\n" for row in rows)
 
@@ -131,8 +131,9 @@ def orders_to_csv(orders: Sequence[Sequence[Op]]) -> str:
 def orders_from_csv(
     text: str, *, num_stages: int, num_micro_batches: int | None = None
 ) -> list[Order]:
-    """Read and check the orders of a file's text, for `num_micro_batches`; None: as many as the
-    text names. Raises `ValueError` that names the line, or what `check_orders` finds."""
+    """Return the orders by stage that a CSV file's text describes, after checking them. With
+    `num_micro_batches` None, they are for as many as the text names. Raises `ValueError` that names
+    the line, or what `check_orders` finds."""
     rows = [row for row in csv.reader(io.StringIO(text)) if any(cell.strip() for cell in row)]
     orders = [tuple(_ops(row, stage)) for stage, row in enumerate(rows)]
     if num_micro_batches is None:

@@ -2,10 +2,10 @@
 
 The names are those of `train.pipeline.order`:
 
-    1f1b         as many forwards as stages follow, then one forward, one backward (I with its W)
-    zero-bubble  twice as many warm-up forwards, W where there is time; as if links took no time
-    adapted      planned with the links as they are now, and improved by a search
-    ready        no plan: the executor asks `ready_choosers` as it goes
+    1f1b: as many forwards as stages follow, then a forward and a backward (I with W) by turns.
+    zero-bubble: twice as many forwards first, W where there is time; as if links took no time.
+    adapted: planned with the links as they are now, and improved by a search.
+    ready: no plan; before each op, a chooser of `ready_choosers` is asked.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ from rollpacker.pipeline.plan.virtual_time import run
 from rollpacker.pipeline.plan.work import Link, Work, constant
 
 SEARCH_OPS = 15_000
-"""Number of ops that are timed in a search for a better plan, which takes some 30 ms."""
+"""Number of simulated ops after which the search for a better plan ends, in some 30 ms."""
 
 Caps = Sequence[int | None] | None
-"""Caps of live tokens by stage. None: any number of tokens."""
+"""For each stage, the most tokens whose activations it may keep. None: any number."""
 
 
 def ready_choosers(
     num_stages: int, *, quotas: Sequence[int] | None = None, caps: Caps = None
 ) -> list[ReadyFirst]:
-    """Return ready-first choosers, one for each stage; see `ReadyFirst`."""
+    """Return a `ReadyFirst` chooser for each stage, which runs whatever op has its input."""
     return [ReadyFirst(stage, quotas=quotas, caps=caps) for stage in range(num_stages)]
 
 
 def plan_order(name: str, work: Work, links: Sequence[Link], *, caps: Caps = None) -> list[Order]:
-    """Return the orders of this name (one of `ORDERS`, but `ready`), by stage, for a sweep that is
-    to take these times. Raises `ValueError` for a cap below a micro-batch; 1f1b heeds no other."""
+    """Return by stage the order of ops that this name stands for (one of `ORDERS` but `ready`), for
+    a sweep with the times of `work` and `links`. Raises `ValueError` if a micro-batch exceeds a
+    cap; 1f1b heeds no cap otherwise."""
     if name == "1f1b":
         return plan_1f1b(work.num_stages, work.num_micro_batches)
     if name == "zero-bubble":
@@ -50,8 +51,9 @@ def plan_order(name: str, work: Work, links: Sequence[Link], *, caps: Caps = Non
 
 
 def plan_1f1b(num_stages: int, num_micro_batches: int) -> list[Order]:
-    """Return the 1f1b orders by stage: as many forwards as stages follow, then by turns a forward
-    and a backward (I with its W). Live tokens are those of as many micro-batches and one more."""
+    """Return the 1f1b order of each stage: as many forwards as stages follow, then a forward and a
+    backward (I with its W) by turns. A stage before n others keeps activations of n + 1
+    micro-batches."""
     orders = []
     for stage in range(num_stages):
         ahead = min(num_stages - stage - 1, num_micro_batches)
@@ -65,9 +67,9 @@ def plan_1f1b(num_stages: int, num_micro_batches: int) -> list[Order]:
 
 
 def plan_zero_bubble(work: Work, *, caps: Caps = None) -> list[Order]:
-    """Return the zero-bubble orders by stage: 2 (S - i) - 1 forwards first on stage i of S (ZB-H2),
-    then whichever of I, F and W is ready, by the times of `work` and over links that take no time.
-    Raises `ValueError` for a cap below a micro-batch."""
+    """Return the zero-bubble order (ZB-H2) of each stage: stage i of S first runs 2 (S - i) - 1
+    forwards, then whichever of I, F and W has its input, by the times of `work` and as if links
+    took no time. Raises `ValueError` if a micro-batch exceeds a cap."""
     stages = work.num_stages
     check_caps(caps or (), work.tokens)
     choosers = ready_choosers(stages, quotas=even_quotas(stages, 2 * stages - 1), caps=caps)
@@ -77,15 +79,15 @@ def plan_zero_bubble(work: Work, *, caps: Caps = None) -> list[Order]:
 def plan_adapted(
     work: Work, links: Sequence[Link], *, caps: Caps = None, search_ops: int = SEARCH_OPS
 ) -> list[Order]:
-    """Return the best orders found for these times and links, by stage. Raises `ValueError` for a
-    cap below a micro-batch."""
+    """Return by stage the best orders that a search finds for these times and links. Raises
+    `ValueError` if a micro-batch exceeds a cap."""
     check_caps(caps or (), work.tokens)
     first = run(ready_choosers(work.num_stages, caps=caps), work, constant(links))
     return improve(first.orders, work, links, caps=caps, budget_ops=search_ops)
 
 
 def as_if_even(work: Work) -> Work:
-    """Return the work as if all ops took the same time: zero-bubble's order is planned for that, as
-    its authors' measurements show."""
+    """Return a copy of `work` in which all ops take the same time: zero-bubble's order is planned
+    for that, as its authors' measurements show."""
     ones = ((1.0,) * work.num_micro_batches,) * work.num_stages
     return replace(work, f_s=ones, i_s=ones, w_s=ones)

@@ -17,11 +17,11 @@ from rollpacker.pipeline.plan.work import Link, Work
 
 TABU_LENGTH = 8
 TRIED_AT_ONCE = 12
-"""Number of exchanges of two ops that are compared in one step of the search."""
+"""Number of exchanges of two ops that one step of the search tries at most."""
 
 _Ops = list[list[Op]]
 OpPlace = tuple[int, int]
-"""The place of an op: its stage, and its number in the stage's order."""
+"""The place of an op: the stage's number, and the op's index in the stage's order."""
 
 
 def improve(
@@ -32,8 +32,8 @@ def improve(
     caps: Sequence[int | None] | None = None,
     budget_ops: int,
 ) -> list[Order]:
-    """Return orders whose sweep is at most as long as that of `orders`, which must be valid. The
-    search ends when it has timed `budget_ops` ops, or nothing is left to exchange."""
+    """Return `orders` (valid ops by stage) after exchanges that make the sweep no longer. The
+    search ends after `budget_ops` simulated ops, or with nothing left to exchange."""
     sweep = _Sweep(work, links)
     current: _Ops = [list(order) for order in orders]
     length_s, chain = sweep.longest_chain(current)
@@ -66,8 +66,8 @@ def improve(
 def _exchanges(
     orders: _Ops, chain: Sequence[OpPlace], work: Work, caps: Sequence[int | None] | None
 ) -> list[OpPlace]:
-    """Return the places of ops in the chain that may be exchanged with the next op, which is in the
-    chain too: first those at the ends of a run on one stage, where an exchange helps most."""
+    """Return the places of ops that may be exchanged with the next op of their stage, both in the
+    longest chain of waiting ops. Places where the chain enters or leaves a stage come first."""
     ends: list[OpPlace] = []
     inner: list[OpPlace] = []
     for index in range(len(chain) - 1):
@@ -99,12 +99,12 @@ def _may_exchange(
 
 
 Cause = OpPlace | None
-"""The op for which another op had to wait: the op before it on its stage, or the op whose message
+"""The op for which another op had to wait: the one before it on its stage, or the one whose message
 came last. None: the other op waited for nothing."""
 
 
 class _Sweep:
-    """Times orders fast: one op after the other, without events."""
+    """Computes the seconds of a sweep with given orders of ops, faster than `virtual_time.run`."""
 
     def __init__(self, work: Work, links: Sequence[Link]) -> None:
         self._num_stages = work.num_stages
@@ -117,21 +117,21 @@ class _Sweep:
 
     def longest_chain(self, orders: _Ops) -> tuple[float, list[OpPlace]]:
         """Return the seconds of the sweep, and the places of the ops that make it so long, first to
-        last. Infinity, without ops, if the orders deadlock."""
+        last. If the orders deadlock: infinity and no places."""
         num_stages, count = self._num_stages, self._count
         causes: list[list[Cause]] = [[None] * len(order) for order in orders]
         at, free_s = [0] * num_stages, [0.0] * num_stages
         input_s = {kind: [[-1.0] * count for _ in orders] for kind in ("F", "I")}
-        """Second at which each input arrives, by kind, stage and micro-batch; negative: unknown."""
+        """Second at which each op's input arrives, by kind, stage and micro-batch; -1: unknown."""
         input_s["F"][0] = [0.0] * count
         senders: dict[str, list[list[Cause]]] = {
             kind: [[None] * count for _ in orders] for kind in ("F", "I")
         }
-        """The op whose message decided when each input arrives."""
+        """The op whose message decided when each op's input arrives."""
         left: dict[str, list[tuple[float, Cause]]] = {
             kind: [(-1.0, None)] * num_stages for kind in ("F", "I")
         }
-        """Second at which each link has sent its last message, and the op that decided it."""
+        """By link, the second at which it has sent its last message, and that message's op."""
         waiting = list(range(num_stages))
         while waiting:
             stage = waiting.pop()

@@ -1,5 +1,5 @@
-"""Split of a model's layers over stages, and the size of micro-batches that is best for a
-pipeline."""
+"""Splits a model's layers over pipeline stages, and finds the size of micro-batches that is best
+for a pipeline."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rollpacker.pipeline.plan.virtual_time import run
 from rollpacker.pipeline.plan.work import Link, Load, StageCost, Work, constant
 
 BUDGET_FACTOR = 1.2599210498948732
-"""Factor between two budgets that are tried: the third root of 2, so three per doubling."""
+"""Factor between two numbers of tokens that are tried: the third root of 2, three per doubling."""
 MOST_MICRO_BATCHES = 16
-"""The most micro-batches per stage of a budget that is tried: filling and draining then cost
-less than a tenth."""
+"""Number of micro-batches per stage from which no smaller micro-batches are tried: filling and
+draining the pipeline then cost less than a tenth."""
 
 
 def split_layers(
@@ -26,13 +26,11 @@ def split_layers(
     last_s: float = 0.0,
     slowness: Sequence[float] | None = None,
 ) -> list[int]:
-    """Return the number of layers of each stage, so that the slowest stage is as fast as it can be,
-    and among those splits the most even one. A stage's layers are neighbours.
-
-    `layer_s` are seconds (or any unit) of F, I and W of each layer; `last_s` those of the last
-    stage's output layer and loss. `slowness` is by stage the factor by which the same work takes
-    longer; None: 1. Raises `ValueError` with fewer layers than stages.
-    """
+    """Return the number of layers of each stage, so that the slowest stage is as fast as it can be;
+    among such splits the most even one. A stage's layers are neighbours. `layer_s`: seconds (or any
+    unit) of F, I and W together of each layer. `last_s`: those of the output layer and loss, on the
+    last stage. `slowness`: by stage, the factor by which the same work takes longer; None: 1.
+    Raises `ValueError` with fewer layers than stages."""
     count = len(layer_s)
     if count < num_stages:
         raise ValueError(
@@ -66,9 +64,9 @@ def _least(
     joined: Callable[[float, float], float],
     cost: Callable[[int, int, int], float],
 ) -> tuple[float, list[int]]:
-    """Return the least cost of a split, and the first layer of each stage but the first. `cost` is
-    of (stage, first layer, end), and `joined` adds a stage's cost to that of the stages before.
-    Exact, O(stages x layers^2)."""
+    """Return the least cost of a split of the layers, and the first layer of each stage but the
+    first. `cost` is called with stage, first layer and end, and `joined` adds a stage's cost to
+    that of the stages before. Exact, O(stages x layers^2)."""
     table = [math.inf] * (count + 1)
     table[0] = 0.0
     choices: list[list[int]] = []
@@ -90,7 +88,7 @@ def _least(
 
 
 def check_layers(layers: Sequence[int], *, num_layers: int, num_stages: int) -> None:
-    """Raise `ValueError` unless every stage gets a layer and all layers are dealt out."""
+    """Raise `ValueError` unless each stage has a layer and the numbers add up to `num_layers`."""
     where = f"train.pipeline.layers={list(layers)}"
     if len(layers) != num_stages:
         raise ValueError(f"{where} must have a number for each of {num_stages} stages")
@@ -106,9 +104,9 @@ def check_layers(layers: Sequence[int], *, num_layers: int, num_stages: int) -> 
 def layers_of_stages(
     given: Sequence[int], *, num_layers: int, num_stages: int, layer_work: float, last_work: float
 ) -> tuple[int, ...]:
-    """Return the number of layers of each stage: the `given` numbers, or if empty the split of like
-    layers with the least work (in any unit) on the slowest stage, the last of which has `last_work`
-    besides. Raises `ValueError` if given numbers do not add up, or layers are fewer than stages."""
+    """Return the number of layers of each stage: `given`, or if that is empty, the split of equal
+    layers with the least work (in any unit) on the slowest stage. The last stage has `last_work`
+    besides. Raises `ValueError` if `given` does not add up, or layers are fewer than stages."""
     if given:
         check_layers(given, num_layers=num_layers, num_stages=num_stages)
         return tuple(given)
@@ -120,9 +118,9 @@ def expected_bubble(
     num_micro_batches: int,
     live_micro_batches: Sequence[int],
 ) -> float:
-    """Return the share of all stages' time in which they would wait, ready-first, over links that
-    take no time. F, I and W of each stage take `costs` (in any unit) for every micro-batch, and a
-    stage keeps at most `live_micro_batches` of them."""
+    """Return the expected share of all stages' time that is spent waiting, if each op runs as soon
+    as its input is there and links take no time. `costs`: each stage's F, I and W, in any unit, for
+    every micro-batch. A stage keeps activations of at most `live_micro_batches`."""
     f_s, i_s, w_s = zip(*costs, strict=True)
     work = Work.even(num_micro_batches, f_s=f_s, i_s=i_s, w_s=w_s)
     links = constant([Link()] * (len(costs) - 1))
@@ -137,13 +135,13 @@ def plan_budget(
     most_tokens: int,
     packs: Callable[[Sequence[int], int], list[list[int]]] = plan_packs,
 ) -> int:
-    """Return the most tokens of a micro-batch with which a sweep over rows of these lengths is
-    expected to be quickest, ready-first in virtual time. `packs` (lengths, budget) returns the rows
-    of each micro-batch, by number.
+    """Return the most tokens per micro-batch with which a sweep over rows of these lengths is
+    expected to be quickest, by simulation with `ReadyFirst`.
 
-    Small micro-batches fill and drain the pipeline fast and are even in size; each op has a fixed
-    cost, which large ones save. Budgets are tried from `most_tokens` (what memory allows) down.
-    Without rows, `most_tokens` is returned.
+    `packs` (lengths, budget) returns the rows of each micro-batch, by number. Small micro-batches
+    fill and drain the pipeline fast and are even in size; each op has a fixed cost, which large
+    ones save. Numbers of tokens from `most_tokens` (what memory allows) down are tried. Without
+    rows, `most_tokens` is returned.
     """
     fewest = max(sum(lengths) // (MOST_MICRO_BATCHES * len(costs)), 1)
     best, best_s = most_tokens, math.inf

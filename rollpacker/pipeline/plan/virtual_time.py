@@ -3,10 +3,10 @@
 Every op takes the seconds that `Work` says, and every message those of its link when it is sent.
 Three ways to send are known:
 
-    free      the link carries each direction by itself, and no stage waits for a send
-    blocking  one channel for both directions, and a stage computes nothing until its message has
-              arrived: what queued launches behind a slow send amount to (head-of-line blocking)
-    paired    blocking, but each direction by itself: a send and a receive are launched together
+    free: each direction of a link has its own channel, and no stage waits for a send.
+    blocking: both directions share a channel, and a stage computes nothing until its message
+        has arrived, as if its next kernels were queued behind the send (head-of-line blocking).
+    paired: as blocking, but each direction has its own channel (send and receive launched at once).
 
 A plan is such a run with expected times; a replay runs `FixedOrder`s with other times.
 """
@@ -25,11 +25,11 @@ from rollpacker.pipeline.plan.work import Direction, LinkAt, Work
 Sends = Literal["free", "blocking", "paired"]
 
 TOGETHER_S = 1e-9
-"""Seconds within which events count as simultaneous: sums of seconds are not exact."""
+"""Seconds within which two simulated events count as simultaneous: sums are not exact."""
 
 
 class Span(NamedTuple):
-    """An op and when it ran, in seconds of the sweep."""
+    """An op of a stage, and the seconds of the simulated sweep at which it began and ended."""
 
     op: Op
     start_s: float
@@ -37,37 +37,37 @@ class Span(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A message over a link, and its times."""
+    """A simulated message between two stages, and the seconds at which it was sent and arrived."""
 
     link: int
     direction: Direction
     micro_batch: int
     posted_s: float
-    """Second at which the op that made the message was over."""
+    """The second at which the op that made the message was over."""
     sent_s: float
-    """Second at which the link began to send the message."""
+    """The second at which the link began to send the message."""
     arrived_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """Ops and messages of a sweep, and their times."""
+    """The ops and messages of a simulated sweep, and their times."""
 
     spans: tuple[tuple[Span, ...], ...]
-    """Ops of each stage, in the order in which the stage ran them."""
+    """By stage, the ops in the order in which the stage ran them, with their times."""
     messages: tuple[Message, ...]
-    """Messages in the order in which they were posted."""
+    """All messages in the order in which the ops that made them ended."""
     peak_live_tokens: tuple[int, ...]
-    """The most live tokens of each stage."""
+    """By stage, the most tokens whose activations were kept at once."""
 
     @property
     def orders(self) -> tuple[Order, ...]:
-        """The order of ops of each stage."""
+        """By stage, the ops in the order in which the stage ran them."""
         return tuple(tuple(span.op for span in spans) for spans in self.spans)
 
     @property
     def makespan_s(self) -> float:
-        """Second at which the last op was over."""
+        """The second at which the last op of all stages was over."""
         return max((spans[-1].end_s for spans in self.spans if spans), default=0.0)
 
     def busy_s(self, stage: int) -> float:
@@ -75,7 +75,7 @@ class Timeline:
 
     @property
     def bubble_share(self) -> float:
-        """Share of all stages' time until the end in which they computed nothing."""
+        """Share of all stages' time, until the sweep's end, in which they computed nothing."""
         whole = self.makespan_s * len(self.spans)
         busy = math.fsum(self.busy_s(stage) for stage in range(len(self.spans)))
         return 1.0 - busy / whole if whole > 0 else 0.0
@@ -90,12 +90,9 @@ def run(
     added_s: Sequence[float] | None = None,
     start_s: float = 0.0,
 ) -> Timeline:
-    """Run one sweep from `start_s` on, in seconds of the clock that `links` and the timeline have.
-
-    `added_s`: the second at which each micro-batch comes to exist, rising; the sweep is open until
-    all exist. None: all exist at the start. Raises `ValueError`, which names the stages and what
-    they have done, if the choosers wait for each other for ever.
-    """
+    """Simulate one sweep from second `start_s` on. `added_s`: rising seconds at which micro-batches
+    are added to the sweep; None: all are there at the start. Raises `ValueError`, which names the
+    stages and what they have done, if the choosers wait for each other for ever."""
     return _Run(choosers, work, links, sends, added_s, start_s).to_the_end()
 
 
@@ -107,13 +104,13 @@ def replay(
     sends: Sends = "free",
     start_s: float = 0.0,
 ) -> Timeline:
-    """Run fixed orders under these times. Raises `ValueError` where they deadlock."""
+    """Simulate a sweep with fixed orders of ops. Raises `ValueError` if they deadlock."""
     choosers = [FixedOrder(order) for order in orders]
     return run(choosers, work, links, sends=sends, start_s=start_s)
 
 
 class _Run:
-    """A simulated sweep while it runs."""
+    """The state of a simulated sweep, in which ops and messages are events."""
 
     def __init__(
         self,
@@ -133,16 +130,16 @@ class _Run:
         stages = range(work.num_stages)
         self._states = [StageState(stage, work.num_stages) for stage in stages]
         self._running: list[Op | None] = [None for _ in stages]
-        """The op that each stage runs, or whose blocking send the stage waits for. None: the stage
-        is free."""
+        """By stage, the op that it runs, or whose message it waits to have sent. None: it is
+        free."""
         self._spans: list[list[Span]] = [[] for _ in stages]
         self._messages: list[Message] = []
         self._free_s = {(link, way): start_s for link in stages for way in ("down", "up")}
-        """Second at which each direction of each link has sent everything; with one channel only
-        "down" is used, for both."""
+        """By link and direction, the second from which nothing is being sent. With one channel,
+        "down" stands for both directions."""
         self._events: list[tuple[float, int, str, int]] = []
-        """Events as (second, number, what, stage); numbers keep the order of simultaneous
-        events."""
+        """Coming events as (second, number, what happens, stage). Simultaneous ones are in the
+        order of their numbers."""
         self._num_events = 0
         self._last_arrival_s: dict[tuple[int, str], float] = {}
         added = [start_s] * work.num_micro_batches if added_s is None else list(added_s)
@@ -218,7 +215,6 @@ class _Run:
             self._running[stage] = None
 
     def _send(self, link: int, way: Direction, micro_batch: int, now_s: float) -> float:
-        """Send a message. Returns the second at which it arrives."""
         channel = (link, "down" if self._one_channel else way)
         sent_s = max(now_s, self._free_s[channel])
         speed = self._links(link, sent_s)
@@ -234,7 +230,6 @@ class _Run:
 
 
 def _stuck(states: Sequence[StageState]) -> str:
-    """Name the stages that wait, and the ops that each has done."""
     waits = []
     for state in states:
         if not state.finished:

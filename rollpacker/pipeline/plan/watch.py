@@ -30,12 +30,12 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchConfig:
-    """Marks above which a link or a stage counts as slow."""
+    """Limits above which a link or a stage of a pipeline counts as slow."""
 
     confirm_steps: int = 2
-    """Number of steps running in which a link or stage must be slow before it counts as slow."""
+    """Number of steps in a row in which a link or stage must be slow before it counts as slow."""
     stage_factor: float = 1.25
-    """A stage is slow if its ops take longer than usual by more than this factor."""
+    """A stage is slow if its ops take more than this many times as long as usual."""
     link_share: float = 0.15
     """A link is slow if a message there and one back take longer than usual by more than this share
     of a micro-batch's three ops on the slower of the two stages."""
@@ -43,13 +43,13 @@ class WatchConfig:
     """A link is also slow, from the first step on, if a message there and one back take more than
     this share of a micro-batch's three ops, even if they always did."""
     num_sds: float = 4.0
-    """Number of standard deviations of chance that a difference must exceed, too."""
+    """For slow, times must also exceed the usual by this many standard deviations of chance."""
     clear: float = 0.8
-    """Share of a mark below which a slow link or stage counts as well again."""
+    """Share of the limit for slow below which a slow link or stage counts as well again."""
     healthy_steps: int = 8
-    """Number of last healthy steps with which a step is compared."""
+    """Number of last steps without a slow link or stage with which a new step is compared."""
     first_steps: int = 3
-    """Number of steps that are needed before anything is compared."""
+    """Number of steps that must be measured before a step is compared with them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,26 +57,27 @@ class SweepTimes:
     """Times of ops and messages that were measured in one step."""
 
     ops: Sequence[Mapping[Kind, Sequence[tuple[Load, float]]]]
-    """Load and seconds of each op, by stage, without time spent waiting or sending."""
+    """By stage and kind of op, each op's load (size of the micro-batch) and seconds without
+    waits."""
     down: Sequence[Sequence[tuple[int, float]]]
-    """Bytes of each message to the next stage, and seconds from its posting to its arrival, by
-    link."""
+    """By link, the bytes of each message to the next stage, and the seconds from its sending to its
+    arrival."""
     up: Sequence[Sequence[tuple[int, float]]]
     over: LinkKind = "direct"
-    """The kind of link that the messages took. Each kind has its own usual times."""
+    """The kind of link that the messages took, direct or host: each has its own usual times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A report that a link or a stage turned slow, or well again."""
+    """A finding that a link or a stage turned slow, or is well again."""
 
     what: Literal["link", "stage"]
     number: int
     slow: bool
     factor: float | None
-    """Factor by which the link or stage takes longer than usual. None: it always was slow."""
+    """How many times longer than usual the link or stage takes. None: it always was slow."""
     seconds: float
-    """Seconds of a message there and one back, or of a micro-batch's three ops on a stage."""
+    """Seconds of a message there and one back (link), or of a micro-batch's three ops (stage)."""
 
     def __str__(self) -> str:
         place, unit = f"stage {self.number}", "F, I and W of a micro-batch"
@@ -89,7 +90,7 @@ class Finding:
 
 
 class PipelineWatch:
-    """Watches all links and stages of one pipeline, step by step."""
+    """Finds links and stages of one pipeline that turn slow or well again, step by step."""
 
     def __init__(self, num_stages: int, config: WatchConfig | None = None) -> None:
         self.config = WatchConfig() if config is None else config
@@ -97,7 +98,7 @@ class PipelineWatch:
         self._links = [LinkWatch(self.config) for _ in range(num_stages - 1)]
 
     def take_links(self, before: PipelineWatch) -> None:
-        """Take over the usual times of links from a watch of the same links."""
+        """Take over the usual times of links from another watch of the same links."""
         self._links = before._links
 
     @property
@@ -109,7 +110,7 @@ class PipelineWatch:
         return [number for number, link in enumerate(self._links) if link.mark.slow]
 
     def observe(self, times: SweepTimes) -> list[Finding]:
-        """Judge a step. Returns the links and stages that turned slow or well; mostly none."""
+        """Judge a step. Returns the links and stages that turned slow or well in it, if any."""
         findings = []
         whole_s = []
         for number, (stage, ops) in enumerate(zip(self._stages, times.ops, strict=True)):
@@ -139,17 +140,17 @@ def _median_s(timed: Sequence[tuple[Load, float]] | Sequence[tuple[int, float]])
 
 
 class _Mark:
-    """State of a link or stage, slow or well, which changes after enough steps that contradict
-    it."""
+    """Whether a link or stage counts as slow, which changes after some steps that contradict it."""
 
     def __init__(self, config: WatchConfig) -> None:
         self.slow = False
         self.num_against = 0
-        """Number of last steps without a gap that contradict the present state."""
+        """Number of last steps in a row that contradict the present state, slow or well."""
         self._config = config
 
     def observe(self, level: float, *, beyond_chance: bool) -> bool:
-        """Judge a level, which is slow above 1. Returns whether the state changed."""
+        """Judge a step by its level of slowness (above 1: slow, if `beyond_chance`). Returns
+        whether `slow` changed, which it does after enough steps in a row that contradict it."""
         against = level < self._config.clear if self.slow else level > 1 and beyond_chance
         self.num_against = self.num_against + 1 if against else 0
         if self.num_against < self._config.confirm_steps:
@@ -160,7 +161,7 @@ class _Mark:
 
     @property
     def healthy(self) -> bool:
-        """Whether the state is well and the last step did not contradict it."""
+        """Whether the link or stage is not slow, and the last step did not suggest that it is."""
         return not self.slow and self.num_against == 0
 
 
@@ -168,7 +169,7 @@ Step = TypeVar("Step")
 
 
 class _Healthy(Generic[Step]):
-    """The last healthy steps, which usual times are fitted to."""
+    """The last steps in which a link or stage was not slow, from which usual times are computed."""
 
     def __init__(self, config: WatchConfig) -> None:
         self.steps: deque[Step] = deque(maxlen=config.healthy_steps)
@@ -176,8 +177,8 @@ class _Healthy(Generic[Step]):
         self._num_unused = 0
 
     def add(self, step: Step) -> bool:
-        """Add a step. Returns whether to fit usual times now: once there are enough steps, only
-        when half of them are new, since a fit takes milliseconds."""
+        """Add a step's times. Returns whether to compute usual times anew: once there are enough
+        steps, and then when half of them are new, since that takes milliseconds."""
         full = len(self.steps) == self._config.healthy_steps
         self.steps.append(step)
         self._num_unused += 1
@@ -188,11 +189,11 @@ class _Healthy(Generic[Step]):
 
 
 Ops = Mapping[Kind, Sequence[tuple[Load, float]]]
-"""Load and seconds of each op of a stage."""
+"""By kind of op, the load (size of the micro-batch) and the seconds of each op of a stage."""
 
 
 class _StageWatch:
-    """Watches one stage: how many times longer its ops take than is usual for their loads."""
+    """Watches whether one stage's ops take longer than is usual for micro-batches of their size."""
 
     def __init__(self, config: WatchConfig) -> None:
         self.mark = _Mark(config)
@@ -200,12 +201,11 @@ class _StageWatch:
         self._healthy = _Healthy[Ops](config)
         self._costs: dict[Kind, OpCost] = {}
         self._usual: Floats = np.empty(0)
-        """Logarithms of measured over expected seconds in healthy steps; their median is about
-        0."""
+        """Logarithms of measured over expected seconds of ops in healthy steps; median about 0."""
 
     def observe(self, ops: Ops) -> tuple[bool, float | None]:
-        """Judge a step. Returns whether the stage turned slow or well, and the factor by which its
-        ops take longer than usual (None: not known yet)."""
+        """Judge a step's ops. Returns whether the stage turned slow or well, and how many times
+        longer than usual its ops take (None: not known yet)."""
         factor, changed = None, False
         now = self._logs(ops)
         if len(now) and len(self._usual):
@@ -224,7 +224,7 @@ class _StageWatch:
         return changed, factor
 
     def _logs(self, ops: Ops) -> Floats:
-        """Return the logarithms of measured over expected seconds of these ops."""
+        """Return the logarithm of measured over expected seconds of each of these ops."""
         ratios = [
             seconds / expected
             for kind, cost in self._costs.items()
@@ -235,20 +235,20 @@ class _StageWatch:
 
 
 Messages = Sequence[tuple[int, float]]
-"""Bytes and seconds of some messages."""
+"""Bytes of each message between two stages, and the seconds that it took."""
 _MOST_FITTED = 128
-"""The most messages that a line is fitted to, since all pairs of them are compared."""
+"""The most messages that a line is fitted to: all pairs of them are compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Direction:
-    """Usual times of messages one way over a link."""
+    """Usual times of messages in one direction over a link between two stages."""
 
     latency_s: float
-    """Seconds of an empty message, the difference of the two clocks included."""
+    """Seconds of an empty message; the difference of the two processes' clocks is included."""
     per_byte_s: float
     middle_s: float
-    """Median of the seconds that messages take beyond latency and bytes; nearly 0."""
+    """Median of the seconds that messages take beyond those for latency and bytes; nearly 0."""
     spread_s: float
     count: int
 
@@ -260,14 +260,14 @@ class _Direction:
 
     def excess(self, messages: Messages) -> tuple[float, float]:
         """Return the seconds by which these messages take longer than usual, and the standard
-        deviation of that number."""
+        deviation of these seconds by chance."""
         over = _residuals(messages, self.latency_s, self.per_byte_s)
         chance_s = self.spread_s * _error(len(over), self.count)
         return float(np.median(over)) - self.middle_s, chance_s
 
 
 class LinkWatch:
-    """Watches one link: how much longer its messages take than is usual for their sizes."""
+    """Watches whether messages over one link take longer than is usual for their sizes."""
 
     def __init__(self, config: WatchConfig) -> None:
         self.mark = _Mark(config)
@@ -278,9 +278,9 @@ class LinkWatch:
     def observe(
         self, both: tuple[Messages, Messages], whole_s: float, over: LinkKind
     ) -> tuple[bool, float | None]:
-        """Judge the messages of a step, both ways. Returns whether the link turned slow or well,
-        and the factor by which messages take longer than usual (None: not known). `whole_s`:
-        seconds of a micro-batch's three ops on the slower of its stages."""
+        """Judge a step's messages in both directions. Returns whether the link turned slow or well,
+        and how many times longer than usual messages take (None: not known). `whole_s`: seconds of
+        a micro-batch's three ops on the slower of the link's two stages."""
         if not all(both):
             return False, None
         total_s = math.fsum(map(_median_s, both))
@@ -312,8 +312,9 @@ def _residuals(messages: Messages, latency_s: float, per_byte_s: float) -> Float
 
 
 def _line(messages: Messages) -> tuple[float, float]:
-    """Return the seconds at no bytes and the seconds per byte: the median of all slopes between two
-    messages (Theil and Sen), which a quarter of wild times cannot move far."""
+    """Return the seconds of an empty message and the seconds per byte, by a line fitted to
+    messages: the median slope between two of them (Theil and Sen), which outliers cannot move
+    far."""
     every = max(math.ceil(len(messages) / _MOST_FITTED), 1)
     points = np.array(messages[::every], dtype=np.float64)
     sizes, seconds = points[:, 0], points[:, 1]
@@ -328,8 +329,8 @@ def _line(messages: Messages) -> tuple[float, float]:
 
 
 def link_of(down: Messages, up: Messages) -> Link:
-    """Return the link that these messages show: the mean of both directions, exact for a message of
-    median size."""
+    """Return the link's latency and rate as these messages show them: the mean of both directions,
+    exact for a message of median size."""
     both = (down, up)
     size = float(np.median([size for size, _ in (*down, *up)]))
     seconds = math.fsum(map(_median_s, both)) / 2
@@ -340,11 +341,11 @@ def link_of(down: Messages, up: Messages) -> Link:
 
 
 def _spread(values: Floats) -> float:
-    """Return the standard deviation, estimated by the median of the distances from the median."""
+    """Return the values' standard deviation, estimated from their distances from the median."""
     return 1.4826 * float(np.median(np.abs(values - np.median(values))))
 
 
 def _error(*counts: int) -> float:
-    """Return the standard deviation of a difference of medians of so many values each, as a
-    multiple of the values' own."""
+    """Return the standard deviation of a difference of medians of samples of these sizes, as a
+    multiple of the single values' own."""
     return 1.2533 * math.sqrt(math.fsum(1 / count for count in counts))

@@ -18,24 +18,24 @@ from rollpacker.core.portable import FloatArray, total
 from rollpacker.pipeline.plan.choosers import KINDS, Kind
 
 Direction = Literal["down", "up"]
-"""Direction of a message: hidden states go down, to the next stage; gradients go up."""
+"""Direction of a message between stages: hidden states go down to the next stage, gradients up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """The size of one micro-batch, as far as the time of its ops depends on it."""
+    """The size of one micro-batch: the numbers on which the time of its ops depends."""
 
     tokens: int
     pairs: float = 0.0
-    """Number of pairs of a token and a token that it attends to: half of the squared length, summed
-    over the rows."""
+    """Number of pairs of a token and one that it attends to: half the squared length of each
+    row."""
     targets: int = 0
-    """Number of tokens that are predicted."""
+    """Number of tokens that the last stage predicts."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], num_targets: int | None = None) -> Load:
-        """Return the load of one micro-batch, into which rows of these lengths in tokens are packed
-        one behind the other. `num_targets` is the number of predicted tokens; None: all of them."""
+        """Return the size of a micro-batch of packed rows with these lengths in tokens.
+        `num_targets` is the number of predicted tokens; None: all tokens."""
         tokens = sum(lengths)
         pairs = sum(length * length for length in lengths) / 2
         return cls(
@@ -45,7 +45,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpCost:
-    """Seconds of one kind of op on one stage, linear in the load."""
+    """Seconds of one kind of op on one stage, as a linear function of a micro-batch's size."""
 
     fixed_s: float = 0.0
     per_token_s: float = 0.0
@@ -63,7 +63,7 @@ class OpCost:
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """Costs of a stage's three ops: forward, backward for inputs, backward for weights."""
+    """Costs of one stage's three ops: forward (F), backward for inputs (I) and for weights (W)."""
 
     f: OpCost
     i: OpCost
@@ -77,17 +77,17 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Seconds, tokens and bytes of one sweep of N micro-batches through S stages."""
+    """Seconds of ops, tokens and message bytes of one sweep of N micro-batches through S stages."""
 
     f_s: tuple[tuple[float, ...], ...]
-    """Seconds of forwards by stage and micro-batch, [S][N]. `i_s` and `w_s` are those of backwards
-    for inputs and for weights."""
+    """Seconds of the forward passes, [stage][micro-batch]. `i_s` and `w_s` are those of the
+    backward passes for inputs and for weights."""
     i_s: tuple[tuple[float, ...], ...]
     w_s: tuple[tuple[float, ...], ...]
     tokens: tuple[int, ...]
-    """Tokens of each micro-batch, [N]."""
+    """Number of tokens of each micro-batch, [N]."""
     message_bytes: tuple[int, ...]
-    """Bytes of each micro-batch's hidden states, and of their gradient, [N]."""
+    """Bytes of each micro-batch's hidden states between two stages; its gradients have as many."""
 
     def __post_init__(self) -> None:
         shapes = {len(row) for table in (self.f_s, self.i_s, self.w_s) for row in table}
@@ -98,7 +98,8 @@ class Work:
     def of(
         cls, costs: Sequence[StageCost], loads: Sequence[Load], *, bytes_per_token: float = 0.0
     ) -> Work:
-        """Return the work of micro-batches of these loads on stages of these costs."""
+        """Return the seconds, tokens and bytes of a sweep, for micro-batches of these sizes on
+        stages of these costs."""
         return cls(
             f_s=tuple(tuple(cost.f(load) for load in loads) for cost in costs),
             i_s=tuple(tuple(cost.i(load) for load in loads) for cost in costs),
@@ -116,8 +117,8 @@ class Work:
         i_s: Sequence[float],
         w_s: Sequence[float],
     ) -> Work:
-        """Return the work of micro-batches that are all alike, of one token and no bytes. `f_s`,
-        `i_s` and `w_s` are seconds of an op by stage."""
+        """Return the work of a sweep of equal micro-batches, of one token and no bytes each. `f_s`,
+        `i_s` and `w_s` are by stage the seconds of one op."""
         count = num_micro_batches
         return cls(
             f_s=tuple((seconds,) * count for seconds in f_s),
@@ -136,17 +137,17 @@ class Work:
         return len(self.tokens)
 
     def table(self, kind: Kind) -> tuple[tuple[float, ...], ...]:
-        """Return the seconds of this kind of op, [S][N]."""
+        """Return the seconds of each op of this kind, [stage][micro-batch]."""
         if kind == "F":
             return self.f_s
         return self.i_s if kind == "I" else self.w_s
 
     def stage_s(self, stage: int) -> float:
-        """Return the seconds of all ops of a stage, without any wait."""
+        """Return the seconds of all ops of this stage in the sweep, waits left out."""
         return math.fsum(sum(self.table(kind)[stage]) for kind in KINDS)
 
     def mean_s(self, kind: Kind) -> list[float]:
-        """Return the mean seconds of a kind of op over micro-batches, by stage."""
+        """Return by stage the mean seconds of an op of this kind over the micro-batches."""
         count = max(self.num_micro_batches, 1)
         return [math.fsum(row) / count for row in self.table(kind)]
 
@@ -160,47 +161,46 @@ class Link:
     bytes_per_s: float = math.inf
 
     def leaves_s(self, num_bytes: int) -> float:
-        """Return the seconds for which a message occupies the link."""
+        """Return the seconds for which a message of this many bytes occupies the link."""
         return num_bytes / self.bytes_per_s
 
     def seconds(self, num_bytes: int) -> float:
-        """Return the seconds from sending to arrival of a message that waits for no other."""
+        """Return the seconds from sending to arrival of a message of this size on a free link."""
         return self.latency_s + self.leaves_s(num_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Costs of a pipeline's ops and messages, measured in its last steps."""
+    """Seconds of a pipeline's ops and messages, as measured in its last steps."""
 
     stages: tuple[StageCost, ...]
     links: tuple[Link, ...]
     """The links by number: link n is between stages n and n + 1."""
     bytes_per_token: float
-    """Bytes of a message, per token of its micro-batch."""
+    """Bytes of a message between two stages per token of its micro-batch."""
 
 
 LinkAt = Callable[[int, float], Link]
-"""A function of a link's number (0: between stages 0 and 1) and the second at which a message is
-sent. It returns the link at that time."""
+"""A function that returns a link (latency and rate) by its number (0: between stages 0 and 1) and
+the second at which a message is sent."""
 
 
 def constant(links: Sequence[Link]) -> LinkAt:
-    """Return a function of link and time for links that never change."""
+    """Return a function that gives links by number and time, for links that never change."""
     kept = tuple(links)
     return lambda number, now_s: kept[number]
 
 
 _TOLD_APART = 0.02
-"""Least difference in direction of two columns of loads that noisy times can tell apart."""
+"""Least singular value, of a matrix whose columns (tokens, pairs ...) have length 1, above which a
+fit to noisy times can tell the columns apart."""
 
 
 def fit_op_cost(loads: Sequence[Load], seconds: Sequence[float]) -> OpCost:
-    """Return the `OpCost` that explains measured seconds best, in relative terms; no part is
-    negative.
-
-    Parts that the loads cannot tell apart (all alike, or always in the same proportion) are left at
-    zero, the later ones first. Needs at least one measurement.
-    """
+    """Return the `OpCost` that explains the measured seconds of micro-batches of these sizes best,
+    in relative terms. No part of it is negative. Parts that the loads cannot tell apart (all alike,
+    or always in the same proportion) are left at zero, the later ones first. Needs at least one
+    measurement."""
     assert len(loads) == len(seconds) >= 1
     columns = np.array([[1.0, x.tokens, x.pairs, x.targets] for x in loads])
     weights = 1.0 / np.maximum(np.asarray(seconds, dtype=float), 1e-9)
@@ -225,8 +225,8 @@ def fit_op_cost(loads: Sequence[Load], seconds: Sequence[float]) -> OpCost:
 
 
 def _least_squares(columns: FloatArray, aim: FloatArray) -> FloatArray:
-    """Return the multiples (K,) of the columns (N, K) whose sum comes closest to `aim` (N,). The
-    columns must be independent, as `_independent` finds them."""
+    """Return the factors [K] by which the columns of an [N, K] array must be multiplied for their
+    sum to come closest to `aim` [N]. `_independent` must have found the columns independent."""
     units, sizes = _unit_columns(columns)
     found = _solved(_inner_products(units), total(units * aim[:, np.newaxis], 0).tolist())
     if found is None:  # a single column of zeros
@@ -235,7 +235,7 @@ def _least_squares(columns: FloatArray, aim: FloatArray) -> FloatArray:
 
 
 def _unit_columns(columns: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Return the columns, each divided by its length, and the lengths (1 for one of zeros)."""
+    """Return the columns, each divided by its length, and their lengths (1 for zeros)."""
     sizes = np.sqrt(total(columns * columns, 0))
     sizes = np.where(sizes > 0, sizes, 1.0)
     return columns / sizes, sizes
@@ -247,8 +247,7 @@ def _inner_products(columns: FloatArray) -> FloatArray:
 
 
 def _solved(matrix: FloatArray, right: Sequence[float]) -> list[float] | None:
-    """Return the solution of a small symmetric system of equations; None unless the matrix is
-    positive definite."""
+    """Return the solution of a symmetric system of equations; None: it is not positive definite."""
     rows = [[*row, last] for row, last in zip(matrix.tolist(), right, strict=True)]
     for number, row in enumerate(rows):
         if not row[number] > 0:
@@ -266,7 +265,7 @@ def _solved(matrix: FloatArray, right: Sequence[float]) -> list[float] | None:
 
 
 def _independent(columns: FloatArray) -> list[int]:
-    """Return numbers of columns of which none is nearly a sum of multiples of the others."""
+    """Return the indices of columns of which none is nearly a sum of multiples of the others."""
     used: list[int] = []
     for number in (1, 0, 2, 3):  # tokens first: they alone explain most
         trial = columns[:, sorted([*used, number])]
@@ -283,6 +282,6 @@ def _independent(columns: FloatArray) -> list[int]:
 def fit_stage_cost(
     measured: Mapping[Kind, tuple[Sequence[Load], Sequence[float]]],
 ) -> StageCost:
-    """Fit the costs of one stage to loads and seconds of each kind of op."""
+    """Return the costs of a stage's ops, fitted to loads and measured seconds by kind of op."""
     f, i, w = (fit_op_cost(*measured[kind]) for kind in KINDS)
     return StageCost(f, i, w)

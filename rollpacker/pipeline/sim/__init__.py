@@ -1,1 +1,1 @@
-"""Simulation of a trainer's pipeline stages in virtual time."""
+"""Simulation of a trainer's pipeline stages, in seconds of a simulated clock."""

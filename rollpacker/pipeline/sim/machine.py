@@ -1,5 +1,5 @@
-"""Makes the stages of a scenario's trainer: how the layers are split, what ops cost there, and how
-many tokens' activations have room."""
+"""Computes what the pipeline stages of a scenario's trainer are like: how the layers are split,
+what ops cost, and how many tokens' activations have room."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from rollpacker.sim.scenario_checks import TRAINED_PARAMETER_BYTES
 from rollpacker.sim.train_spec import TrainSpec
 
 OP_FLOPS_PER_PARAM = 2.0
-"""FLOPs per token and parameter of each of F, I and W."""
+"""FLOPs per token and parameter of each op: forward, backward for inputs and for weights."""
 ACTIVATION_BYTES = 34
 """Bytes of activations per token, layer and unit of hidden size: a transformer block in bfloat16
 with attention that keeps no scores (Korthikanti et al., arXiv 2205.05198)."""
 MEMORY_SHARE = 0.9
-"""Share of a GPU's memory that training may fill."""
+"""Share of a GPU's memory that weights, optimizer state and activations may fill."""
 NOMINAL_MICRO_BATCHES = 4
-"""Micro-batches per stage in the sweep by which splits of the layers are compared."""
+"""Number of micro-batches per stage in the simulated sweep by which splits are compared."""
 
 
 class Trainer(NamedTuple):
-    """The parts of a scenario on which cost and memory of a trainer's stages depend."""
+    """The parts of a simulation's scenario on which cost and memory of the stages depend."""
 
     train: TrainSpec
     cluster: Cluster
@@ -40,8 +40,8 @@ class Trainer(NamedTuple):
 
 
 def pipeline_of(trainer: Trainer, latency: LatencyModel, *, seed: int) -> Pipeline | None:
-    """Return the trainer's stages; None: it has no stages. `seed` is that of drawn delays. Raises
-    `ValueError` as `check_pipeline` does."""
+    """Return the simulation of the trainer's stages. None: the trainer has no stages. `seed` is for
+    random delays of messages. Raises `ValueError` as `check_pipeline` does."""
     spec = trainer.train.pipeline
     if spec is None:
         return None
@@ -62,8 +62,8 @@ def pipeline_of(trainer: Trainer, latency: LatencyModel, *, seed: int) -> Pipeli
 
 
 def check_pipeline(trainer: Trainer, *, longest_tokens: int) -> None:
-    """Raise `ValueError`, which names the config key, for stages that cannot be. `longest_tokens`
-    is the length of a full response with its prompt."""
+    """Raise `ValueError`, which names the config key, if the stages cannot run as configured.
+    `longest_tokens`: tokens of the longest response with its prompt."""
     train, spec = trainer.train, trainer.train.pipeline
     if spec is None:
         return
@@ -96,7 +96,7 @@ def check_pipeline(trainer: Trainer, *, longest_tokens: int) -> None:
 
 
 def split(trainer: Trainer) -> tuple[int, ...]:
-    """Return the number of layers of each stage, as if no stage was slow."""
+    """Return the number of layers of each stage, on the assumption that no stage is slow."""
     spec = trainer.train.pipeline
     assert spec is not None
     if spec.layers != "auto":
@@ -108,8 +108,8 @@ def split(trainer: Trainer) -> tuple[int, ...]:
 def _faster(
     trainer: Trainer, spec: PipelineSpec, layers: Sequence[int], latency: LatencyModel
 ) -> tuple[int, ...]:
-    """Return another split of the layers, as a run that measures its stages would find it. Empty:
-    none is faster."""
+    """Return the number of layers by stage of a faster split, which a run that measures its stages
+    would find. Empty: none is faster."""
     if spec.layers != "auto" or spec.op_times is not None:
         return ()
     count = spec.micro_batches or NOMINAL_MICRO_BATCHES * spec.stages
@@ -141,7 +141,7 @@ def _costs(
 
 
 def op_costs(spec: PipelineSpec) -> tuple[StageCost, ...]:
-    """Return costs by stage, from the given times of ops."""
+    """Return the cost of ops by stage, from the op times that the scenario gives."""
     assert spec.op_times is not None
     return tuple(
         _given(spec.op_times, stage, spec.slow_stages.get(stage, 1.0))
@@ -162,15 +162,15 @@ def _given(times: OpTimes, stage: int, slower: float) -> StageCost:
 
 
 def _bytes_per_token(trainer: Trainer, spec: PipelineSpec) -> float:
-    """Return the bytes of hidden states per token. Where op times do not depend on tokens, neither
-    do messages: they take the given delays and no more."""
+    """Return the bytes of hidden states per token. If op times do not depend on tokens, neither do
+    messages (0 bytes): they take the given delays alone."""
     if spec.op_times is not None and spec.op_times.tokens is None:
         return 0.0
     return float(trainer.shape.hidden * DTYPE_BYTES[trainer.shape.dtype])
 
 
 def _caps(trainer: Trainer, layers: Sequence[int]) -> tuple[int | None, ...]:
-    """Return the caps of live tokens by stage."""
+    """Return for each stage the most tokens whose activations it may keep; None: any number."""
     spec = trainer.train.pipeline
     assert spec is not None
     if spec.live_tokens != "auto":
@@ -185,8 +185,8 @@ def _caps(trainer: Trainer, layers: Sequence[int]) -> tuple[int | None, ...]:
 
 
 def _orders(spec: PipelineSpec) -> Sequence[Order]:
-    """Return the orders of the CSV that `order` names; empty for an order that is planned. Raises
-    `ValueError` for a file that cannot be read or run."""
+    """Return by stage the order of ops in the CSV file that `order` names; empty if it names none.
+    Raises `ValueError` for a file that cannot be read or run."""
     if spec.order in ORDERS:
         return ()
     assert spec.micro_batches is not None

@@ -1,13 +1,13 @@
 """A trainer in pipeline stages, in virtual time: the time of a training phase, and its waits.
 
-    responses -> replicas -> micro-batches   (core/packs.py: as the trainer deals and packs)
-      -> seconds of F, I and W on every stage  (OpTimes, or the scenario's training cost by layers)
-      -> an order, or the chooser that works without one, over links that are slow or not
-         (pipeline/plan/plan.py, virtual_time.py: as the trainer's executor chooses)
+    1. Responses are dealt to replicas and packed into micro-batches, as a trainer does.
+    2. Each op (F, I, W) of a stage gets its seconds: `OpTimes`, or training cost by layers.
+    3. A sweep is simulated (`virtual_time.py`): by a planned order, or by ready-first.
 
 A phase is the forward sweeps of the log-probs and one sweep with gradients; it ends with the
-slowest replica. Direct links block (head-of-line): the paper's ZB measurements are met within 5 %
-so. 1f1b launches a send together with a receive, so that its messages share no channel.
+slowest replica. With direct links a stage computes nothing until its message has arrived: so most
+published measurements are met within 5 % (docs/pipeline.md). 1f1b launches a send together with a
+receive, so that both directions of a link work at once.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from rollpacker.pipeline.sim.spec import DrawnDelays, PipelineSpec
 from rollpacker.sim.draws import NormalPairs
 
 NUM_FORWARD_SWEEPS = 2
-"""Number of forward sweeps in a step: log-probs of the policy and of the reference model, as
-`TRAIN_FLOPS_PER_PARAM` counts them."""
+"""Number of sweeps without gradients in a step: log-probs of the policy and of the reference model,
+as `TRAIN_FLOPS_PER_PARAM` counts them."""
 
 Caps = tuple[int | None, ...]
 
 
 class DelayAt:
-    """Delays of links, drawn at random anew from time to time. The same seed gives the same
+    """Random delays of messages on links, which change now and then. Equal seeds give equal
     delays."""
 
     def __init__(self, drawn: DrawnDelays, num_links: int, seed: int) -> None:
@@ -49,8 +49,8 @@ class DelayAt:
         self._delays_s: dict[int, list[float]] = {link: [] for link in links}
 
     def __call__(self, link: int, now_s: float) -> float:
-        """Return the seconds that a message sent now is delayed; 0 for a link without drawn
-        delays."""
+        """Return the seconds by which a message sent at `now_s` is delayed; 0 if the link has
+        none."""
         if link not in self._draws:
             return 0.0
         until_s, delays_s, drawn = self._until_s[link], self._delays_s[link], self._drawn
@@ -64,67 +64,67 @@ class DelayAt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineMachine:
-    """Costs, caps and sizes of a trainer's stages."""
+    """What the simulated stages are like: costs of ops, layers, room for activations, GPUs."""
 
     costs: tuple[StageCost, ...]
-    """Costs of each stage's ops."""
+    """By stage, the cost of its ops forward (F), backward for inputs (I) and for weights (W)."""
     layers: tuple[int, ...]
-    """Number of layers by stage; empty where the times of ops were given."""
+    """Number of layers by stage; empty if the scenario gives the times of ops."""
     caps: Caps
-    """The most tokens whose activations each stage may keep; None: any number."""
+    """By stage, the most tokens whose activations it may keep; None: any number."""
     num_replicas: int
     stage_gpus: int
-    """Number of GPUs of a stage of one replica."""
+    """Number of GPUs that one stage of one replica of the trainer has."""
     bytes_per_token: float
-    """Bytes of a message per token of its micro-batch."""
+    """Bytes of a message between two stages per token of its micro-batch."""
     relayout: tuple[int, ...] = ()
-    """Numbers of layers by stage that would be faster; empty: none is known."""
+    """Number of layers by stage of a faster split; empty: none is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineStep:
-    """Times of one training phase."""
+    """Simulated times of one training phase, which is the trainer's part of a step."""
 
     seconds: float
-    """Seconds of the forward sweeps and the sweep with gradients, of the slowest replica."""
+    """Seconds that the slowest replica takes for all sweeps of the phase."""
     sweep_s: float
-    """Seconds of the sweep with gradients alone, of the slowest replica."""
+    """Seconds that the slowest replica takes for the sweep with gradients alone."""
     idle_device_s: float
-    """Seconds, summed over all GPUs, of waiting for a message, or for another replica."""
+    """Seconds, summed over all GPUs, in which they waited for a message or another replica."""
     device_s: float
-    """Seconds of the phase summed over all GPUs, without fixed costs."""
+    """Seconds of the phase times the number of GPUs, without `direct_fixed_s` or `host_fixed_s`."""
     links: Literal["direct", "host"]
     num_micro_batches: int
-    """Number of micro-batches of the replica that has the fewest, among those that have any."""
+    """Number of micro-batches of the replica with the fewest; replicas without any do not count."""
     slowest: Timeline
-    """The sweep with gradients of the slowest replica."""
+    """Ops and messages of the slowest replica's sweep with gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineResult:
-    """Summary of all training phases of a simulation."""
+    """Summary of a simulated trainer's stages over all training phases."""
 
     order: str
     links: str
-    """`direct` or `host`; `both` if the links changed."""
+    """Kind of links between stages: `direct`, `host`, or `both` if it was changed."""
     stages: int
     layers: tuple[int, ...]
     sweep_s: float
-    """Mean seconds of the sweep with gradients."""
+    """Mean seconds of a phase's sweep with gradients, on its slowest replica."""
     bubble_share: float
-    """Idle GPU time as a share of the GPU time of all phases."""
+    """Idle GPU time as a share of the GPU time of all training phases."""
     num_micro_batches: int
-    """The fewest micro-batches of any sweep."""
+    """The fewest micro-batches that a replica had in any sweep."""
     peak_live_tokens: tuple[int, ...]
-    """The most live tokens of each stage in any step's slowest replica."""
+    """By stage, the most tokens whose activations were kept, over all steps' slowest replicas."""
     caps: Caps
     relayout: tuple[int, ...]
-    """A split of the layers that would be faster; empty: none is known."""
+    """Number of layers by stage of a faster split; empty: none is known."""
     last: Timeline
-    """The last sweep of the slowest replica."""
+    """Ops and messages of the slowest replica's last sweep with gradients."""
 
     def to_plain(self) -> dict[str, object]:
-        """The result as `rollpacker simulate --json` prints it."""
+        """Return the result as plain values, as `rollpacker simulate --json` prints it."""
         return {
             "order": self.order,
             "links": self.links,
@@ -139,7 +139,8 @@ class PipelineResult:
 
 
 class Pipeline:
-    """The trainer's stages through a run. Delays seen on links are kept from sweep to sweep."""
+    """Simulates a trainer's stages, phase by phase. A sweep is planned with the delays of messages
+    in the sweep before."""
 
     def __init__(
         self,
@@ -149,7 +150,8 @@ class Pipeline:
         orders: Sequence[Order] = (),
         seed: int = 0,
     ) -> None:
-        """Begin a run. `orders` are those of a CSV, if `spec.order` names one, else empty."""
+        """Begin a run. `orders`: by stage, those of the CSV file that `spec.order` names, if
+        any."""
         self._spec = spec
         self._machine = machine
         self._orders = orders
@@ -169,7 +171,7 @@ class Pipeline:
             else link
             for number, link in enumerate(self._links)
         ]
-        """The links as the plan of the next sweep expects them."""
+        """Latency and rate of the links that the plan of the next sweep reckons with."""
         self._steps: list[PipelineStep] = []
 
     @property
@@ -179,10 +181,10 @@ class Pipeline:
     # -- a phase -----------------------------------------------------------------------
 
     def train(self, lengths: Sequence[int], now_s: float) -> PipelineStep:
-        """Simulate a training phase from `now_s` on. `lengths` are the tokens of its responses, at
-        least one, prompts included.
+        """Simulate a training phase that begins at second `now_s`. `lengths`: tokens of each
+        response with its prompt, at least one.
 
-        Raises `ValueError` where the live tokens have no room.
+        Raises `ValueError` if a stage has no room for the activations.
         """
         machine = self._machine
         works = [self._work(share) for share in self._shares(lengths) if share]
@@ -218,7 +220,7 @@ class Pipeline:
         return step
 
     def _shares(self, lengths: Sequence[int]) -> list[list[list[int]]]:
-        """Return the lengths of the rows of each micro-batch, by replica."""
+        """Return the tokens of each row, by replica and micro-batch."""
         shares = []
         for members in assign(lengths, self._machine.num_replicas):
             own = [lengths[index] for index in members]
@@ -248,7 +250,7 @@ class Pipeline:
         return "host" if any(slow) else "direct"
 
     def _forward_s(self, work: Work, kind: str, now_s: float) -> float:
-        """Return the seconds of a sweep of forwards alone."""
+        """Return the seconds of a sweep without gradients over links of this kind."""
         free_s, link_free_s = [0.0] * self.stages, [0.0] * self.stages
         for m in range(work.num_micro_batches):
             there_s = 0.0
@@ -266,7 +268,7 @@ class Pipeline:
         return max(free_s)
 
     def _run(self, work: Work, kind: str, now_s: float) -> tuple[float, Timeline]:
-        """Return the seconds of a replica's forward sweeps, and its sweep with gradients."""
+        """Return a replica's seconds in forward sweeps, and times of its sweep with gradients."""
         forward_s = NUM_FORWARD_SWEEPS * self._forward_s(work, kind, now_s)
         timeline = self._sweep(work, kind, now_s + forward_s)
         self._check_peaks(timeline)
@@ -306,7 +308,7 @@ class Pipeline:
         return replace(link, latency_s=link.latency_s + self._drawn(number, now_s))
 
     def _learn(self, timeline: Timeline, work: Work) -> None:
-        """Have the next plan expect each link's median latency in this sweep."""
+        """Set each link's latency in the next plan to its median in this sweep."""
         took_s: dict[int, list[float]] = {}
         for message in timeline.messages:
             leaves_s = self._links[message.link].leaves_s(work.message_bytes[message.micro_batch])
@@ -320,7 +322,7 @@ class Pipeline:
     # -- the result --------------------------------------------------------------------
 
     def result(self) -> PipelineResult | None:
-        """Return the summary of the phases so far. None: there was no phase."""
+        """Return the summary of the training phases so far. None: there was no phase."""
         steps, machine = self._steps, self._machine
         if not steps:
             return None
@@ -346,7 +348,7 @@ def _share(steps: Sequence[PipelineStep]) -> float:
 
 
 def merged(work: Work) -> Work:
-    """Return the work with both backward ops in one: the gradient leaves after W."""
+    """Return `work` with W made part of I, so that gradients are sent after both (as in 1f1b)."""
     both = tuple(
         tuple(i + w for i, w in zip(*rows, strict=True))
         for rows in zip(work.i_s, work.w_s, strict=True)

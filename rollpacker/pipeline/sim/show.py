@@ -1,4 +1,4 @@
-"""Shows the stages of simulated trainers: a picture with a lane per stage, a table, and words."""
+"""Shows the pipeline stages of simulated trainers: as a picture, a table and words."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _INK, _FAINT, _EMPTY = "#333333", "#777777", "#f1f1f1"
 
 
 def draw_sweep(axes: Axes, name: str, found: PipelineResult, *, until_s: float) -> None:
-    """Draw the last sweep of the slowest replica, with stage 0 on top. What is not coloured is
-    idle. The time axis ends at `until_s`, the end of the longest sweep of the picture."""
+    """Draw the slowest replica's last sweep, a lane per stage, stage 0 on top. What is not coloured
+    is idle. The time axis ends at `until_s` seconds, the end of the picture's longest sweep."""
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 
@@ -52,18 +52,18 @@ def began_s(sweep: Timeline) -> float:
 
 
 def longest_s(found: Mapping[str, PipelineResult]) -> float:
-    """Return the seconds of the longest of the last sweeps."""
+    """Return the seconds of the longest among the last sweeps of these simulated systems."""
     return max(one.last.makespan_s - began_s(one.last) for one in found.values())
 
 
 def pipelines_of(results: Mapping[str, SystemResult]) -> dict[str, PipelineResult]:
-    """Return the results of systems whose trainer has stages, by the system's name."""
+    """Return the pipeline results of the systems whose trainer has stages, by system name."""
     return {name: one.pipeline for name, one in results.items() if one.pipeline is not None}
 
 
 def pipeline_tables(results: Mapping[str, SystemResult]) -> list[list[list[str]]]:
-    """Return a table of the sweeps with gradients and their live tokens; an empty list if no
-    trainer has stages."""
+    """Return a table of the systems' sweeps with gradients, as rows of cells, in a list; an empty
+    list if no trainer has stages."""
     found = pipelines_of(results)
     if not found:
         return []
@@ -88,8 +88,8 @@ def pipeline_tables(results: Mapping[str, SystemResult]) -> list[list[list[str]]
 
 
 def explain_pipelines(results: Mapping[str, SystemResult]) -> str:
-    """Return the stages explained in words, and what would make them faster; empty if no trainer
-    has stages."""
+    """Return sentences that explain the table of sweeps, and what would make them faster. Empty if
+    no trainer has stages."""
     found = pipelines_of(results)
     if not found:
         return ""

@@ -1,5 +1,5 @@
-"""Settings of a scenario's trainer in pipeline stages (`train.pipeline.*`), and the orders and
-links that `--compare` knows by name."""
+"""Settings of a simulated trainer's pipeline stages (`train.pipeline.*`), and the orders and links
+that `--compare` knows by name."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ PIPELINES: Mapping[str, tuple[str, LinkKind]] = {
     "adapted": ("adapted", "host"),
     "ready": ("ready", "host"),
 }
-"""Names for `simulate --compare`, and the `train.pipeline.order` and `links` of each."""
+"""Names that `simulate --compare` takes, each with its `train.pipeline.order` and `links`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpTimes:
-    """Seconds of a micro-batch's ops on each stage, measured (`train.pipeline.op_times.*`)."""
+    """Measured seconds of a micro-batch's ops, by stage (`train.pipeline.op_times.*`)."""
 
     f_s: tuple[float, ...]
     """Seconds of the forward pass, by stage."""
@@ -33,8 +33,8 @@ class OpTimes:
     w_s: tuple[float, ...]
     """Seconds of the backward pass for weights, by stage."""
     tokens: int | None = None
-    """Tokens of the micro-batch that was timed: times of others are in proportion to their tokens.
-    None: every micro-batch takes the same time."""
+    """Number of tokens of the measured micro-batch: the times of others are in proportion to their
+    tokens. None: every micro-batch takes the same time."""
 
     def __post_init__(self) -> None:
         for name in ("f_s", "i_s", "w_s"):
@@ -46,15 +46,15 @@ class OpTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnDelays:
-    """Delays that change while the trainer works (`train.pipeline.drawn_delays.*`), drawn by the
-    scenario's seed."""
+    """Random delays of messages between stages, which change now and then while the trainer works
+    (`train.pipeline.drawn_delays.*`). The scenario's seed decides them."""
 
     mean_s: float
     """Mean of the normal distribution of delays, in seconds; draws below 0 count as 0."""
     sd_s: float
     """Standard deviation of the delays, in seconds."""
     hold_s: tuple[float, float]
-    """Least and most seconds for which a delay stays, drawn evenly; then the next is drawn."""
+    """Least and most seconds for which a delay stays, drawn evenly, before the next is drawn."""
     links: tuple[int, ...] | None = None
     """Numbers of links that have drawn delays, from 0. None: all links."""
 
@@ -72,50 +72,50 @@ class PipelineSpec:
     context_parallel` GPUs. A simulation has more keys here than a run."""
 
     stages: int
-    """Number of stages. Link n is between stages n and n + 1, both from 0."""
+    """Number of pipeline stages. Link n is between stages n and n + 1, both from 0."""
     layers: Literal["auto"] | tuple[int, ...] = "auto"
-    """Number of layers of each stage. auto: a split whose slowest stage has the least to do."""
+    """Number of layers of each stage. auto: the split whose slowest stage has the least to do."""
     order: str = "ready"
     """The order of a stage's ops. 1f1b: a forward and a backward by turns. zero-bubble: backwards
     for weights fill the waits, planned as if every op took the same time and messages none.
-    adapted: planned before each sweep for the delays of the sweep before. ready: whichever op is
-    ready first, backwards for inputs before others. Else a CSV of torch's format, such as
+    adapted: planned before each sweep for the delays of the sweep before. ready: whichever op has
+    its input, backwards for inputs before others. Else a CSV file in torch's format, such as
     `rollpacker plan --csv` writes."""
     live_tokens: Literal["auto"] | int | None = "auto"
     """The most tokens whose activations a stage keeps. auto: what its GPUs have room for beside
-    what is trained, at 34 bytes a token, layer and unit of hidden size (bfloat16, nothing computed
-    again); null: no limit."""
+    weights and optimizer state, at 34 bytes a token, layer and unit of hidden size (bfloat16,
+    nothing computed again); null: no limit."""
     links: LinkKind = "auto"
     """How stages send to each other. direct: a stage waits until a slow link has taken its message.
     host: messages wait in host memory. auto: host while over some link a message and its answer
-    take longer than a micro-batch's F and I, which is Eq. 1 of ADAPTRA for a slack of 2."""
+    take longer than a micro-batch's forward and backward for inputs (Eq. 1 of ADAPTRA, slack 2)."""
     relayout: Literal["propose", "never", "do"] = "propose"
-    """What happens with a faster split of the layers, with `slow_stages`. propose: it is shown. do:
-    it is used. never: nothing."""
+    """What is done with a faster split of the layers, if some stages are slow. propose: it is
+    shown. do: it is used. never: nothing."""
     micro_batch_tokens: int = 16_384
     """The most tokens of a micro-batch, into which responses with their prompts are packed. A
     longer response has a micro-batch of its own."""
     micro_batches: int | None = None
-    """Number of micro-batches of a replica's sweep, all about as large. None: `micro_batch_tokens`
+    """Number of micro-batches in a replica's sweep, of about equal size. None: `micro_batch_tokens`
     decides."""
     op_times: OpTimes | None = None
-    """Measured times of ops. None: the training cost of the scenario, shared out by layers."""
+    """Measured times of ops. None: the scenario's training cost is shared out by layers."""
     head_layers: float = 2.5
-    """Work of the output layer, on the last stage, as a number of layers."""
+    """Work of the output layer, which the last stage has, as a number of layers."""
     link_gb_s: float = 50.0
-    """Rate of a link in each direction, 1e9 bytes per second; per GPU of a stage."""
+    """Rate of a link in each direction, in 1e9 bytes per second for each GPU of a stage."""
     slow_links_s: Mapping[int, float] = field(default_factory=dict)
-    """Further seconds that a message takes one way, by number of the link."""
+    """By number of the link, seconds that a message takes one way besides its bytes' time."""
     slow_links_gb_s: Mapping[int, float] = field(default_factory=dict)
-    """Rates of links that differ from `link_gb_s`, by number of the link."""
+    """By number of the link, rates in 1e9 bytes per second that differ from `link_gb_s`."""
     drawn_delays: DrawnDelays | None = None
-    """Random delays of messages, in addition to the fixed times above. None: there are none."""
+    """Random delays of messages, besides the fixed times above. None: there are none."""
     slow_stages: Mapping[int, float] = field(default_factory=dict)
-    """Factor by which the ops of a stage take longer, by number of the stage from 0."""
+    """By number of the stage from 0, how many times longer than usual its ops take."""
     direct_fixed_s: float = 0.0
-    """Seconds of a sweep with gradients over direct links, beside its ops."""
+    """Seconds of a sweep with gradients over direct links that are not its ops' or messages'."""
     host_fixed_s: float = 0.0
-    """Seconds of a sweep with gradients over host links, beside its ops."""
+    """Seconds of a sweep with gradients over host links that are not its ops' or messages'."""
 
     def __post_init__(self) -> None:
         at_least_one(self, "stages", "micro_batch_tokens")

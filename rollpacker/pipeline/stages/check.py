@@ -1,5 +1,5 @@
-"""Checks of pipeline stages before anything is started, from the config and the models'
-`config.json`, without torch."""
+"""Checks the settings of pipeline stages before anything is started, from the config and the
+models' `config.json`, without torch."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def check_stages(config: RunConfig) -> None:
-    """Raise `ValueError` if a model of the trainer has fewer layers than there are stages, or if
-    the policy's `layers` do not add up; and as `read_order` does. A model whose shape is not known
-    on this machine is checked by the stages, once it is loaded."""
+    """Raise `ValueError` if a model of the trainer has fewer layers than there are stages, if the
+    policy's `layers` do not add up, or if the order's file is wrong (`read_order`). A model whose
+    shape is not known on this machine is checked by the stages, once it is loaded."""
     pipeline = config.train.pipeline
     if pipeline.stages == 1:
         return
@@ -45,8 +45,8 @@ def check_stages(config: RunConfig) -> None:
 
 
 def with_links_of(train: TrainConfig, device: str) -> TrainConfig:
-    """Return the config with the links that a device of this type allows: on CUDA only host links,
-    which `auto` then becomes. Raises `ValueError` if the config asks for direct links on CUDA."""
+    """Return the config with links that this type of device allows: on CUDA `auto` becomes host
+    links. Raises `ValueError` if the config asks for direct links on CUDA."""
     pipeline = train.pipeline
     if device != "cuda" or pipeline.stages == 1 or pipeline.links == "host":
         return train
@@ -59,8 +59,8 @@ def with_links_of(train: TrainConfig, device: str) -> TrainConfig:
 
 
 def check_longest_sample(config: RunConfig, longest_prompt: int) -> None:
-    """Raise `ValueError` if a response to the longest prompt, in tokens, may leave a sample that
-    no stage has room for."""
+    """Raise `ValueError` if a response to the longest prompt (in tokens) may make a sample that is
+    too long for a stage's room for activations."""
     cap, response = config.train.pipeline.live_tokens, config.rollout.max_response_tokens
     longest = longest_prompt + response
     if config.train.pipeline.stages > 1 and cap != "auto" and cap < longest:
@@ -73,9 +73,9 @@ def check_longest_sample(config: RunConfig, longest_prompt: int) -> None:
 
 
 def read_order(config: RunConfig) -> str | None:
-    """Return the text of the file that `train.pipeline.order` names; None if it names none. Raises
-    `ValueError` if the file cannot be read or run by as many stages, or gradients are streamed.
-    Each sweep checks whether it has as many micro-batches as the file."""
+    """Return the text of the CSV file that `train.pipeline.order` names; None if it names none.
+    Raises `ValueError` if the file cannot be read or does not fit the number of stages, or if
+    gradients are streamed. Whether it fits the micro-batches is checked in each sweep."""
     pipeline = config.train.pipeline
     if pipeline.stages == 1 or pipeline.order in ORDERS:
         return None

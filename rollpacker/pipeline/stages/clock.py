@@ -1,5 +1,5 @@
-"""Times the ops of a stage. On CUDA that is done by events on the stream, so that nothing waits for
-the GPU until the step is over: written, but not run so far."""
+"""Times the ops of a pipeline stage. On CUDA it uses events on the stream, so that nothing waits
+for the GPU until the step is over; that is written, but has not run so far."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ _CPU = torch.device("cpu")
 
 
 class StageClock:
-    """Times the ops of one stage. `op` must be called around every op, since a message is matched
-    to its op by number."""
+    """Times the ops of one pipeline stage. `op` must be called around every op, since a message is
+    matched to its op by number."""
 
     def __init__(self, device: torch.device = _CPU) -> None:
         self._device = device
         self._ops: list[_Op] = []
         self._num_ops: dict[Kind, int] = dict.fromkeys(KINDS, 0)
-        """Number of ops since the start, by kind. Op number n of a kind needs message number n."""
+        """Number of ops since the start, by kind. Op number n of a kind takes message number n."""
         self._sweeps_s = 0.0
         self._live_tokens = 0
         self._peak_live_tokens = 0
         self._with_gradients: dict[Kind, set[int]] = {kind: set() for kind in KINDS}
-        """Numbers of ops of sweeps with gradients since the last `take`, by kind."""
+        """By kind, the numbers of the ops in sweeps with gradients since the last `take`."""
 
     def swept(self, seconds: float) -> None:
-        """Note that a sweep is over, in which there was something to do for this many seconds."""
+        """Record that a sweep is over, with the seconds in which it had something to do."""
         self._sweeps_s += seconds
 
     @contextmanager
     def op(self, kind: Kind, load: Load | None) -> Iterator[None]:
-        """A context that times the op inside. `load` None: an op of a sweep without gradients."""
+        """Time the op inside the block. `load`: the micro-batch's size; None: without gradients."""
         began = self._now()
         yield
         self._ops.append((kind, load, began, self._now()))
@@ -53,8 +53,8 @@ class StageClock:
     def take(
         self, stage: int, num_layers: int, arrivals: Mapping[Kind, Sequence[ArrivalTimes]]
     ) -> StageTimes:
-        """Return the times since the last call, and begin anew. `arrivals` are records of messages
-        since then, numbered since the start."""
+        """Return the stage's times since the last call. `arrivals`: times of the messages that
+        arrived since then, by kind; the messages are numbered since the start."""
         ops: dict[Kind, list[tuple[Load, float]]] = {kind: [] for kind in KINDS}
         busy_s = 0.0
         for kind, load, began, ended in self._ops:

@@ -1,4 +1,4 @@
-"""Connects a pipeline stage, once the trainer's processes have met: its executor, and its links."""
+"""Makes a pipeline stage's executor and its links, once the trainer's processes have met."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from rollpacker.trainer.trainer import PipelineConfig
 
 def connected_stage(shards: Shards, config: PipelineConfig, csv: str | None) -> Stage:
     """Return this rank's stage, with links that end with the process. All ranks must make this call
-    together. `csv` is the text of the file that `config.order` names, None if it names none."""
+    together. `csv`: text of the file that `config.order` names; None if it names none."""
     mesh = shards.pipelines
     assert mesh is not None
     connected = Connected(
@@ -58,7 +58,7 @@ def connected_stage(shards: Shards, config: PipelineConfig, csv: str | None) -> 
 
 class Connected:
     """A stage's `executor` and links, ready for sweeps. All ranks of the job must make one
-    together. `ranks` are those of every pipeline (one for each shard of a stage), by stage."""
+    together. `ranks`: for each pipeline (one for each shard of a stage), its ranks by stage."""
 
     def __init__(
         self,
@@ -77,9 +77,9 @@ class Connected:
         self.executor = Executor(self.place, timeout_s=timeout_s, clock=clock)
         self._device = device
         self._hosts = hosts
-        """Addresses of this host; the stage can be reached over each address."""
+        """Addresses of this host. Other stages can reach this one over any of them."""
         self._lost: dict[LinkKind, LinkLost] = {}
-        """Errors of links that were lost while another kind was in use, by kind."""
+        """By kind of link (direct or host), the error of a link that was lost while not in use."""
         self._made: set[LinkKind] = set()
         self._senders = {kind: SwitchedSender() for kind in self._targets()}
         self._receivers = {
@@ -94,8 +94,8 @@ class Connected:
         self.executor.connect(self.to_next, self.to_previous)
 
     def use(self, kind: LinkKind) -> None:
-        """Use links of this kind from the next message on. All ranks make this call together, with
-        nothing on its way; messages are sent after all have returned."""
+        """Use this kind of links, direct or host, from the next message on. All ranks make this
+        call together, with nothing on its way; messages are sent after all have returned."""
         self._kind = kind
         if kind not in self._made:
             (self._connect_host if kind == "host" else self._connect_direct)()
@@ -107,15 +107,16 @@ class Connected:
 
     @property
     def direct_lost(self) -> bool:
-        """Whether a direct link was lost while it was not in use."""
+        """Whether a direct link was lost while host links were in use."""
         return "direct" in self._lost
 
     def arrivals(self) -> dict[Kind, list[ArrivalTimes]]:
-        """Return the records of messages since the last call, numbered since the start."""
+        """Return by kind the times of messages arrived since the last call, numbered from the
+        start."""
         return {kind: receiver.times() for kind, receiver in self._receivers.items()}
 
     def close(self) -> None:
-        """End all links; after the last sweep."""
+        """Close all links of this stage, after the last sweep."""
         for end in self._ends:
             end.close()
 
@@ -171,19 +172,19 @@ class Connected:
             self._receivers[kind].add("direct", receiver)
 
     def _lose(self, kind: LinkKind, error: LinkLost) -> None:
-        """Note that a link is lost. Sweeps fail now if its kind is in use, else at its next use."""
+        """Record a lost link. Sweeps fail now if its kind is in use, else once it is used again."""
         self._lost[kind] = error  # first: `use` looks after it has changed the kind
         if kind == self._kind:
             self.executor.fail(error)
 
     def _sources(self) -> dict[Kind, int]:
-        """The stages from which hidden states ("F") and gradients ("I") come."""
+        """Numbers of the stages from which hidden states ("F") and gradients ("I") come."""
         before = {} if self.place.is_first else {"F": self.place.index - 1}
         after = {} if self.place.is_last else {"I": self.place.index + 1}
         return before | after  # type: ignore[return-value]  # the literals are kinds
 
     def _targets(self) -> dict[Kind, int]:
-        """The stages to which hidden states ("F") and gradients ("I") go."""
+        """Numbers of the stages to which hidden states ("F") and gradients ("I") go."""
         after = {} if self.place.is_last else {"F": self.place.index + 1}
         before = {} if self.place.is_first else {"I": self.place.index - 1}
         return after | before  # type: ignore[return-value]  # the literals are kinds

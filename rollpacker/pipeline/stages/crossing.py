@@ -18,25 +18,25 @@ ShapeAndType = tuple[torch.Size, torch.dtype]
 
 @dataclass(slots=True, kw_only=True)
 class Passage:
-    """One micro-batch's hidden states in one stage, on the way in and on the way out."""
+    """One micro-batch's hidden states on one stage: received, and to be sent on."""
 
     arrived: Tensor | None
-    """The message from the stage before. None: there is no message, so hidden states are zeros."""
+    """The message from the stage before. None: no message, and the hidden states are zeros."""
     entered: list[Tensor] = field(default_factory=list)
-    """Hidden states that entered with gradients: the leaves of the stage's autograd graph."""
+    """Hidden states read from the message, with gradients: leaves of the stage's autograd graph."""
     left: list[Tensor] = field(default_factory=list)
-    """Hidden states that the models gave, to be sent on."""
+    """Hidden states that the stage's models have computed, to be sent to the next stage."""
     differentiable: list[Tensor] = field(default_factory=list)
-    """Those of the hidden states in `left` for which gradients will come back."""
+    """The hidden states in `left` whose gradients the next stage will send back."""
     offset: int = 0
-    """Bytes of the message that were read so far."""
+    """Number of the bytes of the message that were read so far."""
 
     def message(self) -> Tensor:
-        """Return the message for the stage after: the hidden states that left."""
+        """Return the message to the next stage: the hidden states that the models computed."""
         return pack([one.detach() for one in self.left])
 
     def backward(self, arrived: Tensor | None) -> None:
-        """Backpropagate gradients of the hidden states that left, from a message; None: zeros."""
+        """Backpropagate the gradients of this stage's outputs in a message; None: zeros."""
         kinds = [(one.shape, one.dtype) for one in self.differentiable]
         gradients = [
             torch.zeros(shape, dtype=dtype, device=self.differentiable[0].device)
@@ -51,13 +51,13 @@ class Passage:
             torch.autograd.backward([one for one, _ in needed], [given for _, given in needed])
 
     def gradient_message(self) -> Tensor:
-        """Return the message for the stage before: gradients of the hidden states that entered."""
+        """Return the message to the stage before: gradients of the hidden states it sent."""
         return pack([torch.zeros_like(e) if e.grad is None else e.grad for e in self.entered])
 
 
 class Crossing:
-    """Hands hidden states to the models of a stage and takes theirs, one micro-batch at a time.
-    Copies of a model use the same crossing."""
+    """Hands received hidden states to a stage's models and takes the ones that they compute, one
+    micro-batch at a time. Copies of a model use the same crossing."""
 
     def __init__(self) -> None:
         self._passage: Passage | None = None
@@ -66,12 +66,12 @@ class Crossing:
         return self
 
     def begin(self, arrived: Tensor | None) -> Passage:
-        """Begin a micro-batch with its message; the models are called next."""
+        """Begin a micro-batch with the message of the stage before; the models are called next."""
         self._passage = Passage(arrived=arrived)
         return self._passage
 
     def enter(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return the hidden states for the next model, read from the message."""
+        """Return the next model's hidden states, of this shape and dtype, read from the message."""
         passage = self._current()
         if passage.arrived is None:
             hidden = torch.zeros(shape, dtype=dtype, device=device)
@@ -94,14 +94,14 @@ class Crossing:
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """Return one tensor for all: the only tensor as it is, several as their bytes."""
+    """Return one tensor with the content of all: a single tensor itself, several as their bytes."""
     if len(tensors) == 1:
         return tensors[0].contiguous()
     return torch.cat([one.contiguous().reshape(-1).view(torch.uint8) for one in tensors])
 
 
 def unpack(message: Tensor, kinds: Sequence[ShapeAndType]) -> list[Tensor]:
-    """Return the tensors that `pack` was given, of these shapes and dtypes."""
+    """Return the tensors, of these shapes and dtypes, that `pack` put into one message."""
     found, offset = [], 0
     for kind in kinds:
         tensor, offset = _read(message, offset, kind)

@@ -2,8 +2,8 @@
 
     embed_tokens | layers 0 1 2 3 | norm | lm_head
 
-    stage 0      embed_tokens, layers 0 1      token ids in, hidden states out
-    stage 1      layers 2 3, norm, lm_head     hidden states in (`inputs_embeds`)
+    stage 0: embed_tokens, layers 0 1      (token ids in, hidden states out)
+    stage 1: layers 2 3, norm, lm_head     (hidden states in, as `inputs_embeds`)
 
 What another stage has becomes `Absent`: it passes its input through, has no parameters, and leaves
 every other tensor the name that it has in the whole model. Nothing refers to the absent parameters
@@ -26,7 +26,7 @@ from rollpacker.trainer.policy import CHECKED_TOKENS, LOW_PRECISION_TOLERANCE, T
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """The place of a stage among all stages: its index from 0, and their number."""
+    """Which stage of a pipeline this is: its index from 0, and the number of stages."""
 
     index: int
     count: int
@@ -41,7 +41,7 @@ class Place:
 
 
 class Absent(nn.Module):
-    """Stands for a module that another stage has, and returns its own first input."""
+    """Takes the place of a module that another stage has. It returns its first input unchanged."""
 
     def forward(self, hidden: Tensor, *_others: object, **_named: object) -> Tensor:
         return hidden
@@ -74,13 +74,13 @@ def cut(model: Any, place: Place, layers: Sequence[int]) -> None:
 
 
 def decoder_of(model: nn.Module) -> Any:
-    """Return the part of a causal LM that gives hidden states, or the model itself if that does."""
+    """Return the part of a causal LM that computes hidden states; `model` itself if it is that."""
     known: Any = model
     return known.get_decoder()
 
 
 def num_layers_of(model: nn.Module) -> int:
-    """Number of layers of a causal LM or its body."""
+    """Return the number of layers of a causal LM or of its body."""
     number = decoder_of(model).config.get_text_config().num_hidden_layers
     assert isinstance(number, int)
     return number
@@ -88,19 +88,19 @@ def num_layers_of(model: nn.Module) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tied:
-    """A weight that embeddings and output layer share. The first stage owns it, the last stage has
-    a copy, the mirror."""
+    """A weight that embeddings and output layer share. The first stage owns it; the last has a
+    copy, the mirror."""
 
     owner: str
-    """Name of the weight in the whole model."""
+    """Name of the first stage's weight, as in the whole model."""
     mirror: str
-    """Name of the mirror on the last stage."""
+    """Name of the last stage's copy of the weight."""
     is_trained: bool
 
 
 def tied_weight(model: Any) -> Tied | None:
-    """Find the weight that embeddings and output layer share, before the model is cut. None: there
-    is none."""
+    """Return the weight that embeddings and output layer share, before the model is cut. None: they
+    share none."""
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     weight = getattr(head, "weight", None)
     if weight is None or weight is not embeddings.weight:
@@ -118,7 +118,7 @@ class _Parts:
     decoder: Any
     layers: nn.ModuleList
     norm: str
-    """Name of the decoder's attribute that holds the norm behind the layers."""
+    """Name of the decoder's attribute with the norm after the last layer."""
 
 
 def _parts_of(model: PreTrainedModel) -> _Parts:
@@ -146,7 +146,7 @@ def _parts_of(model: PreTrainedModel) -> _Parts:
 
 
 class _Recorder:
-    """Records inputs and outputs of some modules in one forward pass."""
+    """Records the inputs and outputs of some modules during one forward pass."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self.given: dict[str, Tensor] = {}
@@ -173,7 +173,7 @@ class _Recorder:
 
 
 def _named(model: PreTrainedModel, parts: _Parts) -> dict[str, nn.Module]:
-    """Return the layers in their order, and the norm, by their names in the model."""
+    """Return the layers, in their order, and the final norm, by their names in the model."""
     names = {module: name for name, module in model.named_modules()}
     modules = [*parts.layers, getattr(parts.decoder, parts.norm)]
     return {names[module]: module for module in modules}

@@ -4,8 +4,8 @@ of the weights (W) are computed later, when there is time.
     I   backward through the stage's graph: inputs, norms, biases, embeddings, output layer
     W   weight.grad += output_gradient.T @ input, for each linear layer
 
-The output layer's product is in I: what it needs would be kept as tokens x vocabulary, or computed
-again for a gain of one product a sweep (docs/pipeline.md).
+The output layer's product is part of I. To put it off, a gradient of [tokens, vocabulary] would
+have to be kept or computed again, for the gain of one product a sweep (docs/pipeline.md).
 
 A product is handed to autograd at the weight itself, as its backward pass would have done, so that
 hooks run: bfloat16 gradients are summed in float32, and FSDP2 sees its parameters' gradients.
@@ -25,27 +25,28 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 Products = list[tuple[Tensor, Tensor, Tensor]]
-"""For each call: weight [out, in], input [..., in], and the output's gradient [..., out]."""
+"""For each call of a layer: weight [out, in], input [..., in], gradient of the output [...,
+out]."""
 
 
 class DeferredWeights:
-    """Puts off the weight products of linear layers, by replacing the layers' `forward`."""
+    """Puts off the computation of linear layers' weight gradients, by replacing their `forward`."""
 
     def __init__(self) -> None:
         self._products: Products | None = None
         self.is_on = True
-        """If False, forward and backward passes run as if nothing was attached."""
+        """If False, weight gradients are not put off, as if nothing was attached."""
 
     def attach(self, root: nn.Module) -> None:
-        """Put off the products of all linear layers in `root`. A subclass, such as a quantized
-        layer, stays as it is."""
+        """Put off the weight gradients of all linear layers in `root`. A subclass, such as a
+        quantized layer, stays as it is."""
         for module in root.modules():
             if type(module) is nn.Linear:
                 module.forward = partial(_forward, module, self)  # type: ignore[method-assign]
 
     @contextmanager
     def collected(self) -> Iterator[Products]:
-        """A context with a list, in which backward passes inside leave their weight products."""
+        """Yield a list to which backward passes inside the block add what weight gradients need."""
         assert self._products is None
         products: Products = []
         self._products = products
@@ -61,7 +62,7 @@ class DeferredWeights:
 
 @torch.no_grad()
 def compute(products: Products) -> None:
-    """Add the products to their weights' gradients, and empty the list."""
+    """Add the weight gradients from these inputs and output gradients, and empty the list."""
     while products:
         weight, entered, gradient = products.pop()
         product = gradient.flatten(0, -2).t() @ entered.flatten(0, -2)
@@ -81,8 +82,8 @@ def _forward(module: nn.Linear, deferred: DeferredWeights, entered: Tensor) -> T
 
 
 class _Call(NamedTuple):
-    """Parts of a call that autograd must not see: a weight that autograd knows gets a gradient in
-    I, if only an empty one, and its hooks run."""
+    """Arguments of a layer's call, hidden from autograd in a tuple: it would otherwise give the
+    weight a gradient at once, if only an empty one, and run the weight's hooks."""
 
     weight: Tensor
     needs_input: bool

@@ -4,13 +4,13 @@ Ops of one kind run in the order of the micro-batches whatever arrives when, so 
 no bit of a result. A message's number counts those of its direction since the start, over all
 sweeps: what the next sweep sends early is not mistaken for this one's.
 
-    executor.sweep(loads, ops, chooser)         all that there is, in the caller's thread
+    executor.sweep(loads, ops, chooser)   # all micro-batches at once, in the caller's thread
 
-    sweep = executor.open(ops, chooser)         an open one: in a thread of its own
-    sweep.add(loads)                            micro-batches
-    sweep.forward(scoring, 3)                   forwards of something else, behind them
-    sweep.add(more)                             while the first ones are under way
-    sweep.drain()
+    sweep = executor.open(ops, chooser)   # an open sweep, in a thread of its own
+    sweep.add(loads)                      # adds micro-batches
+    sweep.forward(scoring, 3)             # 3 forwards without gradients, after theirs
+    sweep.add(more)                       # adds others, while the first are under way
+    sweep.drain()                         # waits until all ops are done
 
 All stages make these calls in the same order, so that all send in the same order.
 """
@@ -36,13 +36,13 @@ from rollpacker.pipeline.stages.orders import SweepChooser
 from rollpacker.trainer.trainer import TrainerError
 
 TIMEOUT_S = 1800.0
-"""Seconds that a sweep waits for a message: as long as processes wait for one another elsewhere
-(`sharding.TIMEOUT_S`)."""
+"""Seconds after which a sweep fails if no message comes: as long as processes wait for one another
+elsewhere (`sharding.TIMEOUT_S`)."""
 
 
 class StageOps(Protocol):
-    """The ops of a sweep on one stage. `arrived` is the message from one neighbour, and what is
-    returned goes to the other neighbour as a message; None where there is no neighbour."""
+    """The ops of a sweep (all micro-batches once through the stages) on one stage. `arrived` is a
+    neighbour's message, and the result goes to the other neighbour; None for no neighbour."""
 
     def forward(self, micro_batch: int, arrived: Tensor | None) -> Tensor | None: ...
 
@@ -52,8 +52,8 @@ class StageOps(Protocol):
 
 
 class Executor:
-    """Runs the ops of one stage. One thread calls `sweep` and `open`; any may call `arrive` and
-    `fail`."""
+    """Runs the ops of one pipeline stage and sends their results. One thread calls `sweep` and
+    `open`; any may call `arrive` and `fail`."""
 
     def __init__(
         self, place: Place, *, timeout_s: float = TIMEOUT_S, clock: StageClock | None = None
@@ -70,7 +70,7 @@ class Executor:
         self._failure: BaseException | None = None
 
     def connect(self, to_next: Sender | None, to_previous: Sender | None) -> None:
-        """Set the senders, before the first sweep. None: there is no such neighbour."""
+        """Set the senders to both neighbours, before the first sweep. None: no such stage."""
         assert (to_next is None) == self._place.is_last
         assert (to_previous is None) == self._place.is_first
         self._to_next, self._to_previous = to_next, to_previous
@@ -84,15 +84,15 @@ class Executor:
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Note that no message comes any more: a sweep that waits, now or later, raises `error`."""
+        """Record that no message comes any more: a sweep that waits for one raises `error`."""
         with self._changed:
             self._failure = error
             self._changed.notify_all()
 
     def sweep(self, loads: Sequence[Load], ops: StageOps, chooser: Chooser | None = None) -> None:
-        """Run all ops of micro-batches of these loads, which the chooser knows. Without a chooser:
-        forward only. Raises `TrainerError` if a message does not come in time, or `fail`'s
-        error."""
+        """Run a sweep of micro-batches of these sizes, which `chooser` knows. None: forward passes
+        only. Raises `TrainerError` if a message does not come in time, or the error given to
+        `fail`."""
         sweep = Sweep(self, ops, FixedOrder() if chooser is None else chooser)
         if chooser is not None:
             sweep.add(loads)
@@ -102,11 +102,11 @@ class Executor:
         sweep.run()
 
     def open(self, ops: StageOps, chooser: SweepChooser) -> OpenSweep:
-        """Open a sweep without micro-batches yet. No other sweep may run until it is drained."""
+        """Open a sweep without micro-batches yet. No other may run until it is drained."""
         return OpenSweep(self, ops, chooser)
 
     def _run(self, op: Op, ops: StageOps, load: Load | None) -> None:
-        """Run one op. `load` is its load for the clock; None: a forward without gradients."""
+        """Run one op. `load`: the micro-batch's size; None: a forward pass without gradients."""
         if op.kind == "F":
             arrived = self._take("F", self._place.is_first)
             with self.clock.op("F", load):
@@ -137,9 +137,9 @@ class Executor:
 
 @dataclass(slots=True)
 class Scoring:
-    """Forward passes without gradients in a sweep with gradients. They run after the forwards of
-    the micro-batches so far, before those of later ones. Nothing is kept, so no chooser is
-    asked."""
+    """Forward passes without gradients in an open sweep with gradients. They run after the forwards
+    of the micro-batches so far and before later ones, whatever the chooser says: they keep no
+    activations."""
 
     ops: StageOps
     count: int
@@ -147,14 +147,14 @@ class Scoring:
 
 
 class Sweep:
-    """One sweep of one stage, which runs in the thread that calls `run`."""
+    """One sweep (all micro-batches) on one stage. It runs in the thread that calls `run`."""
 
     def __init__(self, executor: Executor, ops: StageOps, chooser: Chooser) -> None:
         place = executor._place
         self.state = StageState(stage=place.index, num_stages=place.count)
         self.scoring: Scoring | None = None
         self.seconds = 0.0
-        """Seconds that the sweep has run, without the time in which it had nothing to do."""
+        """Seconds that the sweep has run, not counting time without anything left to do."""
         self._executor = executor
         self._place = place
         self._changed = executor._changed
@@ -163,13 +163,13 @@ class Sweep:
         self._loads: list[Load] = []
 
     def add(self, loads: Sequence[Load]) -> None:
-        """Append micro-batches of these loads."""
+        """Add micro-batches of these sizes to the sweep."""
         self._loads += loads
         self.state.add([load.tokens for load in loads])
 
     def run(self) -> None:
-        """Run ops until the sweep is closed and everything is done. Raises as `Executor.sweep`
-        does."""
+        """Run ops until the sweep is closed and all are done. Raises the errors of
+        `Executor.sweep`."""
         started_s = time.perf_counter()
         try:
             while (found := self._next_op()) is not None:
@@ -206,8 +206,8 @@ class Sweep:
                     )
 
     def _ready_op(self) -> tuple[Op, StageOps] | None:
-        """Return the next op that is ready; None: none is. Scoring comes first where it may, since
-        a caller waits for it."""
+        """Return the next op that has its input, with its `StageOps`; None: there is none. Scoring
+        comes first where it may, since a caller waits for it."""
         scoring, state = self.scoring, self.state
         is_here = self._place.is_first or self._executor._arrived["F"]
         if scoring is not None and state.num_f == len(state.tokens) and is_here:
@@ -228,12 +228,12 @@ class Sweep:
 
     @property
     def _nothing_left(self) -> bool:
-        """Whether all micro-batches and scorings that were added are done."""
+        """Whether all added micro-batches and scoring passes are done."""
         return self.scoring is None and self.state.num_w == len(self.state.tokens)
 
     def _count_arrived(self) -> None:
-        """Count the messages that arrived for this sweep's micro-batches. Further messages are for
-        a later sweep."""
+        """Count the messages that have arrived for this sweep's micro-batches; others are for a
+        later one."""
         state, arrived = self.state, self._executor._arrived
         here = min(state.num_f + len(arrived["F"]), len(state.tokens))
         while not self._place.is_first and state.num_f_arrived < here:
@@ -270,13 +270,13 @@ class OpenSweep:
 
     @property
     def seconds(self) -> float:
-        """Seconds that the drained sweep ran, without the time in which it had nothing to do."""
+        """Seconds that the finished sweep ran, not counting time without anything left to do."""
         return self._sweep.seconds
 
     def add(self, loads: Sequence[Load]) -> None:
-        """Append micro-batches of these loads. Returns when the forwards of the micro-batches
-        before are done, so that one call's micro-batches wait while another's run. Also raises
-        errors of the chooser, which is asked about new micro-batches while the sweep goes on."""
+        """Add micro-batches of these sizes. Returns when the forwards of the micro-batches before
+        are done, so that one call's micro-batches wait while another's run. Also raises errors of
+        the chooser, which is asked about new micro-batches while the sweep goes on."""
         state = self._sweep.state
         self._chooser.add(loads)  # it may ask the other stages, which need this one's ops meanwhile
         with self._changed:
@@ -287,8 +287,9 @@ class OpenSweep:
             self._wait(lambda: state.num_f >= before)
 
     def forward(self, ops: StageOps, count: int) -> None:
-        """Run forwards without gradients, as soon as those of the micro-batches so far are done;
-        only backwards that the chooser waits for come before. Returns when they are done."""
+        """Run `count` forwards without gradients, as soon as those of the micro-batches so far are
+        done; backwards come before only where a forward waits for them. Returns when all `count`
+        are done."""
         if count == 0:
             return
         with self._changed:
@@ -298,7 +299,7 @@ class OpenSweep:
             self._wait(lambda: self._sweep.scoring is None)
 
     def drain(self) -> None:
-        """Close the sweep and wait until everything in it is done. No further call may come."""
+        """Close the sweep and wait until all its ops are done. No further call may come."""
         with self._changed:
             self._sweep.state.close()
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Makes the chooser of a stage's ops for each sweep, by `train.pipeline.order`."""
+"""Makes the chooser of a pipeline stage's ops for each sweep, by `train.pipeline.order`."""
 
 from __future__ import annotations
 
@@ -25,32 +25,31 @@ from rollpacker.pipeline.stages.peers import Peers
 from rollpacker.trainer.trainer import PipelineConfig, TrainerError
 
 DIGEST_BYTES = 6
-"""Bytes of a plan's digest, so few that stages can send it to each other as a float, exactly."""
+"""Number of bytes of a plan's hash that stages compare: so few that a float holds them exactly."""
 
 
 class SweepChooser(Chooser, Protocol):
-    """Chooses the ops of one stage in one sweep. `add` announces micro-batches before they
-    exist."""
+    """Chooses one stage's ops in one sweep. `add` must announce micro-batches before they run."""
 
     def add(self, loads: Sequence[Load]) -> None:
-        """Announce micro-batches of these loads. All stages make this call together. Raises
+        """Announce micro-batches of these sizes. All stages make this call together. Raises
         `ValueError` if a micro-batch can never run."""
         ...
 
 
 NewChooser = Callable[[Measured], SweepChooser]
-"""A function that makes this stage's chooser for a sweep, from the known costs of all stages."""
+"""A function that makes this stage's chooser for a sweep, from measured costs of all stages."""
 
 
 class Orders:
-    """Makes this stage's choosers. Every stage makes the same plan from the same numbers; before a
-    plan runs, the stages compare their plans."""
+    """Makes the choosers of one stage's ops. Every stage plans the same from the same numbers;
+    before a plan runs, the stages compare their plans."""
 
     def __init__(
         self, place: Place, config: PipelineConfig, *, peers: Peers, csv: str | None = None
     ) -> None:
-        """Prepare for sweeps. `csv` is the text of the file that `config.order` names, None if it
-        names none. Raises `ValueError` as `orders_from_csv` does."""
+        """Prepare for sweeps. `csv`: text of the file that `config.order` names, None if it names
+        none. Raises `ValueError` for a wrong file, as `orders_from_csv` does."""
         self._place = place
         self._config = config
         self._peers = peers
@@ -58,14 +57,14 @@ class Orders:
         self._of_file = [] if csv is None else orders_from_csv(csv, num_stages=place.count)
 
     def new_chooser(self, measured: Measured) -> SweepChooser:
-        """Return this stage's chooser for a new sweep, from the known costs of all stages."""
+        """Return this stage's chooser for a new sweep, from measured costs of all stages."""
         if self._config.order == "ready":
             return Ready(self._place, self._config)
         return Planned(self._place, partial(self._plan, measured))
 
     def _plan(self, measured: Measured, loads: Sequence[Load]) -> Sequence[Order]:
-        """Plan the orders of all stages, which make this call together. Raises `ValueError` if a
-        plan needs too many live tokens, and `TrainerError` if stages planned differently."""
+        """Return the planned orders by stage. All stages call this together. Raises `ValueError` if
+        a plan keeps too many activations, and `TrainerError` if stages planned differently."""
         caps = live_token_caps(
             self._config.live_tokens,
             num_stages=self._place.count,
@@ -121,7 +120,7 @@ class Orders:
 
 
 class Ready:
-    """Chooses whichever op is ready first, under the cap of live tokens."""
+    """Chooses any op that has its input, within the cap on tokens with kept activations."""
 
     def __init__(self, place: Place, config: PipelineConfig) -> None:
         self._place = place
@@ -130,8 +129,8 @@ class Ready:
         self._chooser = ReadyFirst(place.index)
 
     def add(self, loads: Sequence[Load]) -> None:
-        """Announce micro-batches. Raises `ValueError` if one is larger than the cap of live
-        tokens."""
+        """Announce micro-batches of these sizes. Raises `ValueError` if one is larger than the cap
+        on tokens whose activations are kept."""
         self._longest = max([self._longest, *(load.tokens for load in loads)])
         caps = live_token_caps(self._cap, num_stages=self._place.count, longest=self._longest)
         cap = caps[self._place.index]
@@ -139,29 +138,29 @@ class Ready:
         self._chooser = ReadyFirst(self._place.index, caps=[None] * self._place.index + [cap])
 
     def choose(self, state: StageState) -> Op | None:
-        """Return the first op that is ready; None: wait."""
+        """Return the next op that has its input. None: the stage waits."""
         return self._chooser.choose(state)
 
 
 class Planned:
-    """Chooses the next op of a plan. Micro-batches that are added to an open sweep get a plan of
-    their own, which runs after the others'."""
+    """Chooses the next op of a plan made beforehand. Micro-batches that are added to an open sweep
+    get a plan of their own, which runs after the earlier ones."""
 
     def __init__(self, place: Place, plan: Callable[[Sequence[Load]], Sequence[Order]]) -> None:
-        """Begin without micro-batches. `plan` returns the orders of all stages for given loads."""
+        """Begin without micro-batches. `plan` returns for micro-batch sizes the orders by stage."""
         self._place = place
         self._plan = plan
         self._count = 0
         self._fixed = FixedOrder()
 
     def add(self, loads: Sequence[Load]) -> None:
-        """Plan micro-batches of these loads. Raises `ValueError` if the plan cannot run, and
-        `TrainerError` if stages planned differently."""
+        """Plan the ops of micro-batches of these sizes. Raises `ValueError` if the plan cannot run,
+        and `TrainerError` if stages planned differently."""
         if loads:
             order = self._plan(loads)[self._place.index]
             self._fixed.extend([Op(op.kind, op.micro_batch + self._count) for op in order])
             self._count += len(loads)
 
     def choose(self, state: StageState) -> Op | None:
-        """Return the plan's next op if it is ready; None: wait."""
+        """Return the plan's next op. None: the op has no input yet, and the stage waits."""
         return self._fixed.choose(state)

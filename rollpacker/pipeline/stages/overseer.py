@@ -4,7 +4,7 @@ ranks between steps.
     ranks --StageTimes--> Overseer --> the log: which link or stage has turned slow, or well again
                                    --> Arrangement: which links to use, what all of it costs
 
-The overseer outlives the ranks: ranks in their place are told the same. It imports no torch.
+The overseer outlives the ranks: ranks that replace lost ones are told the same. No torch is needed.
 """
 
 from __future__ import annotations
@@ -29,45 +29,45 @@ PREFIX = "perf/pipeline"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrangement:
-    """What all ranks of a pipeline are told between steps: the links to use, and measured costs."""
+    """What all ranks of a pipeline are told between steps: kind of links, and measured costs."""
 
     links: LinkKind
     measured: Measured | None
-    """Costs of the pipeline. None: nothing was measured yet."""
+    """Measured costs of ops and messages. None: nothing was measured yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A finding about one of the trainer's pipelines. The shards of one number, one on each stage,
-    are a pipeline."""
+    """A slow (or again well) link or stage in one of the trainer's pipelines. Pipeline n
+    consists of shard n (one process) of every stage."""
 
     version: int
-    """Version of the weights that the step made."""
+    """Version of the weights after the step in which this was found."""
     shard: int
     finding: Finding
 
 
 def first_arrangement(config: PipelineConfig) -> Arrangement:
-    """Return the arrangement with which ranks begin: no costs, and direct links for `auto`."""
+    """Return what ranks are told at the start: no measured costs, and direct links for `auto`."""
     return Arrangement(links="direct" if config.links == "auto" else config.links, measured=None)
 
 
 class Overseer:
-    """Watches one trainer, whose ranks are [stages, shards]. Each shard's pipeline has its own
-    links and is watched alone, since one slow link holds up all."""
+    """Watches one trainer, whose ranks are arranged as [stages, shards]. Each shard's ranks,
+    one per stage, are a pipeline, and watched by themselves: one slow link holds up all."""
 
     def __init__(self, config: PipelineConfig, num_shards: int) -> None:
         self.arrangement = first_arrangement(config)
-        """The arrangement of the next step."""
+        """What the ranks are to be told before the next step."""
         self.found: list[Found] = []
-        """All findings about slow links and stages so far."""
+        """All links and stages found slow, or well again, so far."""
         self._choice = LinkChoice() if config.links == "auto" else None
         self._num_stages = config.stages
         self._watches = [PipelineWatch(config.stages) for _ in range(num_shards)]
 
     def observe(self, version: int, times: Sequence[StageTimes]) -> dict[str, float]:
-        """Judge an update by the times that each rank measured, in the order of ranks. Returns the
-        step's metrics."""
+        """Judge an optimizer step by the times that each rank measured, in the order of ranks.
+        Returns the step's metrics."""
         stages = [times[at : at + len(self._watches)] for at in self._places(times)]
         used = self.arrangement.links
         for shard, watch in enumerate(self._watches):
@@ -81,8 +81,8 @@ class Overseer:
         return self._metrics(stages, used)
 
     def of_layout(self, config: PipelineConfig, *, same_places: bool) -> Overseer:
-        """Return an overseer for ranks in another layout of as many stages. It keeps the kind of
-        links, and if the ranks' places are the same also the usual times of links."""
+        """Return an overseer for ranks in another layout (layers by stage, devices of ranks) of as
+        many stages. It keeps the kind of links, and for equal devices the usual times of links."""
         assert config.stages == self._num_stages
         found = Overseer(config, len(self._watches))
         found.found += self.found
@@ -95,18 +95,18 @@ class Overseer:
 
     @property
     def slow_links(self) -> set[int]:
-        """Numbers of links that are slow in any shard."""
+        """Numbers of links that are slow in the pipeline of any shard."""
         return {number for watch in self._watches for number in watch.slow_links}
 
     @property
     def slow_links_of_shards(self) -> set[tuple[int, int]]:
-        """Slow links, as pairs of shard and link number."""
+        """The links that are slow now, as pairs of shard number and link number."""
         watches = enumerate(self._watches)
         return {(shard, number) for shard, watch in watches for number in watch.slow_links}
 
     @property
     def slow_stages(self) -> set[int]:
-        """Numbers of stages that are slow in any shard."""
+        """Numbers of stages that are slow in the pipeline of any shard."""
         return {number for watch in self._watches for number in watch.slow_stages}
 
     def _places(self, times: Sequence[StageTimes]) -> range:
@@ -155,7 +155,7 @@ class Overseer:
 
 
 def sweep_times(stages: Sequence[StageTimes], over: LinkKind) -> SweepTimes:
-    """Return the times of one pipeline's sweep, by stage."""
+    """Return one pipeline's times of ops and messages, from what each of its stages measured."""
     return SweepTimes(
         ops=[stage.ops for stage in stages],
         down=[stage.from_previous for stage in stages[1:]],
@@ -165,8 +165,8 @@ def sweep_times(stages: Sequence[StageTimes], over: LinkKind) -> SweepTimes:
 
 
 def _measured(stages: Sequence[Sequence[StageTimes]]) -> Measured | None:
-    """Return costs of the pipeline, from all shards' times together. None: there are no times of
-    some stage or link."""
+    """Return costs of ops and messages, from all shards' times. None: some stage or link has no
+    times."""
     messages = [_pooled(stages, number) for number in range(len(stages) - 1)]
     ops = [
         {kind: [pair for s in shards for pair in s.ops[kind]] for kind in KINDS}
@@ -189,7 +189,7 @@ def _measured(stages: Sequence[Sequence[StageTimes]]) -> Measured | None:
 
 
 def _pooled(stages: Sequence[Sequence[StageTimes]], link: int) -> tuple[Messages, Messages]:
-    """Return the messages of all shards over a link: those to the next stage, and those back."""
+    """Return all shards' messages over the link of this number: to the next stage, and back."""
     down = [message for shard in stages[link + 1] for message in shard.from_previous]
     return down, [message for shard in stages[link] for message in shard.from_next]
 

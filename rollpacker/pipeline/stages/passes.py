@@ -1,4 +1,4 @@
-"""Sweeps through a model in stages: `Passes` as one stage's rank runs them.
+"""Forward and backward passes of a model in pipeline stages, as the rank of one stage runs them.
 
 Every stage is given the same rows and samples, so that all plan the same micro-batches. The first
 stage uses their tokens; the last computes the losses, as for a whole model. Several models (policy,
@@ -41,8 +41,8 @@ logger = logging.getLogger(__name__)
 
 
 class StagedPasses:
-    """`Passes` of one stage of each model. `score` returns scores on the last stage alone, and an
-    empty list on the others."""
+    """Forward and backward passes (`Passes`) of one stage of each model. `score` returns scores on
+    the last stage alone, and an empty list on the others."""
 
     def __init__(
         self,
@@ -72,8 +72,8 @@ class StagedPasses:
             self._deferred.attach(module)
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[TokenScores]:
-        """Run the models without gradients. Returns the scores, or nothing before the last
-        stage."""
+        """Run the models without gradients. Returns the scores, in the order of the requests, on
+        the last stage, and an empty list on others."""
         rows = [row_of(request) for request in requests]
         plan = self._plan(rows)
         scoring = _Scoring(self._models, self._crossing, self._place, [b for _, b in plan])
@@ -99,9 +99,10 @@ class StagedPasses:
         sums: StepSums,
         look: Look | None = None,
     ) -> bool | None:
-        """Begin forward and backward over the samples; see `Passes`. Returns None without `look`.
-        Only the last stage knows whether losses were finite; other stages add only their time to
-        `sums`. With `look` every micro-batch is a sweep of its own."""
+        """Begin forward and backward passes over the samples (`Passes`), and return None: `finish`
+        tells whether all losses were finite. But with `look`, which is called after each
+        micro-batch, wait for the passes, and return that (before the last stage: True). Stages
+        before the last add only their time to `sums`."""
         rows = [row_of(sample) for sample in samples]
         work = [
             _Work(
@@ -126,14 +127,15 @@ class StagedPasses:
         return None
 
     def rescale(self, factor: float) -> bool:
-        """Multiply by `factor` what is still to be summed. Returns whether no sweep is open."""
+        """Multiply by `factor` what the open sweep will add to the sums at `finish`. Returns
+        whether no sweep is open: then gradients may be multiplied now."""
         for one in () if self._open is None else self._open.ops.work:
             one.factor *= factor
         return self._open is None
 
     def finish(self) -> bool:
-        """End the open sweep, if any. Returns whether its losses were finite, as far as known
-        here."""
+        """End the open sweep, if any. Returns whether its losses were finite; always True before
+        the last stage."""
         if self._open is None:
             return True
         ended, self._open = self._open, None
@@ -144,7 +146,7 @@ class StagedPasses:
         return self._note(ended.ops.work, ended.sums)
 
     def differentiate_nothing(self) -> None:
-        """Run a filler through this stage alone, with hidden states and gradients of zero."""
+        """Run a micro-batch without samples through this stage alone, on zeros."""
         ops = _Training(self, [_Work(batch=self._batcher.filler(), samples=[])])
         self._deferred.is_on = False
         try:
@@ -162,8 +164,7 @@ class StagedPasses:
         return [(places, self._batcher.batch([rows[place] for place in places])) for places in plan]
 
     def _opened(self, sums: StepSums) -> _Open:
-        """Open a sweep, in a context that stays open until `finish`: whole parameters, and how the
-        models are called."""
+        """Open a sweep in contexts that last until `finish`: gathered parameters, attention."""
         ops = _Training(self, [])
         with ExitStack() as around:
             around.enter_context(self._batcher.attention())
@@ -173,8 +174,8 @@ class StagedPasses:
             return _Open(sweep=sweep, ops=ops, sums=sums, around=around.pop_all())
 
     def _watched(self, work: Sequence[_Work], sums: StepSums, look: Look) -> bool:
-        """Run each micro-batch in a sweep of its own, and call `look` after it; as many sweeps as
-        the rank with most micro-batches. Returns whether all losses were finite."""
+        """Run each micro-batch in a sweep of its own, and call `look` after it with its losses and
+        samples; all ranks make equally many sweeps. Returns whether all losses were finite."""
         finite = True
         for number in range(same_number(len(work), self._shards)):
             one = list(work[number : number + 1])
@@ -192,7 +193,7 @@ class StagedPasses:
         return finite
 
     def _note(self, work: Sequence[_Work], sums: StepSums) -> bool:
-        """Add the losses' sums to `sums`, on the last stage. Returns whether all were finite."""
+        """On the last stage, add the losses to `sums`. Returns whether all losses were finite."""
         finite = True
         for one in work if self._place.is_last else ():
             assert one.found is not None
@@ -220,7 +221,7 @@ class _Work:
     batch: MicroBatch
     samples: list[TrainSample]
     losses_of: LossFunction | None = None
-    """The function that computes the losses. None for a filler."""
+    """The function that computes the losses. None for a filler, a micro-batch without samples."""
     factor: float = 1.0
     gradient_factor: float = 0.0
     passage: Passage | None = None
@@ -237,11 +238,11 @@ class _Open:
     ops: _Training
     sums: StepSums
     around: ExitStack
-    """The context around the sweep, which is closed when the sweep has ended."""
+    """Contexts of the sweep, such as gathered parameters; closed when the sweep has ended."""
 
 
 class _Scoring:
-    """`StageOps` of a sweep without gradients."""
+    """One stage's ops in a sweep without gradients, which computes scores."""
 
     def __init__(
         self,
@@ -270,7 +271,7 @@ class _Scoring:
 
 
 class _Training:
-    """`StageOps` of a sweep with gradients. `work` may grow while the sweep runs."""
+    """One stage's ops in a sweep with gradients. `work` may grow while the sweep runs."""
 
     def __init__(self, passes: StagedPasses, work: list[_Work]) -> None:
         self.work = work
@@ -315,12 +316,11 @@ class _Training:
 
 
 def load_of(batch: MicroBatch) -> Load:
-    """Return the load of a micro-batch, by which its ops' times are predicted."""
+    """Return the size of a micro-batch, by which the times of its ops are predicted."""
     return Load.of(batch.lengths, sum(batch.num_targets))
 
 
 def _nothing_found() -> Losses:
-    """Return empty losses, for a stage that computes none."""
     none = torch.zeros(0)
     return Losses(
         losses=[torch.zeros(())],

@@ -1,8 +1,6 @@
-"""Exchanges between ranks outside of a sweep.
-
-Stages tell each other numbers and one tied weight. The shards of a stage time the network between
-them, which weights and gradients go through.
-"""
+"""Exchanges between ranks of a pipeline outside of sweeps. Stages tell each other numbers and one
+tied weight. The shards (processes) of a stage time the network between them, over which weights and
+gradients go."""
 
 from __future__ import annotations
 
@@ -20,11 +18,11 @@ _CPU = torch.device("cpu")
 
 
 class Peers(Protocol):
-    """Exchanges between the stages of a pipeline, from the view of one. All stages make a call
-    together, but for `send` and `receive`, which concern two."""
+    """Exchanges of a stage with the other stages of its pipeline. All stages make a call together,
+    except `send` and `receive`, which concern two."""
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Return the values of all stages, by stage; each must give as many."""
+        """Return all stages' values, by stage. Each stage must give equally many numbers."""
         ...
 
     def send(self, tensor: Tensor, stage: int) -> None: ...
@@ -34,22 +32,22 @@ class Peers(Protocol):
         ...
 
     def send_named(self, named: Iterable[tuple[str, Tensor]], stage: int) -> None:
-        """Send any number of named tensors, which lie in host memory, to `stage`."""
+        """Send any number of named tensors, which are in host memory, to `stage`."""
         ...
 
     def receive_named(self, stage: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield the named tensors that `stage` has sent by `send_named`."""
+        """Yield the names and tensors that `stage` has sent by `send_named`."""
         ...
 
 
 class GroupPeers:
-    """`Peers` over a process group for host memory (gloo), whose rank s is stage s."""
+    """Exchanges between stages over a gloo process group in host memory: its rank s is stage s."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Return the values of all stages, by stage; each must give as many."""
+        """Return all stages' values, by stage. Each stage must give equally many numbers."""
         own = torch.tensor(values, dtype=torch.float64)
         found = [torch.empty_like(own) for _ in range(self._group.size())]
         dist.all_gather(found, own, group=self._group)
@@ -75,7 +73,7 @@ class GroupPeers:
         self._send_object(None, stage)
 
     def receive_named(self, stage: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield the named tensors that `stage` has sent by `send_named`, in host memory."""
+        """Yield the names and tensors that `stage` has sent by `send_named`, in host memory."""
         while (about := self._receive_object(stage)) is not None:
             name, shape, dtype = about
             yield name, self.receive(torch.empty(shape, dtype=dtype), stage)
@@ -90,12 +88,12 @@ class GroupPeers:
 
 
 NUM_TRIPS = 3
-"""Number of timed round trips, of which the fastest counts: chance makes a message only slower."""
+"""Number of timed round trips between two ranks. The fastest counts, since chance only slows."""
 
 
 def round_trips(group: dist.ProcessGroup) -> tuple[tuple[int, float], ...]:
-    """Time a message there and back to each later rank of the group. Returns pairs of rank number
-    and seconds. All ranks make this call together, and each has one partner at a time."""
+    """Return pairs of a later rank of the group and the seconds of a message there and back. All
+    ranks make this call together, and each has one partner at a time."""
     own, found = group.rank(), []
     message = torch.zeros(NUM_BYTES, dtype=torch.uint8)
     for partner in partners_of(own, group.size()):
@@ -114,8 +112,8 @@ def round_trips(group: dist.ProcessGroup) -> tuple[tuple[int, float], ...]:
 
 
 def partners_of(own: int, size: int) -> Iterator[int]:
-    """Yield rank `own`'s partners among `size` ranks, turn by turn; every two ranks meet once (the
-    circle method)."""
+    """Yield the partners of rank `own` among `size` ranks, turn by turn; every two ranks meet once
+    (the circle method)."""
     last = size - 1 if size % 2 == 0 else size
     for turn in range(last):
         if own == last:

@@ -1,8 +1,5 @@
-"""Search for faster layouts of a pipeline, in the run's own process; they are logged, or the
-trainer switches to them.
-
-No torch is imported here.
-"""
+"""Looks for faster layouts of a pipeline (layers by stage, devices of ranks), in the run's own
+process. They are logged, or the trainer switches to them. No torch is imported here."""
 
 from __future__ import annotations
 
@@ -19,14 +16,14 @@ logger = logging.getLogger(__name__)
 
 
 class Relayout:
-    """Looks for faster layouts of one trainer, and logs them or returns them for a switch."""
+    """Looks for faster layouts of a trainer's stages, and logs or returns them for a switch."""
 
     def __init__(
         self, *, does: bool, can_switch: bool, total_steps: int | None, updates: int
     ) -> None:
-        """Begin the search. `updates` is the number of updates, and so of sweeps, per step. `does`:
-        layouts are to be returned, not only logged. `can_switch`: the processes can be started
-        anew."""
+        """Begin the search. `updates`: optimizer steps, and so sweeps, per training step. `does`:
+        layouts are returned for a switch, not only logged. `can_switch`: whether the processes can
+        be started anew."""
         self._does = does and can_switch
         self._can_switch = can_switch
         self._total_steps = total_steps
@@ -40,7 +37,7 @@ class Relayout:
 
     @classmethod
     def of(cls, setup: LearnerSetup, *, can_switch: bool) -> Relayout | None:
-        """Return the search for layouts of this trainer. None: it has no stages, or wants no
+        """Return the search for layouts of this trainer. None: it has one stage, or wants no
         search."""
         pipeline = setup.train.pipeline
         if pipeline.relayout == "never" or pipeline.stages == 1:
@@ -62,8 +59,8 @@ class Relayout:
         places: tuple[int, ...],
         switch_s: float,
     ) -> Layout | None:
-        """Judge a step that the overseer has observed. Returns the layout to switch to; None:
-        none."""
+        """Judge a step that the overseer has observed. Returns a layout to switch to, or None.
+        `version`: steps so far. `places`: device of each rank. `switch_s`: seconds of a switch."""
         times = [one.stage_times for one in outcomes if one.stage_times is not None]
         size = sum(one.stage == 0 for one in times)
         layout = Layout(layers=tuple(one.num_layers for one in times[::size]), places=places)
@@ -122,7 +119,7 @@ def _sweep(overseer: Overseer, last: StageTimes) -> MeasuredSweep | None:
 def _shard_times(
     times: Sequence[StageTimes], places: Sequence[int], step_s: float
 ) -> ShardTimes | None:
-    """Return times of messages between shards. None: stages have one process each."""
+    """Return times of messages between a stage's shards (processes). None: it has only one."""
     size = sum(one.stage == 0 for one in times)
     found = {
         _sorted(places[rank], places[one.stage * size + other]): seconds

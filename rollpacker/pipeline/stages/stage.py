@@ -38,35 +38,35 @@ from rollpacker.trainer.trained import Trained
 from rollpacker.weights.host_store import local
 
 ATTENTION_OF_F = 1 / 3
-"""Share of attention's backward and forward FLOPs that the forward pass F has. The backward pass
-for inputs, I, has the rest: attention has no weights of its own."""
+"""Share of attention's FLOPs that the forward pass F has. The backward pass for inputs, I, has the
+rest, and that for weights none: attention has no weights of its own."""
 SENT_OF_WEIGHTS = 3
-"""How many times a step sends the weights' bytes between shards: the weights are gathered for two
-sweeps, and their gradients added up."""
+"""How many times a training step sends a stage's weights between its shards: they are gathered for
+two sweeps, and their gradients added up."""
 
 
 class Links(Protocol):
-    """Links of one stage to its neighbours."""
+    """The links of one pipeline stage to its neighbouring stages."""
 
     def use(self, kind: LinkKind) -> None:
-        """Use links of this kind from the next message on. All ranks make this call together, with
-        nothing on its way."""
+        """Use this kind of links, direct or host, from the next message on. All ranks make this
+        call together, with nothing on its way."""
         ...
 
     @property
     def direct_lost(self) -> bool:
-        """Whether a direct link was lost while it was not in use."""
+        """Whether a direct link was lost while host links were in use."""
         ...
 
     def arrivals(self) -> Mapping[Kind, Sequence[ArrivalTimes]]:
-        """Return the records of messages since the last call, numbered since the start."""
+        """Return by kind the times of messages arrived since the last call."""
         ...
 
 
 class Stage:
-    """One stage of a trainer's pipeline. `layers` is the number of the policy's layers in each
-    stage; empty, and for a model with another number of layers: stages of about the same work.
-    `shards`: the processes of this stage, if the network between them is to be timed, else None."""
+    """One stage of a trainer's pipeline. `layers`: the policy's layers in each stage; if empty, and
+    for a model with another number of layers, stages have about equal work. `shards`: the stage's
+    process group, if the network between its processes is to be timed, else None."""
 
     def __init__(
         self,
@@ -87,19 +87,19 @@ class Stage:
         self._links = links
         self._shards = shards
         self._num_bytes = 0
-        """Bytes of the policy's weights on this stage."""
+        """Number of bytes of the policy's weights on this stage."""
         self._head_layers = 0.0
         self._crossing = Crossing()
         self.measured: Measured | None = None
-        """Costs of the pipeline from the last arrangement; the same on all stages. None: nothing
-        was measured yet."""
+        """Measured costs of ops and messages, the same on all stages, as last given to `arrange`.
+        None: nothing was measured yet."""
         self._expected: Measured | None = None
-        """Costs expected before anything is measured. None: the policy was not cut yet."""
+        """Costs to reckon with before anything is measured. None: the policy was not cut yet."""
 
     # -- its part of the models ------------------------------------------------------------
 
     def policy(self, whole: Policy) -> StagedPolicy:
-        """Cut the policy's model down to this stage, in place. Raises as `cut` does."""
+        """Cut the policy's model down to this stage, in place. Raises what `cut` raises."""
         self._layers = self._layers or self._balanced(whole.model)
         number = num_layers_of(whole.model)
         staged = StagedPolicy(whole, self.place, self._layers, self._crossing)
@@ -119,7 +119,7 @@ class Stage:
         return FrozenPolicy(StagedPolicy(whole.policy, self.place, layers, self._crossing))
 
     def passes(self, models: ModelSet, batcher: Batcher, shards: Shards | None) -> StagedPasses:
-        """Return the passes through `models`, which were cut by the methods above."""
+        """Return what runs forward and backward passes of `models`, cut by the methods above."""
         return StagedPasses(
             models,
             batcher,
@@ -131,9 +131,9 @@ class Stage:
         )
 
     def budget(self, lengths: Sequence[int], packs: Packs, *, most_tokens: int) -> int:
-        """Return the best number of tokens of a micro-batch, at most `most_tokens`, for a sweep
-        over rows of these lengths. It is the same in every run, since no measurement is used. The
-        policy must have been cut before."""
+        """Return the best number of tokens per micro-batch, at most `most_tokens`, for a sweep over
+        rows of these lengths. It is the same in every run, since no measurement is used. The policy
+        must have been cut before."""
         assert self._expected is not None
         cost = self._expected
         return plan_budget(lengths, cost.stages, cost.links, most_tokens=most_tokens, packs=packs)
@@ -163,13 +163,13 @@ class Stage:
     # -- between two steps -----------------------------------------------------------------
 
     def arrange(self, arrangement: Arrangement) -> None:
-        """Use an arrangement's links and costs from now on. All ranks make this call together."""
+        """Use these links and costs from now on. All ranks make this call together."""
         self.measured = arrangement.measured
         if self._links is not None:
             self._links.use(arrangement.links)
 
     def take_times(self) -> StageTimes:
-        """Return the times that were measured since the last call."""
+        """Return this stage's times of ops and messages since the last call."""
         arrivals = {} if self._links is None else self._links.arrivals()
         place = self.place.index
         times = replace(
@@ -188,20 +188,20 @@ class Stage:
     # -- what all stages decide or have together -------------------------------------------
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is true on any stage."""
+        """Return whether the flag is true on any stage of the pipeline."""
         return any(value for (value,) in self._peers.gather([float(flag)]))
 
     def sums(self, own: Sequence[float]) -> list[float]:
-        """Return sums over all stages, number by number; the same on each stage."""
+        """Return the sums of all stages' numbers, element by element; the same on each stage."""
         return [math.fsum(values) for values in zip(*self._peers.gather(own), strict=True)]
 
     def norm(self, own: float) -> float:
-        """Return the norm of the whole gradient, from each stage's own norm."""
+        """Return the norm of the whole model's gradient, from each stage's norm `own`."""
         return math.sqrt(self.sums([own * own])[0])
 
     def union(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield all stages' tensors in host memory, on the first stage. The others get none, but
-        must iterate to the end too. No two stages may use the same name."""
+        """On the first stage, yield all stages' names and tensors, in host memory. The others get
+        none, but must iterate to the end too. No two stages may use the same name."""
         if self.place.is_first:
             yield from named
             for stage in range(1, self.place.count):
@@ -212,15 +212,15 @@ class Stage:
     # -- the tied weight -------------------------------------------------------------------
 
     def mirror_of(self, trained: Trained) -> Tied | None:
-        """The policy's weight that the first stage owns and this stage has a copy of, trained or
-        not. None: there is no such weight."""
+        """Return the weight that the first stage owns and this stage has a copy of, trained or not.
+        None: there is no such weight."""
         policy = trained.module
         assert isinstance(policy, StagedPolicy)
         return policy.tied if self.place.is_last else None
 
     def sum_tied(self, trained: Trained) -> None:
-        """Add the tied output layer's gradient to that of the embeddings: the first stage owns the
-        weight, the last has a copy."""
+        """Add the gradient of the last stage's tied output layer to that of the first stage's
+        embeddings, which own the weight."""
         tied = _tied(trained)
         if tied is None:
             return
@@ -237,7 +237,7 @@ class Stage:
 
     @torch.no_grad()
     def share_tied(self, trained: Trained) -> None:
-        """Copy the tied weight to the last stage, after the first has updated it."""
+        """Copy the tied weight from the first stage, which has updated it, to the last."""
         tied = _tied(trained)
         if tied is None:
             return
@@ -250,7 +250,7 @@ class Stage:
 
 
 def _tied(trained: Trained) -> Tied | None:
-    """Return the policy's tied weight. None: there is none, or it is not trained."""
+    """Return the policy's weight that two stages share. None: none, or it is not trained."""
     policy = trained.module
     assert isinstance(policy, StagedPolicy)
     return policy.tied if policy.tied is not None and policy.tied.is_trained else None
@@ -266,14 +266,14 @@ def _parameter(trained: Trained, name: str) -> Tensor:
 
 
 def expected(flops: FlopModel, layers: Sequence[int]) -> Measured:
-    """Return expected costs of a model with these layers per stage, in FLOPs instead of seconds."""
+    """Return the expected costs of a model's stages with these layers, in FLOPs, not seconds."""
     last = len(layers) - 1
     stages = [_stage_cost(flops, n / sum(layers), stage == last) for stage, n in enumerate(layers)]
     return Measured(stages=tuple(stages), links=(Link(),) * last, bytes_per_token=0.0)
 
 
 def _stage_cost(flops: FlopModel, share: float, is_last: bool) -> StageCost:
-    """Return the expected cost of a stage with this share of the layers. The layers' matrices cost
+    """Return the expected FLOPs of a stage with this share of the layers. The layers' matrices cost
     F, I and W the same."""
     per_token = max(flops.body, 1.0) * share / 3
     # Windows that end somewhere make pairs of a token and few others, which count as none.

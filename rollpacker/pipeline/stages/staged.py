@@ -1,5 +1,5 @@
-"""The policy and the critic as one stage runs them: hidden states come from a `Crossing`, and go
-back to it unless this is the last stage."""
+"""The policy and the critic as one pipeline stage runs them: hidden states come from the stage
+before and go to the one after, by a `Crossing`, unless the stage is the first or the last."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from rollpacker.trainer.policy import Policy
 
 
 class StagedPolicy(Policy):
-    """A policy's stage, which is made by cutting the whole policy's model in place. Raises
-    `ValueError` as `cut` does, and if the model's logits cannot be made in blocks."""
+    """One stage of a policy, made by cutting the whole policy's model in place. Raises `ValueError`
+    as `cut` does, and if the model's logits cannot be made in blocks."""
 
     def __init__(
         self, whole: Policy, place: Place, layers: Sequence[int], crossing: Crossing
@@ -30,11 +30,11 @@ class StagedPolicy(Policy):
                 "something to its logits that is not known here; leave train.pipeline.stages at 1"
             )
         self.flops = FlopModel.of(whole.model)
-        """FLOPs of the whole model."""
+        """Numbers of FLOPs of the whole model, not of this stage alone."""
         self.tied = tied_weight(whole.model)
         cut(whole.model, place, layers)
         self.mirror = self.tied.mirror if self.tied is not None and place.is_last else None
-        """Name of this stage's parameter that the first stage owns. None: there is none."""
+        """Name of this stage's copy of the tied weight. None: this stage has no such copy."""
         self.model = whole.model
         self.block_elements = whole.block_elements
         self.runs_in_blocks = True
@@ -43,8 +43,7 @@ class StagedPolicy(Policy):
         self._crossing = crossing
 
     def forward(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies; before the last stage, the hidden states that left,
-        twice."""
+        """Return log-probs and entropies; before the last stage, its hidden states twice."""
         hidden = _hidden_states(self.model, batch, self._place, self._crossing)
         if not self._place.is_last:
             return hidden, hidden
@@ -52,7 +51,7 @@ class StagedPolicy(Policy):
 
 
 class StagedCritic(Critic):
-    """A critic's stage, which is made by cutting the whole critic's body in place."""
+    """One stage of a critic, made by cutting the whole critic's body in place."""
 
     def __init__(
         self, whole: Critic, place: Place, layers: Sequence[int], crossing: Crossing
@@ -69,13 +68,13 @@ class StagedCritic(Critic):
         self.eval()
 
     def forward(self, batch: MicroBatch) -> Tensor:
-        """Return the critic's values; before the last stage, the hidden states that left."""
+        """Return the critic's values; before the last stage, its hidden states."""
         hidden = _hidden_states(self.model, batch, self._place, self._crossing)
         return self.from_hidden_states(hidden, batch) if self._place.is_last else hidden
 
 
 def _hidden_states(model: nn.Module, batch: MicroBatch, place: Place, crossing: Crossing) -> Tensor:
-    """Return the hidden states [B, W, D] after this stage's layers."""
+    """Return the hidden states [batch, width, dimension] after this stage's layers."""
     decoder = decoder_of(model)
     inputs = {"input_ids": batch.input_ids}
     if not place.is_first:

@@ -1,4 +1,4 @@
-"""Times that one rank of a pipeline measured in a step. No torch is imported here."""
+"""Times of ops and messages that a pipeline's rank measured in a step. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from rollpacker.pipeline.plan.choosers import Kind
 from rollpacker.pipeline.plan.work import Load
 
 Messages = tuple[tuple[int, float], ...]
-"""For each message its bytes, and the seconds from its posting on the other stage to its arrival
-here. The two processes' clocks may differ; that cancels in a message there and one back."""
+"""For each message its bytes, and the seconds from its sending on the other stage to its arrival
+here. The two clocks may differ; that cancels in a message there and one back."""
 
 NUM_BYTES = 1 << 16
-"""Bytes of the message by which the network between shards is timed."""
+"""Number of bytes of the message by which the network between two ranks is timed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
-    """Times of all sweeps since the update before. `ops` and messages are only those of sweeps with
-    gradients: other sweeps have less to do."""
+    """One rank's times of all sweeps since the last optimizer step. `ops` and messages are only
+    those of sweeps with gradients: other sweeps have less to do."""
 
     stage: int
     num_layers: int
     """Number of the policy's layers on this stage."""
     ops: Mapping[Kind, tuple[tuple[Load, float], ...]]
-    """Load and seconds of each op, by kind, without time spent waiting or sending."""
+    """By kind, the load (size of the micro-batch) and seconds of each op, waits left out."""
     from_previous: Messages
     from_next: Messages
     direct_lost: bool = False
-    """Whether a direct link was lost while it was not in use."""
+    """Whether a direct link was lost while host links were in use."""
     peak_live_tokens: int
-    """The most tokens whose activations were kept at once."""
+    """The most tokens whose activations this rank kept at once."""
     busy_s: float
-    """Seconds in which the stage ran ops, also of sweeps without gradients."""
+    """Seconds in which the stage ran ops, in sweeps with and without gradients."""
     waiting_s: float
-    """Seconds in which the stage had a sweep to go on with, but no op that was ready."""
+    """Seconds in which the stage had ops left to run, but waited for messages."""
     head_layers: float = 0.0
-    """The work of the policy's output layer, in layers; the same on all stages."""
+    """Work of the policy's output layer, as a number of layers; the same on all stages."""
     round_trips: tuple[tuple[int, float], ...] = ()
-    """Numbers of the stage's later shards, and seconds of `NUM_BYTES` there and back to each."""
+    """Later shards (processes) of this stage, and seconds of `NUM_BYTES` there and back to each."""
     shard_bytes: float = 0.0
-    """About how many bytes a step sends from one shard of the stage to another: weights, once for
-    each of two sweeps, and gradients."""
+    """About how many bytes a step sends from one shard of the stage to another: its weights in two
+    sweeps, and its gradients."""

@@ -1,4 +1,4 @@
-"""Metrics as columns over steps, reduced to few enough points for a picture."""
+"""Metrics of a run as columns over its steps, reduced to few enough points for a picture."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 
 MAX_POINTS = 1000
-"""Number of points of a column for a run of more than twice as many steps: steps are then put into
-so many buckets, and a bucket has the mean, minimum and maximum of its steps."""
+"""Maximum number of points of a column. A run of more than twice as many steps is divided into this
+many buckets, and a point has the mean, minimum and maximum of a bucket's steps."""
 
 _NAN = float("nan")
 
 
 class MetricColumns:
-    """Gathers rows of metrics, in the order of their steps, as columns of numbers. Texts are left
-    out."""
+    """Gathers rows of metrics, in the order of their steps, as columns of numbers. Metrics that are
+    texts are left out."""
 
     def __init__(self) -> None:
         self.steps = array("l")
@@ -38,7 +38,7 @@ class MetricColumns:
                 self._columns[name] = array("d", [_NAN]) * place + array("d", [_number(value)])
 
     def complete(self, step: int, row: Mapping[str, Any]) -> None:
-        """Add to a step's row the metrics that it lacks. Does nothing for an unknown step."""
+        """Add to a step's row the metrics that the row lacks. Does nothing for an unknown step."""
         place = self._places.get(step)
         if place is None:
             return
@@ -53,7 +53,7 @@ class MetricColumns:
 
     def plain(self) -> dict[str, Any]:
         """The columns as arrays, for the page. `of` is the number of steps in a bucket, `step` the
-        last step of each bucket. With buckets of several steps a column has `mean`, `min` and
+        last step of each bucket. With several steps in a bucket a column has `mean`, `min` and
         `max`, else only `mean`."""
         steps = np.asarray(self.steps, dtype=np.int32)
         of = 1 if len(steps) <= 2 * MAX_POINTS else -(-len(steps) // MAX_POINTS)
@@ -63,9 +63,9 @@ class MetricColumns:
 
 
 class MetricRows:
-    """Reads `metrics.jsonl` while it grows, since values that callbacks logged are in no other
-    file. `read` returns the rows of steps that were written since the last call. A file that became
-    shorter by a resume is read anew. Lines that are no row are left out."""
+    """Reads `metrics.jsonl` while it grows, since no other file has values that callbacks logged.
+    `read` returns the rows of steps that were written since the last call. A file that a resume has
+    made shorter is read anew. Lines that are no row of metrics are left out."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -94,8 +94,8 @@ class MetricRows:
 
 
 def bucketed(column: Sequence[float], of: int) -> dict[str, Any]:
-    """Mean, minimum and maximum of every `of` consecutive values, without NaN (nan if there are no
-    others). With `of` 1 the values themselves as the mean."""
+    """Mean, minimum and maximum of every `of` consecutive values, NaN left out; a bucket of NaN
+    alone has NaN. With `of` 1 only the values themselves are returned, as the mean."""
     values = np.asarray(column, dtype=np.float64)
     if of == 1:
         return {"mean": values.astype(np.float32)}

@@ -1,4 +1,4 @@
-"""Reads a run while its log is written: new entries are read when a page asks for the run."""
+"""Reads a run's log while the run writes it: new entries are read when a page asks for the run."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from rollpacker.report.page.sample_choice import read_samples
 from rollpacker.report.page.time_line import TimeLine
 
 READ_S = 0.5
-"""Most seconds that one call reads the log. The page of a long log fills over several calls."""
+"""Maximum seconds for which a call reads the log. The page of a long log fills over several
+calls."""
 MAX_WORK = 0.1
-"""Largest share of a processor's time for making pages of a run. The page of a long run takes a
-second and is made less often than asked for; the run's current state is sent with every answer."""
+"""Largest share of a processor's time for making a run's page. Making the page of a long run takes
+a second, so it is made less often than asked for; the run's current state is always sent."""
 MAX_BARS = 12_000
-"""Most samples in the timeline of a live page, fewer than in a file, since a live page is sent anew
-with each step."""
+"""Maximum number of samples in the timeline of a live page, fewer than in a file, since a live page
+is sent anew with each step."""
 
 
 class Follower:
-    """Keeps the page of one run up to date. Calls may come from several threads."""
+    """Keeps the data of one run's page up to date. Calls may come from several threads."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -42,10 +43,9 @@ class Follower:
         self._not_before_s = 0.0
 
     def look(self, version: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Returns the run's current state, and the data of its page, or None if the page of version
-        `version` that the reader has is current or not due yet.
-
-        Raises `OSError` or `ValueError` if the run is gone."""
+        """Returns the run's current state and the data of its page. `version` names the page that
+        the reader has; if it is current, or the next is not due, None replaces the data. Raises
+        `OSError` or `ValueError` if the run is gone."""
         with self._lock:
             if not self._tail.is_same():
                 self._begin()

@@ -1,4 +1,4 @@
-"""Findings that an operator should know of before looking at a run's curves."""
+"""Finds what an operator should know of a run before looking at its curves."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from rollpacker.report.summary_table import MANY_LOST
 from rollpacker.report.time_book import POOL_CAUSES
 
 MUCH_IDLE = 0.3
-"""Share of the rollout's seconds with idle slots from which on the page has a finding on it."""
+"""From this share of the rollout's seconds lost to idle slots in engines, the page says so."""
 MUCH_WAIT = 0.1
-"""Share of the run's seconds in waits for rewards from which on the page has a finding on it."""
+"""Share of the run's seconds spent on waits for rewards, from which on the page says so."""
 MANY_CLIPPED = 0.2
-"""Share of the trained responses that end at the length limit from which on there is a finding."""
+"""Share of the trained responses that end at the length limit, from which on the page says so."""
 MANY_SILENT = 0.7
-"""Share of the trained groups with all rewards equal from which on the page has a finding on it."""
+"""Share of the trained groups whose rewards are all equal, from which on the page says so."""
 RECENT_STEPS = 20
-"""Number of last steps over which metrics are averaged for the findings."""
+"""Number of last steps over which metrics are averaged for the page's findings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A sentence on the state of a run, and how bad that is."""
+    """A sentence on the state of a run, and a level that says how bad that state is."""
 
     level: Literal["good", "note", "warning", "bad"]
     text: str
 
 
 def findings(summary: Mapping[str, Any], recent: Mapping[str, float]) -> list[Finding]:
-    """The findings on a run with this summary, the worst first. `recent`: means of metrics over the
-    last steps."""
+    """The findings on a run with this summary, the worst first. `recent`: mean of each metric over
+    the last steps, by name."""
     found = [*_correctness(summary), *_learning(summary, recent), *_speed(summary, recent)]
     order = ("bad", "warning", "note", "good")
     return sorted(found, key=lambda one: order.index(one.level))

@@ -28,7 +28,7 @@ _TYPES = {
 
 
 class Texts(list[str]):
-    """A list of texts that `pack` packs as UTF-8 bytes. Half surrogates become `\\udXXX`."""
+    r"""A list of texts, which `pack` writes as UTF-8 bytes; half surrogates become `\udXXX`."""
 
 
 class _Packer:
@@ -37,7 +37,7 @@ class _Packer:
         self.size = 0
 
     def plain(self, value: Any) -> Any:
-        """`value` as JSON can hold it: arrays go to `blobs`, and their places into the JSON."""
+        """`value` as JSON can hold it: arrays go to `blobs`, and their places into the result."""
         if isinstance(value, np.ndarray):
             return {"@": self._array(value)}
         if isinstance(value, Texts):
@@ -66,8 +66,8 @@ class _Packer:
 
 
 def pack(value: Mapping[str, Any]) -> bytes:
-    """The bytes of a value, which may hold mappings, lists, texts, numbers, numpy arrays (of a type
-    in `_TYPES`) and `Texts`. Infinite numbers and nan outside of arrays become null."""
+    """Returns `value` as bytes. It may hold mappings, lists, texts, numbers, numpy arrays (of a
+    type in `_TYPES`) and `Texts`. Infinite numbers and NaN outside of arrays become null."""
     packer = _Packer()
     head = json.dumps(packer.plain(value), separators=(",", ":")).encode()
     start = b"RPPK" + len(head).to_bytes(4, "little") + head
@@ -75,5 +75,5 @@ def pack(value: Mapping[str, Any]) -> bytes:
 
 
 def embedded(packed: bytes) -> str:
-    """Packed bytes as compressed base64, in which nothing can be markup."""
+    """Packed bytes as compressed base64, so that they can stand in HTML and hold no markup."""
     return base64.b64encode(gzip.compress(packed, 9, mtime=0)).decode()

@@ -22,7 +22,8 @@ from rollpacker.report.time_book import CAUSES
 
 
 class RunBook:
-    """Reads a run's log by `feed`, live or from a file; `plain` returns the page's data so far."""
+    """Gathers the data of a run's page: `feed` takes the log's entries, live or from a file, and
+    `plain` returns the page's data so far."""
 
     def __init__(self, run: str | Path) -> None:
         """`run`: the run's folder or its event log. Raises `ValueError` if there is no log."""
@@ -31,15 +32,15 @@ class RunBook:
         self.columns = MetricColumns()
         self.time_line = TimeLine()
         self.started_at = ""
-        """Date and time of the first session's start, as the session wrote them. Empty: not
+        """Date and time at which the run's first process started, as its log has it. Empty: not
         known."""
         self.truncated = False
-        """Whether the log's last line is cut off."""
+        """Whether the last line of the log is cut off."""
         self.summary = RunSummary()
         self._rows = MetricRows(self.folder / METRICS_FILE)
 
     def feed(self, entry: Entry) -> StepHistory | None:
-        """Read an entry. Returns the step that the entry commits, or None."""
+        """Read a log entry. Returns the step that the entry commits, or None."""
         if isinstance(entry, Session) and not self.started_at:
             self.started_at = str(entry.started_at)
         done = self.summary.feed(entry)
@@ -60,7 +61,7 @@ class RunBook:
 
     def plain(self, summary: dict[str, Any] | None = None) -> dict[str, Any]:
         """The data of the page, for `pack`. `summary`: the result of `RunSummary.plain`; None: it
-        is computed."""
+        is made here."""
         for row in self._rows.read():
             self.columns.complete(row["step"], row)
         summary = self.summary.plain() if summary is None else summary
@@ -96,7 +97,8 @@ class RunBook:
             return None
 
     def _recent(self, metrics: dict[str, Any]) -> dict[str, float]:
-        """Mean of each metric over the last steps (of a long run: the last buckets of steps)."""
+        """Mean of each metric by name over about the last `RECENT_STEPS` steps. `metrics` is the
+        result of `MetricColumns.plain`."""
         most = max(1, RECENT_STEPS // metrics["of"])
         found = {}
         for name, column in metrics["columns"].items():

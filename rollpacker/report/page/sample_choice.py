@@ -1,8 +1,6 @@
-"""Chooses the samples that the page shows: the numbers of all samples, and the texts of some.
-
+"""Chooses the samples that a run's page shows: the numbers of all samples, and the texts of some.
 Texts are shown of samples of the first and last steps and evaluations, of the best, the worst, the
-longest and the slowest to check, and of others chosen by a hash of their id, as many as fit.
-"""
+longest and the slowest to check, and of as many others as fit, chosen by a hash of their id."""
 
 from __future__ import annotations
 
@@ -20,31 +18,31 @@ from rollpacker.report.page.packing import Texts
 logger = logging.getLogger(__name__)
 
 MAX_ROWS = 200_000
-"""Most samples that are listed. Of more samples, a hash of their ids chooses."""
+"""Maximum number of samples that a page lists. If there are more, a hash of their ids chooses."""
 MAX_TEXT_BYTES = 18_000_000
-"""Most bytes of all texts together, before compression."""
+"""Maximum number of bytes of all texts on a page together, before compression."""
 MAX_CHARS = 40_000
-"""Most characters of one text. A longer text is cut off, with a note."""
+"""Maximum number of characters of one text on a page. A longer text is cut off, with a note."""
 NUM_SPECIAL = 48
 """Number of samples of each kind (best, longest, ...) whose texts are kept before others."""
 
 _NUMBERS = ("step", "num_tokens", "reward", "advantage", "loss_weight", "check_s")
 _TEXTS = ("row_where", "row", "prompt", "rendered_prompt", "completion", "dialogue", "failure")
 MAX_DIALOGUE = 400_000
-"""Most characters of a dialogue. A longer dialogue is left out, since part of it would be no valid
-JSON."""
+"""Maximum number of characters of a dialogue. A longer dialogue is left out, since part of it would
+be no valid JSON."""
 _OF_PROMPT = ("row_where", "row", "prompt", "rendered_prompt")
 
 
 @dataclass(slots=True)
 class _Table:
-    """A table of texts, in which equal texts are kept once."""
+    """A table of texts, in which equal texts stand once."""
 
     texts: Texts = field(default_factory=Texts)
     _places: dict[str, int] = field(default_factory=dict)
 
     def place(self, text: str | None) -> int:
-        """The place of a text in the table; -1 for None."""
+        """The index of a text in the table, to which it is added if need be. -1 for None."""
         if text is None:
             return -1
         found = self._places.get(text)
@@ -59,14 +57,14 @@ class _File:
     path: Path
     evaluation: bool
     table: Any
-    """The rows of the file without the columns of texts."""
+    """The rows of the Parquet file, without the columns of texts."""
 
 
 def read_samples(
     folder: Path, *, max_rows: int = MAX_ROWS, max_bytes: int = MAX_TEXT_BYTES
 ) -> dict[str, Any]:
-    """The samples of a run's folder for the page, as data for `pack`. A file that cannot be read is
-    left out, with a warning."""
+    """The samples in a run's folder for its page, as data for `pack`: at most `max_rows` samples,
+    with `max_bytes` of texts. A file that cannot be read is left out, with a warning."""
     files = [one for one in map(_numbers, _paths(folder)) if one is not None]
     num = sum(one.table.num_rows for one in files)
     if not num:
@@ -114,8 +112,8 @@ def _numbers(place: tuple[Path, bool]) -> _File | None:
 
 
 def _columns(files: Sequence[_File]) -> dict[str, Any]:
-    """Every column over all files: numbers as arrays, texts as lists; NaN or None where a file
-    lacks it."""
+    """All files' rows as columns by name: numbers as arrays, texts as lists. Where a file lacks a
+    column, the column has NaN or None."""
     names = dict.fromkeys(name for one in files for name in one.table.column_names)
     found: dict[str, Any] = {}
     for name in names:
@@ -139,7 +137,7 @@ def _columns(files: Sequence[_File]) -> dict[str, Any]:
 
 
 def _priority(columns: dict[str, Any], hashes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The numbers of all rows, in the order in which their texts are kept while there is room."""
+    """Numbers of all rows (samples), in the order in which their texts are kept while they fit."""
     num = len(hashes)
     everywhere = np.arange(num)
     is_evaluation, steps = columns["evaluation"], columns["step"]
@@ -169,8 +167,8 @@ def _priority(columns: dict[str, Any], hashes: np.ndarray[Any, Any]) -> np.ndarr
 def _texts(
     files: Sequence[_File], order: np.ndarray[Any, Any], max_bytes: int
 ) -> tuple[dict[int, dict[str, str | None]], list[int]]:
-    """Texts by row number, and the rows whose texts are kept: in the given order, while they fit
-    into `max_bytes`."""
+    """Reads texts of samples. Returns the texts read, by row number, and the rows whose texts are
+    kept: rows in the given `order`, as long as their texts fit into `max_bytes`."""
     import pyarrow
 
     starts = np.cumsum([0, *(one.table.num_rows for one in files)])
@@ -198,7 +196,7 @@ def _texts(
 
 
 def _mean_bytes(files: Sequence[_File]) -> int:
-    """About how many bytes the texts of a response have, so that no more are read than can fit."""
+    """About how many bytes the texts of a response have, so as to read few more than can fit."""
     import pyarrow.parquet
 
     size = num = 0
@@ -237,7 +235,7 @@ def _cut(text: str | None) -> str | None:
 
 
 def _listed(columns: dict[str, Any], rows: np.ndarray[Any, Any]) -> dict[str, Any]:
-    """The numbers and short words of these rows, as arrays in the order of `rows`."""
+    """The numbers and short words of these rows (samples), as arrays in the order of `rows`."""
     found: dict[str, Any] = {
         "step": columns["step"][rows],
         "evaluation": columns["evaluation"][rows].astype(np.uint8),
@@ -264,7 +262,7 @@ def _listed(columns: dict[str, Any], rows: np.ndarray[Any, Any]) -> dict[str, An
 
 
 def _words(values: list[str | None] | None, rows: np.ndarray[Any, Any]) -> dict[str, Any]:
-    """A column of few different words: the words, and for each row the place of its word."""
+    """A column of few different words: the words, and for each row the index of its word."""
     table = _Table()
     places = [0 if values is None else table.place(values[n] or "") for n in rows]
     return {"words": list(table.texts), "of": np.array(np.minimum(places, 255), np.uint8)}
@@ -273,8 +271,8 @@ def _words(values: list[str | None] | None, rows: np.ndarray[Any, Any]) -> dict[
 def _packed_texts(
     texts: dict[int, dict[str, str | None]], rows: np.ndarray[Any, Any], chosen: Sequence[int]
 ) -> dict[str, Any]:
-    """The chosen rows' texts for the page: a table of texts, the place of each text in it, and for
-    each of `rows` the number of its entry, -1 without texts."""
+    """The texts of the chosen rows for the page: a table of all texts, the index in it of each
+    text, and for each of `rows` its place among the chosen rows, -1 if it is not chosen."""
     table = _Table()
     number = {row: place for place, row in enumerate(sorted(chosen))}
     of_rows = [texts[row] for row in sorted(chosen)]

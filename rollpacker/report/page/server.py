@@ -37,9 +37,9 @@ logger = logging.getLogger(__name__)
 
 PORT = 8765
 NUM_PORTS = 20
-"""Number of ports that are tried, from `PORT` on, if no port is asked for."""
+"""Number of ports that are tried, from `PORT` on, if the user names none."""
 NUM_FOLLOWED = 8
-"""Most runs that are kept in memory: those whose pages were asked for last."""
+"""Maximum number of runs that are kept in memory: those whose pages were last asked for."""
 LIMITS = Limits(connections=256, head_s=30.0, body_s=30.0)
 
 _HEADERS = {
@@ -60,8 +60,8 @@ class Runs:
         self._followed: dict[str, Follower] = {}
 
     def folders(self) -> dict[str, Path]:
-        """Mapping from a run's name to its folder. Folders without an event log are left out, as
-        are folders that disappear meanwhile."""
+        """Mapping from a run's name to its folder. A folder without an event log is left out, and
+        so is one that disappears meanwhile."""
         if (self.folder / EVENTS_FILE).is_file():
             return {self.folder.resolve().name: self.folder}
         try:
@@ -84,7 +84,7 @@ class Runs:
         return sorted(found, key=lambda row: row["quiet_s"])
 
     def follower(self, name: str) -> Follower | None:
-        """The follower of a run, made when it is first asked for. None if there is no such run."""
+        """The `Follower` of a run, made when it is first asked for. None for an unknown run."""
         path = self.folders().get(name)
         if path is None:
             return None
@@ -101,8 +101,8 @@ class Runs:
 
 
 def _short_summary(path: Path) -> dict[str, Any]:
-    """A few numbers of `summary.json`, for the list of runs. Empty if the run has not ended, or if
-    the file cannot be read."""
+    """A few numbers of a run's `summary.json`, for the list of runs. Empty if the run has not
+    ended, or if the file cannot be read."""
     try:
         summary = json.loads(path.read_text("utf-8"))
         passed = [row.get("eval/pass@1") for row in summary["evaluations"]]
@@ -119,7 +119,7 @@ def _short_summary(path: Path) -> dict[str, Any]:
 
 
 class Dashboard:
-    """The application that answers requests for pages and for what they show."""
+    """The web application that answers requests for runs' pages and for what the pages show."""
 
     def __init__(self, runs: Runs) -> None:
         self.runs = runs
@@ -156,8 +156,8 @@ class Dashboard:
     def _looked_at(
         self, request: Request, look: Callable[[Follower], tuple[Any, dict[str, Any] | None]]
     ) -> Response:
-        """The response with the state and page that `look` returns for the requested run, or with
-        one of the two; 404 if the run is gone."""
+        """The response to a request for a run: its state and page as `Follower.look` returns them,
+        or one of the two. Status 404 if the run is gone."""
         # Not of the decoded path: names of folders need not be UTF-8.
         name = unquote(request.scope["raw_path"].decode().split("/")[3], errors="surrogateescape")
         try:
@@ -189,8 +189,8 @@ async def open_server(folder: Path, port: int | None) -> tuple[Server, int]:
     own_names: set[str] = set()
 
     def refused(head: Request) -> Response | None:
-        """The refusal of a request for another host name or of another method than GET; None: the
-        request is allowed."""
+        """The response that refuses a request for another host name or by another method than GET.
+        None: the request is allowed."""
         if head.headers.get("host") not in own_names:
             return _sent(b"not under this name\n", "text/plain", 403)
         return None if head.method == "GET" else _sent(b"only GET\n", "text/plain", 405)

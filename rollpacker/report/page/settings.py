@@ -17,7 +17,7 @@ CONFIG_FILE = "config.yaml"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Setting:
-    """A setting's key, its value and its default as texts; None: there is no default."""
+    """A setting's key, value and default, all as texts. A default of None: there is none."""
 
     key: str
     value: str
@@ -25,8 +25,8 @@ class Setting:
 
 
 def read_settings(folder: Path) -> tuple[list[Setting], str]:
-    """The settings in a run's folder that differ from the defaults, and the text of the config.
-    Both are empty if the config cannot be read. A key that this version does not know has no
+    """The settings in a run's folder that differ from the defaults, and the text of the config
+    file. Both are empty if the config cannot be read. A key that this version does not know has no
     default."""
     from rollpacker.config.schema import RunConfig
 
@@ -66,8 +66,8 @@ def _changed(tree: dict[str, Any], schema: type, prefix: str) -> Iterator[Settin
 
 
 def _algorithms_row(tree: dict[str, Any], schema: type) -> Any:
-    """The algorithm that `tree` names, as a `schema` with that algorithm's own defaults. None for a
-    name that this version does not know, and for a function of the user's."""
+    """The algorithm that the config `tree` names, as a `schema` object with that algorithm's own
+    defaults. None for a name that this version does not know, and for a function of the user's."""
     if tree.get("function") is not None:
         return None
     try:
@@ -83,7 +83,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def word(value: Any) -> str:
-    """A value as a text, in the notation of the config file."""
+    """A setting's value as a text, in the notation of the config file."""
     if value is None:
         return "null"
     if isinstance(value, bool):

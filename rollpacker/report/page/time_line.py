@@ -1,4 +1,4 @@
-"""The timeline of a run's page: every step with its rounds and phases, and every sample of some
+"""The timeline on a run's page: every step with its rounds and phases, and every sample of some
 steps."""
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from rollpacker.report.page.packing import Texts
 from rollpacker.report.step_history import Outcome, StepHistory
 
 MAX_BARS = 40_000
-"""Most samples that are shown as bars: a quarter in the first steps, half in the last, and the rest
-in the steps that took longest."""
+"""Maximum number of samples that the page shows as bars: a quarter in the first steps, half in the
+last, and the rest in the steps that took longest."""
 MAX_STEPS = 20_000
-"""Most steps that are shown with rounds and phases: the last steps of a longer run."""
+"""Maximum number of steps shown with their rounds and phases: the last ones of a longer run."""
 
 KINDS = tuple(str(kind) for kind in RoundKind)
 OUTCOMES = tuple(str(outcome) for outcome in Outcome)
@@ -27,7 +27,7 @@ OUTCOMES = tuple(str(outcome) for outcome in Outcome)
 
 @dataclass(slots=True)
 class _Bars:
-    """The samples of a step, as bars of the timeline. Times are seconds from the step's begin."""
+    """The samples of a step, as bars of the timeline. Times are in seconds since the step began."""
 
     step: int
     seconds: float
@@ -47,13 +47,13 @@ class _Step:
     start_s: float
     end_s: float
     rounds: list[tuple[int, float, float, int]]
-    """Rounds as (number of the kind in `KINDS`, begin, end, number of samples), with times in
-    seconds from the step's begin."""
+    """Rounds of the step as (index of the kind in `KINDS`, start, end, number of samples), with
+    times in seconds since the step began."""
     phases: list[tuple[str, float, float]]
 
 
 class TimeLine:
-    """Gathers every committed step by `feed`; `plain` returns the timeline's data."""
+    """Gathers every committed step by `feed`; `plain` returns the timeline's data for the page."""
 
     def __init__(self, max_bars: int = MAX_BARS, max_steps: int = MAX_STEPS) -> None:
         self._max_bars = max_bars
@@ -85,8 +85,8 @@ class TimeLine:
             num["longest"] -= len(heapq.heappop(self._longest).ids)
 
     def plain(self) -> dict[str, Any]:
-        """Steps, rounds, phases and samples as arrays, and for each step the places in these arrays
-        at which its rounds, phases and samples begin (`first`)."""
+        """The timeline for the page: steps, rounds, phases and samples as arrays, and for each step
+        the indices (`first`) at which its rounds, phases and samples begin."""
         steps, kept = list(self._steps), {bars.step: bars for bars in self._kept()}
         rounds = [one for step in steps for one in step.rounds]
         phases = [one for step in steps for one in step.phases]
@@ -131,7 +131,7 @@ class TimeLine:
 
 
 def _ends(counts: list[int]) -> np.ndarray[Any, Any]:
-    """Places at which each of several consecutive lists of these lengths begins, and the end."""
+    """For consecutive lists of these lengths, the index at which each list begins, and the end."""
     return np.cumsum([0, *counts], dtype=np.uint32)
 
 
@@ -151,8 +151,7 @@ def _step(step: StepHistory) -> _Step:
 
 
 def _bars(step: StepHistory) -> _Bars:
-    """The bars of a step's samples, by start and the longest first, which is drawn at the
-    bottom."""
+    """The bars of a step's samples, ordered by start, and of equal starts the longest first."""
     begin, end = step.start_s, step.end_s
     samples = sorted(
         step.samples.values(),

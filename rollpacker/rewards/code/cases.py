@@ -28,8 +28,8 @@ IMPORTS = {
     "Decimal": "decimal",
     "Fraction": "fractions",
 }
-"""Modules of names that test code often expects the program to have imported. The test's own code
-is made to import them."""
+"""Modules that define names which test code often expects the program to have imported, by name.
+The test's own code is made to import them."""
 
 
 _IO = ("stdin", "input", "stdout", "output")
@@ -39,7 +39,7 @@ _KEYS = {
     "functional": ("input", "output", "fn_name", "function"),
     "assert": ("code", "setup", "functions"),
 }
-"""Keys that a test may have, by its type."""
+"""The keys that a test may have, by the test's type."""
 _SHAPES = {
     "inputs": ("inputs", "outputs", "fn_name"),
     "test_list": ("test_list", "test_setup_code", "test_imports"),
@@ -78,13 +78,13 @@ class IoTest:
 
 @dataclass(frozen=True, slots=True)
 class CallTest:
-    """A test that calls one function, or one method of a class `Solution`."""
+    """A test that calls one function of the program, or one method of its class `Solution`."""
 
     function: str
     args: tuple[Tree, ...]
     kwargs: Mapping[str, Tree]
     expected: tuple[Tree, ...]
-    """Right results, any of which passes."""
+    """The right results, in plain form (`harness.Tree`). A result equal to any of them passes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +95,15 @@ class AssertTest:
     names: tuple[str, ...]
     """Names that the code needs from the program."""
     classes: tuple[str, ...]
-    """Those of `names` that stand for classes: they begin with a capital letter."""
+    """The names in `names` that stand for classes, since they begin with a capital letter."""
     first_calls: list[Tree] = field(default_factory=list, compare=False)
     """Calls to the program that the code makes before it knows any result; they are the same for
     every program. Empty until the test is first run."""
 
     @property
     def ordered(self) -> bool:
-        """Whether calls are made one by one, in their order. With classes they are, since objects
-        have a state."""
+        """Whether the calls to the program are made one by one, in their order. They are if the
+        test uses classes of the program, since objects have a state."""
         return bool(self.classes)
 
 
@@ -111,10 +111,8 @@ Test = IoTest | CallTest | AssertTest
 
 
 def read_tests(tests: Any) -> list[Test]:
-    """Read the tests of one row: a list or a mapping in a known format, or JSON text of one.
-
-    Raises `BadTests` if they cannot be used.
-    """
+    """Read the tests of one row: a list or a mapping in a known format, or JSON text of one. Raises
+    `BadTests` if they cannot be used."""
     return list(_read_text(tests)) if isinstance(tests, str) else _read(tests)
 
 

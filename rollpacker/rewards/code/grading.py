@@ -33,18 +33,15 @@ MAX_PROGRAM_BYTES = 200_000
 MAX_COMPLETION_CHARACTERS = 4_000_000
 PYTHON = frozenset({"python", "python3", "py", "py3"})
 _NAMED = 5
-"""Most bad rows that one message names."""
+"""Most rows with bad tests that one error message names."""
 
 _FENCE = re.compile(r" {0,3}(`{3,})([^`\n]*)")
 
 
 def extract(completion: str) -> str | None:
-    """The program in a completion; None if there is none.
-
-    Only the text after the last `</think>` is looked at. The program is the last fenced block
-    marked as Python, else the last fenced block, else the whole text. A block whose fence is not
-    closed reaches to the end.
-    """
+    """The program in a completion; None if there is none. Only the text after the last `</think>`
+    is looked at. The program is the last fenced block marked as Python, else the last fenced block,
+    else the whole text. A block whose fence is not closed reaches to the end."""
     text = completion[-MAX_COMPLETION_CHARACTERS:].rpartition("</think>")[2]
     blocks = _blocks(text)
     marked = [block for language, block in blocks if language in PYTHON]
@@ -113,7 +110,7 @@ async def grade(
 
 
 class _Read(list[Test]):
-    """Tests that have been read already."""
+    """The tests of a row that `read_tests` has read already."""
 
 
 async def _graded(
@@ -190,8 +187,8 @@ class CodeReward:
         self._shared = shared
         self._box: Sandbox | None = None
         self._has_references = False
-        """Whether an earlier check found rows with reference solutions. Rows checked later, such as
-        those of an evaluation, then need none."""
+        """Whether an earlier `check` found rows with reference solutions. The rows of later checks,
+        such as those of an evaluation, then need no such solutions."""
 
     # -- before the run ----------------------------------------------------------------
 
@@ -255,7 +252,8 @@ class CodeReward:
         )
 
     async def _failing(self, known: Sequence[tuple[int, str, _Read]]) -> dict[int, str]:
-        """Numbers of the rows whose reference solution fails their tests, each with the reason."""
+        """Return the numbers of the rows whose reference solution fails their tests, each with the
+        reason. `known`: for each row its number, the solution, and the tests."""
         box = await self._shared.sandbox()
         limits = self._limits(self._longest_s())
         left = list(reversed(known))

@@ -20,9 +20,9 @@ from typing import Any
 
 MAX_DEPTH = 100
 MAX_ITEMS = 200_000
-"""Most items that are read from an iterator."""
+"""Most items that are read from an iterator which a program returned."""
 MAX_BITS = 400_000
-"""Most bits of an integer, about 120,000 decimal digits."""
+"""Most bits of an integer that is put into plain form, about 120,000 decimal digits."""
 SMALL = 10**15
 
 Tree = Any
@@ -129,7 +129,8 @@ def decode(tree: Tree, objects: Any = ()) -> Any:
 
 
 def take_stdout() -> int:
-    """Return a descriptor for the result. What is printed to stdout afterwards is lost."""
+    """Return a descriptor of stdout for the result. What is printed to stdout afterwards is
+    lost."""
     out = os.dup(1)
     try:
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -150,7 +151,7 @@ def emit(out: int, said: Tree) -> None:
 
 
 def answer(payload: str) -> None:
-    """Run the program as a module, make the calls in order, and print the result of each."""
+    """Run the program as a module, make the calls that `payload` has, and print their results."""
     out = take_stdout()
     task = json.loads(payload)
     module = types.ModuleType("solution")
@@ -199,8 +200,8 @@ def find(module: Any, name: str) -> Any:
 
 
 def changed(args: list[Any]) -> list[Tree]:
-    """The plain forms of arguments that a call which returns nothing may have changed in place;
-    None for arguments that cannot be changed."""
+    """Return the plain form of each argument that a call which returned nothing may have changed in
+    place, and None for each argument that cannot be changed."""
     return [encode(a) if type(a) in (list, dict, set) else None for a in args]
 
 
@@ -215,7 +216,7 @@ def builtin_name(kind: type) -> str:
 
 
 class Pending(BaseException):
-    """The result of a call to the program is not known yet."""
+    """Raised in a test when it needs a call's result that is not known yet."""
 
 
 class Calls:
@@ -312,8 +313,8 @@ def value_of(member: Any) -> Any:
 
 
 def judge(payload: str) -> None:
-    """Run the code of a test and print "passed" with the nonce, "failed", "unfit", or "ask" and the
-    calls whose results are needed."""
+    """Run the code of a test and print "passed" with the nonce; "failed"; "unfit" with the reason
+    why the test cannot be used with any program; or "ask" with the calls whose results it needs."""
     out = take_stdout()
     task = json.loads(payload)
     calls = Calls(task["known"], task["ordered"])

@@ -42,7 +42,7 @@ class Outcome:
 
 
 class _Ended(Exception):
-    """The outcome is decided by how a run ended, whatever it printed."""
+    """How a run ended has decided the outcome of the test, whatever the run printed."""
 
     def __init__(self, outcome: Outcome) -> None:
         self.outcome = outcome
@@ -114,8 +114,8 @@ async def _run_assert(source: str, test: AssertTest, box: Sandbox, limits: Limit
 async def _judged(
     test: AssertTest, known: list[Any], nonce: str, box: Sandbox, limits: Limits
 ) -> list[Any]:
-    """Run the test's code without the program. Returns passed, failed, ask or unfit, followed by
-    details such as the calls asked for."""
+    """Run the test's code, without the program, on the results known so far. Returns "passed",
+    "failed", "ask" or "unfit", followed by details such as the calls asked for."""
     payload = {
         "code": test.code,
         "names": test.names,
@@ -169,8 +169,9 @@ def _read_results(data: bytes, count: int) -> list[Tree]:
 
 
 def _ended(result: RunResult) -> RunResult:
-    """Return the run if its output counts. Raises `_Ended` if a limit was exceeded or the sandbox
-    failed. Exit status and signals are chosen by the program, and are no evidence."""
+    """Return this result of a run if the run's output counts. Raises `_Ended` if a limit was
+    exceeded or the sandbox failed. The program chooses exit status and signals: they are no
+    evidence."""
     if result.status is Status.SANDBOX_ERROR:
         raise _Ended(Outcome(False, result.wall_s, sandbox_error=result.detail or "no detail"))
     if result.status in (Status.TIMEOUT, Status.MEMORY, Status.OUTPUT) or result.truncated:

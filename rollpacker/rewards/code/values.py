@@ -36,7 +36,8 @@ class BadValue(ValueError):
 
 
 def plain(value: Any) -> Tree:
-    """The plain form of a value that is expected. Raises `ValueError` if there is none."""
+    """The plain form (`harness.Tree`) of a value that a test expects. Raises `ValueError` if it has
+    none."""
     try:
         tree = encode(value)
     except Refused as error:
@@ -77,8 +78,8 @@ def _refuse(text: str) -> Any:
 
 
 def check_tree(tree: Tree, depth: int = 0, key_depth: int = 0) -> None:
-    """Raise `BadValue` unless this is the plain form of a value. `key_depth`: number of sets and
-    dict keys around it."""
+    """Raise `BadValue` unless `tree` is the plain form of a value. `depth`, `key_depth`: numbers of
+    containers, and of sets and dict keys among them, that the value lies in."""
     if tree is None or type(tree) in (bool, int, str):
         return
     if type(tree) is not list or not tree or max(depth, 12 * key_depth) > MAX_DEPTH:
@@ -129,12 +130,10 @@ def _is_hex(text: str) -> bool:
 
 
 def same(expected: Tree, got: Tree) -> bool:
-    """Whether a program's value equals the expected one. Both are checked plain forms.
-
-    A number equals another by value, whatever its type; if a float is expected, it may differ by
+    """Whether a program's value equals the expected one. Both are checked plain forms. A number
+    equals another by value, whatever its type; if a float is expected, it may differ by
     `TOLERANCE`. nan equals nothing, and a bool only a bool. A list may stand for a tuple and a set
-    for a frozenset; sets and dicts are equal in any order.
-    """
+    for a frozenset; sets and dicts are equal in any order."""
     if type(expected) is not list and type(expected) is not int:
         return type(got) is type(expected) and got == expected
     kind, other = _kind(expected), _kind(got)
@@ -272,12 +271,10 @@ def _same_set(expected: list[Tree], got: list[Tree]) -> bool:
 
 
 def same_text(expected: bytes, got: bytes) -> bool:
-    """Whether a program's output is the expected one.
-
-    Line ends may be CRLF; blanks at the end of a line and blank lines at the end are ignored. A
-    line that differs is compared by its tokens, which blanks separate, if a float (with a point or
-    an exponent) is among the expected ones: a number within `TOLERANCE` of a float is right.
-    """
+    """Whether a program's output is the expected one. Line ends may be CRLF; blanks at the end of a
+    line and blank lines at the end are ignored. A line that differs is compared by its tokens,
+    which blanks separate, if a float (with a point or an exponent) is among the expected ones: a
+    number within `TOLERANCE` of a float is right."""
     wanted, found = _lines(expected), _lines(got)
     return len(wanted) == len(found) and all(map(_same_line, wanted, found))
 

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 Check = Callable[[Sequence[Mapping[str, Any]]], None]
 PROGRAM = "rollpacker.rewards.functions.worker_program"
 _MAX_REASON = 400
-"""Most characters of a reason."""
+"""Most characters of the reason why a sample has no verdict."""
 
 Verdict = Scored | Failed | None
 
@@ -196,8 +196,8 @@ class RewardFunction:
     async def score(
         self, samples: Sequence[RewardInput], *, timeout_s: float | None = None
     ) -> list[Verdict]:
-        """Return one verdict per sample, in their order. If a call for several samples fails, there
-        is another call for each of them alone."""
+        """Return one verdict per sample, in their order, by calling the function. If a call for
+        several samples fails, the function is called again for each of them alone."""
         if not samples:
             return []
         limit = _Limit.of(self._config.timeout_s, timeout_s)
@@ -295,8 +295,8 @@ class RewardFunction:
         return self._failed(shortened(why), "a worker was lost", Cause.INFRASTRUCTURE)
 
     def _raised(self, reply: Mapping[str, Any]) -> Failed:
-        """The verdict for an error of the function. The traceback is logged once per kind of
-        error."""
+        """Return the `Failed` for an error that the function raised, as a worker's reply reports
+        it. The traceback is logged once per kind of error."""
         kind, said = reply["error"], reply["said"]
         self._report(kind, reply["where"])
         return Failed(reason=f"{self.name} raised {kind}: {said}")
@@ -347,10 +347,9 @@ class Patience:
     """Counts the calls in a row in which no sample got a verdict, and decides when to stop."""
 
     def __init__(self, name: str, most: int | None) -> None:
-        """`most`: number of failed calls in a row after which the function is not called again.
-        None: no limit."""
+        """`most`: failed calls in a row after which the function is given up. None: no limit."""
         self.ended: str | None = None
-        """The reason why the function is not called any more. None: it is."""
+        """The reason why the function is not called any more. None: it is still called."""
         self._name = name
         self._most = most
         self._num_failed = 0
@@ -373,7 +372,7 @@ class Patience:
 
 
 def _sent(spec: str) -> bytes:
-    """The program's own function, pickled for a worker process. Raises `RewardError`."""
+    """A function of the running program, pickled for a worker process. Raises `RewardError`."""
     try:
         return pickled_given(spec, "its worker processes")
     except ImportSpecError as error:

@@ -42,14 +42,15 @@ class Logged:
     """Collects what one call of a reward function logs."""
 
     def __init__(self, count: int, progress: tuple[int, int] = (0, 1)) -> None:
-        """`count`: number of completions in the call. `progress`: finished steps, all steps."""
+        """`count`: number of completions in the call. `progress`: numbers of finished and of all
+        steps."""
         self._count = count
         self._state = TrainerState(*progress)
         self._metrics: dict[str, list[float]] = {}
         self._extras: dict[str, list[Any]] = {}
 
     def arguments(self, wanted: Collection[str]) -> dict[str, Any]:
-        """The arguments with these names, for the function."""
+        """Return `log_metric`, `log_extra` and `trainer_state`, if their names are `wanted`."""
         given = {
             "log_metric": self.log_metric,
             "log_extra": self.log_extra,
@@ -76,8 +77,8 @@ class Logged:
         return name in logged or len(logged) < MAX_LOGGED
 
     def reply(self) -> dict[str, Any]:
-        """All that was logged, as values for JSON: "metrics" (means by name) and "extras" (lists by
-        column), each only if there is something."""
+        """Return all that the call logged, as values for JSON: "metrics" (means by name) and
+        "extras" (lists by column). Either is left out if nothing of its kind was logged."""
         means = {name: math.fsum(of) / len(of) for name, of in self._metrics.items()}
         found = {"metrics": means, "extras": self._extras}
         return {name: value for name, value in found.items() if value}
@@ -95,8 +96,8 @@ def _plain(value: Any) -> Any:
 def read(
     reply: Mapping[str, Any], count: int
 ) -> list[tuple[Mapping[str, float], Mapping[str, Any]]]:
-    """Metrics and extras of each sample in a reply to a call. Anything that `Logged.reply` would
-    not give is ignored, since the function might have written to its worker's socket."""
+    """Return the metrics and the extras of each sample from a worker's reply. Whatever
+    `Logged.reply` would not give is ignored: the function might have written to the socket."""
     metrics, extras = reply.get("metrics", {}), reply.get("extras", {})
     if not (isinstance(metrics, dict) and isinstance(extras, dict)):
         return [({}, {})] * count

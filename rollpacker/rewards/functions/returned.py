@@ -23,12 +23,12 @@ Value = float | dict[str, str] | None
 
 
 class WrongReturn(Exception):
-    """A function returned something else than functions of its shape do. The message says what."""
+    """A function returned something that its framework does not allow. The message says what."""
 
 
 def values_of(shape: str, returned: Any, count: int) -> list[Value]:
-    """The values in what a function of this shape returned, one per sample. Raises
-    `WrongReturn`."""
+    """Return the values that a function of this shape (framework) returned, one per sample. Raises
+    `WrongReturn` if the function returned anything else."""
     match shape:
         case "verl":
             if isinstance(returned, Mapping):
@@ -96,8 +96,7 @@ def error_of(error: BaseException) -> dict[str, str]:
 
 
 def _users_lines(error: BaseException) -> str:
-    """The error's message and the lines of the user's own code that raised it, the innermost
-    last."""
+    """The error's message and the lines of user code that raised it, the innermost last."""
     while isinstance(error.__cause__, BaseException):
         error = error.__cause__
     try:

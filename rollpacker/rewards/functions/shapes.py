@@ -35,7 +35,7 @@ ANSWERS = ("labels", "label", "ground_truth", "answer", "solution", "target")
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """The parameters of a function."""
+    """The parameters of a reward function, as far as they decide how it is called."""
 
     named: tuple[str, ...]
     required: tuple[str, ...]
@@ -82,13 +82,13 @@ class _Style:
 
     usage: str
     fields: Mapping[str, Field]
-    """Functions that make the arguments which the framework passes besides columns, by name. A
-    function that raises `KeyError` needs that column."""
+    """For each argument that the framework passes besides columns, by name, a function that makes
+    the argument. A `KeyError` raised by such a function names the column that it needs."""
     per_sample: bool = False
     num_positional: int = 0
     """Number of fields that are passed by position, from the first on."""
     all_columns: bool = True
-    """Whether `**kwargs` get all columns."""
+    """Whether `**kwargs` of the function get all columns of the row."""
 
 
 def _column(name: str, sample: RewardInput) -> Any:
@@ -180,7 +180,7 @@ _STYLES: dict[str, _Style] = {
 
 
 class Binding:
-    """How one function is called, checked against its signature."""
+    """How one reward function is called, according to its framework and its signature."""
 
     def __init__(self, config: RewardConfig, signature: Signature) -> None:
         self.shape = shape_of(signature) if config.shape == "auto" else config.shape
@@ -196,7 +196,7 @@ class Binding:
         by_name = not signature.positional_only and set(first) <= set(self._style.fields)
         self._positional = () if by_name else tuple(self._style.fields)[:num]
         self._filled = {*self._style.fields, *(() if by_name else first), *LOGGERS}
-        """Names of the parameters that are not filled from columns."""
+        """Names of the parameters that are filled with something else than columns."""
         self._check_signature()
         self._fields = [
             name
@@ -275,7 +275,7 @@ class Binding:
 
 
 def refuse_unknown(arguments: Mapping[str, Any], known: Sequence[str], function: str) -> None:
-    """Raise `RewardError` for an argument that the function does not have."""
+    """Raise `RewardError` if `arguments` has a name that the function does not know."""
     for name in arguments:
         if name not in known:
             hint = did_you_mean(name, known)

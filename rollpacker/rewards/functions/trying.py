@@ -30,8 +30,8 @@ class Finding:
 
 
 def made_up(row: RewardInput) -> list[RewardInput]:
-    """Two made-up samples of a row: with some text, and with the row's answer (a number if it has
-    none) as completion."""
+    """Two made-up samples of a row, whose completions are some text, and the row's answer (a number
+    if the row has none)."""
     answer = row.columns.get("answer")
     texts = (TEST_TEXT, str(answer) if isinstance(answer, str | int | float) else "1")
     return [
@@ -57,8 +57,8 @@ def _said(text: str) -> dict[str, str]:
 def finding_of(
     replies: Sequence[Mapping[str, Any]], row: RewardInput, all_columns: str | None
 ) -> Finding | None:
-    """The mistake that these replies to calls of one function show. None: there is none.
-    `all_columns`: the name of the function's `**kwargs` parameter, or None."""
+    """Return the mistake that a function's replies to calls with made-up samples show. None: they
+    show no mistake. `all_columns`: the name of the function's `**kwargs` parameter, or None."""
     wrong = next((reply["wrong"] for reply in replies if "wrong" in reply), None)
     if wrong is not None:
         return Finding(f"{wrong}, for test completions.", certain=True)

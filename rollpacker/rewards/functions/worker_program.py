@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def main(line: int | Line) -> None:
-    """Answer requests until the controller hangs up. `line`: the line to it, or its descriptor."""
+    """Answer requests until the controller hangs up. `line`: its connection, or the descriptor."""
     controller = connected(line)
     hello, function = _load(controller.request().payload)
     if function is None:
@@ -54,8 +54,8 @@ def main(line: int | Line) -> None:
 
 
 def _load(payload: bytes) -> tuple[dict[str, Any], LoadedFunction | None]:
-    """Load the function. Returns the facts that the controller needs about it, and the function; or
-    the reason why it cannot be loaded, and None."""
+    """Load the function that a request names. Returns the facts that the controller needs and the
+    function; if that fails, the reason and None."""
     try:
         spec, is_factory, arguments = pickle.loads(payload)
         function = pickle.loads(spec) if isinstance(spec, bytes) else load_function(spec)
@@ -120,7 +120,8 @@ class LoadedFunction:
         return self._function(*args, **kwargs | self._arguments), call
 
     def answer(self, payload: bytes) -> dict[str, Any]:
-        """Call the function and return the reply: its values, or the error."""
+        """Call the function on the samples of a request, and return the reply: the values that the
+        function returned, or its error."""
         started = time.perf_counter()
         try:
             returned, call = self._call(payload)

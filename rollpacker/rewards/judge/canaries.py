@@ -59,8 +59,8 @@ def has_content(answer: str, *, min_chars: int = 1, reference: str | None = None
     """Whether an answer attempts anything at all.
 
     It must hold `min_chars` letters, digits or symbols (punctuation and invisible characters do not
-    count), and more than an opener such as "Solution:". An answer that equals the reference always
-    has content.
+    count), and more than an opener such as "Solution:". An answer that equals `reference` (the
+    right answer, if known) always has content.
     """
     head = clean(shortened(answer, MAX_LOOKED_AT)[0]).strip()
     if reference is not None and head and head == clean(reference).strip():
@@ -72,8 +72,8 @@ def has_content(answer: str, *, min_chars: int = 1, reference: str | None = None
 
 
 def _counts(character: str) -> bool:
-    """Whether a character counts as content: a letter, a digit, or a symbol outside of ASCII.
-    Infinity counts, a dollar sign does not."""
+    """Whether a character counts as content of an answer: a letter, a digit, or a symbol outside of
+    ASCII. The sign of infinity counts, a dollar sign does not."""
     if character.isascii():
         return character.isalnum()
     if character == UNKNOWN:

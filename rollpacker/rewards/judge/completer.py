@@ -17,7 +17,7 @@ class MakeCompleter(Protocol):
 
 
 class Completer(Protocol):
-    """What completes chat messages: an endpoint, or an engine in this process. It may also have
+    """The model that a judge asks: an endpoint, or an engine in this process. It may also have
     `outage()`, as a `RewardPart` does, and the counters `num_retries` and `waited_s`."""
 
     async def complete(self, messages: Sequence[Mapping[str, str]], *, timeout_s: float) -> str:

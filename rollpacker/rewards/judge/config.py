@@ -26,7 +26,7 @@ class JudgeConfig:
     """Address of an OpenAI-compatible endpoint, up to and with `/v1`. Either this or `model_path`
     must be set. None: there is no endpoint."""
     model: str | None = None
-    """The model's name at the endpoint. Needed with `url`."""
+    """The model's name at the endpoint. Needed with `url`; None with `model_path`."""
     token_env: str | None = None
     """The environment variable with the endpoint's key. None: no key is sent."""
     model_path: str | None = None
@@ -65,7 +65,7 @@ class JudgeConfig:
     """Share of samples, 0 to 1, beside which the judge is also asked about an answer without
     content, to see if it can be fooled."""
     seed: int = 0
-    """Seed of the choice of these samples (`canary_rate`)."""
+    """Seed by which the samples for `canary_rate` are chosen."""
     probe: bool = True
     """Whether to ask the endpoint once before the run, which is refused if there is no reply."""
     as_scale: Scale = field(init=False, repr=False, compare=False)

@@ -42,7 +42,7 @@ _REQUEST_ID = "rollpacker-"
 
 
 class _Passing(Exception):
-    """An attempt failed for a reason that may pass. `after_s`: wait asked for, in seconds."""
+    """A request failed for a reason that may pass. `after_s`: seconds to wait, if asked for."""
 
     def __init__(self, why: str, *, after_s: float | None = None, busy: bool = False) -> None:
         super().__init__(why)
@@ -56,11 +56,9 @@ class _Refused(Exception):
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class EndpointCompleter:
-    """Asks one model behind one address for completions. Meets the protocol `Completer`.
-
-    An attempt that fails is repeated up to `max_retries` times. While the endpoint is down or says
-    that it is too busy, it is repeated until that has lasted for `outage_s` seconds.
-    """
+    """Asks one model behind one address for completions. Meets the protocol `Completer`. An attempt
+    that fails is repeated up to `max_retries` times. While the endpoint is down or says that it is
+    too busy, it is repeated until that has lasted for `outage_s` seconds."""
 
     url: str
     """The base address, up to and with `/v1`."""
@@ -70,7 +68,7 @@ class EndpointCompleter:
     """A JSON schema for the reply, sent as `response_format`. It is dropped if the endpoint refuses
     requests with it. None: no schema is sent."""
     request: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of each request."""
+    """Further fields of each request to the endpoint, by name."""
     concurrency: int = 16
     max_retries: int = 6
     outage_s: float = 1800.0
@@ -130,7 +128,7 @@ class EndpointCompleter:
             return await self._until_answered(list(messages), timeout_s)
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to the endpoint."""
         await self._client.aclose()
 
     # -- one request -------------------------------------------------------------------

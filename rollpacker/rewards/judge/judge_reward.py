@@ -36,7 +36,8 @@ logger = logging.getLogger(__name__)
 POSITIVE = 0.5
 """Least value of a positive verdict, from 0 to 1. A positive verdict on a canary is reported."""
 ALARM_EVERY = 20
-"""The first positive verdict on a canary is reported, and then every twentieth."""
+"""Of the positive verdicts on canaries (answers without content) a warning reports the first, and
+then one after every so many."""
 PROBE_S = 20.0
 _COUNTS = (
     *("asked", "unreadable", "no_content", "split_votes", "canaries", "canary_passed"),
@@ -56,8 +57,7 @@ class JudgeReward:
     def __init__(
         self, config: JudgeConfig, *, entry: RewardConfig, name: str, shared: Shared
     ) -> None:
-        """`entry`: the reward's entry in the config. `shared`: makes the completer for a
-        `model_path`."""
+        """`entry`: the reward's config. `shared`: makes the completer for a `model_path`."""
         self.name = name
         self._config = config
         self._shared = shared
@@ -106,7 +106,7 @@ class JudgeReward:
             )
 
     async def _ask_once(self) -> None:
-        """Ask the endpoint once. Raises `RewardError` if it does not answer."""
+        """Ask the endpoint one trial question. Raises `RewardError` if it does not answer."""
         endpoint = self._endpoint(max_retries=0, outage_s=1.0)
         asked = self._question("What is 2 + 3?", "2 + 3 = 5", "5")
         limit_s = min(self._timeout_s, PROBE_S)
@@ -200,7 +200,8 @@ class JudgeReward:
     async def _vote(
         self, prompt: Any, answer: str, reference: str | None, timeout_s: float
     ) -> float | Failed:
-        """Ask the judge about one answer. Returns the score from 0 to 1, or the failure."""
+        """Ask the judge for one vote on an answer, again if its reply is unreadable. Returns the
+        score, from 0 to 1, or the failure."""
         why = ""
         for attempt in range(1 + self._config.max_reasks):
             asked = self._question(prompt, answer, reference, reminder=attempt > 0)
@@ -260,7 +261,8 @@ class JudgeReward:
     def _start_canary(
         self, canary: str, sample: RewardInput, reference: str | None, timeout_s: float
     ) -> None:
-        """Ask the judge about a canary in a task of its own; the sample's verdict does not wait."""
+        """Ask the judge about a canary (an answer without content) in a task of its own; the
+        verdict on the sample does not wait for it."""
         task = asyncio.create_task(self._canary(canary, sample.asked, reference, timeout_s))
         self._canaries.add(task)
         task.add_done_callback(self._canaries.discard)

@@ -19,7 +19,7 @@ from rollpacker.rewards.judge.verdicts import Scale
 Messages = list[dict[str, str]]
 
 MAX_SENTENCE_WORDS = 40
-"""Most words of the reason that the judge is told to give."""
+"""Most words of the reason that the judge is told to give for its score."""
 
 UNKNOWN = "\ufffd"
 """Replaces in a text each character that cannot be shown."""
@@ -99,8 +99,8 @@ def neutral_answer(text: str) -> str:
 
 
 def shortened(text: str, limit: int) -> tuple[str, int]:
-    """The text, and 0; of a text longer than `limit` characters its beginning (two thirds) and end,
-    and the number of characters left out."""
+    """Return the text, without its middle if it is longer than `limit` characters (two thirds of
+    these are its beginning), and the number of characters left out."""
     if len(text) <= limit:
         return text, 0
     head = limit * 2 // 3

@@ -34,7 +34,8 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """Scores that a judge may give: all from `low` to `high`, or with `binary` these two."""
+    """The scores that a judge may give: all numbers from `low` to `high`, or with `binary` these
+    two."""
 
     low: float = 0.0
     high: float = 10.0
@@ -85,11 +86,9 @@ def schema(scale: Scale, *, with_id: bool = True) -> dict[str, Any]:
 def read_verdict(
     reply: object, *, scale: Scale, reply_id: str | None, delimiter: str = ""
 ) -> Verdict | Unreadable:
-    """The verdict in a reply, or why there is none. Never raises.
-
-    `reply_id`: the required value of `id`; None: the object must have no such key. A reply that
-    repeats `delimiter`, the fence around the judged text, is unreadable.
-    """
+    """The verdict in a reply, or why there is none. Never raises. `reply_id`: the required value of
+    `id`; None: the object must have no such key. A reply that repeats `delimiter`, the fence around
+    the judged text, is unreadable."""
     if not isinstance(reply, str):
         return Unreadable(f"the reply is {type(reply).__name__}, not a text")
     if len(reply) > MAX_REPLY_CHARS:

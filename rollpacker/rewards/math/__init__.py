@@ -1,1 +1,1 @@
-"""Math answers: extracted and capped here, compared inside the sandbox."""
+"""Math answers: found and limited in size here, compared inside the sandbox."""

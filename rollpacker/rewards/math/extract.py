@@ -21,7 +21,7 @@ _ANSWER_IS = re.compile(r"answer\s{0,4}(?:is|:|=)\s{0,4}:?", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caps:
-    """Largest sizes of an answer. An answer that exceeds one of them is not looked at."""
+    """Largest sizes of an answer. An answer that exceeds one is not looked at."""
 
     chars: int
     nesting: int
@@ -130,10 +130,8 @@ def _group_end(text: str, start: int) -> int:
 
 def extract(text: str, methods: Sequence[str], caps: Caps) -> tuple[str | None, str]:
     """The final answer, and the method that found it, which is the first in `methods` that finds
-    one. The answer is None if there is none.
-
-    If boxes are asked for and the response has one, only its boxes are looked at.
-    """
+    one. The answer is None if there is none. If boxes are asked for and the response has one, only
+    its boxes are looked at."""
     for method in methods:
         found = _FINDERS[method](text, caps)
         if found is not None:
@@ -256,13 +254,13 @@ def squash(text: str) -> str:
 
 
 def same_text(gold: str, answer: str) -> bool:
-    """Whether two answers are equal as text, without such as nan or 0/0 that equals nothing."""
+    """Whether two answers are equal as text. False for nan or 0/0, which equal nothing."""
     plain = squash(answer)
     return bool(plain) and plain == squash(gold) and not _UNSURE.search(plain.lower())
 
 
 def restates(answer: str, prompt: str | list[dict[str, Any]] | Any, gold: str) -> bool:
-    """Whether the answer only repeats an expression of the prompt that the right one does not."""
+    """Whether the answer, unlike the right one, only repeats an expression of the prompt."""
     plain = squash(answer)
     if plain == squash(gold) or _WRITTEN_OUT.fullmatch(plain):
         return False
@@ -279,8 +277,6 @@ def restates(answer: str, prompt: str | list[dict[str, Any]] | Any, gold: str) -
 
 
 def _tight(text: str) -> str:
-    """The text without invisible commands, and without spaces beside operators, brackets and
-    commands."""
     text = re.sub(r"\\(?:left|right)(?![A-Za-z])|\\[,;:!]|\$|\s+", " ", text)
     return _LOOSE.sub(lambda m: m[1] or m[2] or m[3], text).strip()
 

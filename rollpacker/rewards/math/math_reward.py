@@ -133,8 +133,7 @@ class MathReward:
     def __init__(
         self, config: MathConfig, *, entry: RewardConfig, name: str, shared: Shared
     ) -> None:
-        """`entry`: the reward's entry in the config. `shared`: holds the sandbox that compares the
-        answers."""
+        """`entry`: the reward's config. `shared`: holds the sandbox that compares answers."""
         self.name = name
         self._config = config
         self._caps = config.caps
@@ -196,8 +195,7 @@ class MathReward:
 
     async def _judge_golds(self, box: Sandbox, golds: list[str]) -> list[tuple[str, str]]:
         """Check right answers together, which is safe since they are trusted. Returns the unusable
-        ones, each with the reason. A batch that fails as a whole is cut in two, to find the
-        culprit."""
+        ones, each with the reason. A batch that fails is cut in two, to find the culprit."""
         verdicts, problem = await self._run(
             box, [(gold, gold) for gold in golds], _BATCH_S, strict=True
         )
@@ -252,7 +250,8 @@ class MathReward:
         return await self._ask(*decided, timeout_s) if isinstance(decided, tuple) else decided
 
     def decide(self, sample: RewardInput) -> Scored | Failed | tuple[str, str]:
-        """The verdict, if it needs no parsing; otherwise (right answer, answer) to compare."""
+        """Return the verdict on a sample if no expression need be parsed for it; otherwise the
+        right answer and the sample's answer, to be compared."""
         gold = self._expected(sample.columns)
         if not gold or self._caps.problem(gold):
             return Failed(reason=f"{self.name}: the row has no right answer that can be checked")
@@ -340,13 +339,13 @@ except ImportError:
         exec(compile(file.read(), "checker.py", "exec"))
 main()
 """
-"""The program that runs in the sandbox. It imports the checker in a warm interpreter; others
-execute the file beside them."""
+"""The program that runs in the sandbox. A warm interpreter has the checker imported already; any
+other executes the checker's file, which is put beside the program."""
 
 
 @cache
 def checker() -> str:
-    """The source of the checker as one text: its parts joined, without imports of each other."""
+    """The source of the checker: its modules joined, without imports of each other."""
     text = "\n\n".join((_CHECKER / part).read_text(encoding="utf-8") for part in _PARTS)
     text = re.sub(r"^from rollpacker\.[^\n]*import (?:\([^)]*\)|[^\n(]*)\n", "", text, flags=re.M)
     future = "from __future__ import annotations\n"
@@ -355,11 +354,9 @@ def checker() -> str:
 
 def parse_reply(stdout: bytes, nonce: str, count: int) -> list[Verdict] | None:
     """The verdicts in the checker's reply. None for anything but exactly the object that it writes.
-
     The checker repeats the nonce that it got by stdin, so that no other output is taken for its
     reply. Code that ran inside the checker could read the nonce; but nothing there evaluates
-    text.
-    """
+    text."""
     try:
         reply = json.loads(stdout.decode("ascii"))
     except (ValueError, RecursionError):

@@ -1,10 +1,10 @@
-"""Checkpoints: one atomic folder per commit, trusted only if its manifest verifies.
+"""Checkpoints: a folder for each, written atomically, and used only if it matches its manifest.
 
 checkpoints/step_000040/          written as step_000040.tmp-PID, renamed when complete
     model/                        a Hugging Face folder
     trainer/                      optimizer and schedule, safetensors and JSON
-    carried/                      tokens of deferred prompts (see carried.py), if there are any
-    state.json                    job, cursor, log position
+    carried/                      tokens of prompts put off to a later step, if any (carried.py)
+    state.json                    state of the core, place in the data, size of the event log
     manifest.json                 size and SHA-256 of every other file; written last
 checkpoints/latest                the newest folder's name, for people; nothing here reads it
 """
@@ -27,21 +27,22 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 CARRIED = "carried"
-"""Folder of a checkpoint with tokens of deferred prompts; a run without carrying ignores it."""
+"""Name of a checkpoint's subfolder with tokens generated so far for prompts put off to later steps.
+Runs with `tail_batching.carry` off ignore it."""
 MODEL_LINK = "model"
 FORMAT = 3
-"""Version of what a checkpoint holds. Format 1 did not vouch for the event log's contents, format 2
-had no carried tokens."""
+"""Version of the checkpoint format. Format 1 had no hash of the event log, format 2 no tokens of
+prompts put off to later steps."""
 _PREFIX = "step_"
 _ASIDE = "replaced-"
-"""Ending of the name of a checkpoint that waits to be removed."""
+"""Part of the name of a checkpoint that is renamed before it is removed."""
 _LOADED = {".safetensors", ".json", ".bin"}
-"""Endings of files that are loaded for being in a folder: a file that the manifest does not list
-would be loaded beside, or instead of, those that it lists."""
+"""Endings of files that a model loader takes because they are in the folder. Such a file that the
+manifest does not list is an error, since it would be loaded with, or instead of, listed files."""
 
 
 class CheckpointError(ValueError):
-    """No checkpoint can be used; the message says what is wrong with each."""
+    """Raised when no checkpoint can be used; the message says what is wrong with each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +62,10 @@ def write_checkpoint(
     *,
     run: Path | None = None,
 ) -> Path:
-    """Write the checkpoint of `step`; `save(folder)` writes the tensors. Atomic, durable. `run`:
-    the run's folder, whose link to the last model is updated; None: no link is.
-
-    Raises `OSError` with nothing left behind; a kill leaves a temporary folder, which the next call
-    removes.
-    """
+    """Write the checkpoint of `step`, atomically and durably, and return its folder. `save(folder)`
+    writes the tensors. `run`: the run's folder, whose link `model` is updated; None: no link is
+    made. Raises `OSError`, with the unfinished folder removed; what a kill leaves is removed by the
+    next call."""
     root.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(root)
     final = root / f"{_PREFIX}{step:06d}"
@@ -95,8 +94,8 @@ def write_checkpoint(
 
 @contextmanager
 def _only_warned(path: Path) -> Iterator[None]:
-    """A context that only warns if this path cannot be removed, as a folder on a network disk while
-    somebody reads a file of it. Every save tries again."""
+    """A context in which an error of removing this path is a warning only, since every save tries
+    again. Removing fails where another process reads a file of it on a network disk."""
     try:
         yield
     except OSError as error:
@@ -104,7 +103,7 @@ def _only_warned(path: Path) -> Iterator[None]:
 
 
 def _fill(folder: Path, step: int, state: Mapping[str, Any], save: Callable[[Path], None]) -> None:
-    """Write all files of a checkpoint, the manifest last, and make them durable."""
+    """Write all files of a checkpoint durably, the manifest last."""
     folder.mkdir()
     save(folder)
     (folder / "state.json").write_text(json.dumps(state, indent=1, sort_keys=True) + "\n")
@@ -122,16 +121,14 @@ def _fill(folder: Path, step: int, state: Mapping[str, Any], save: Callable[[Pat
 
 
 def has_checkpoint(root: Path) -> bool:
-    """Whether any checkpoint was completed, sound or not."""
+    """Whether the folder holds a complete checkpoint, valid or not."""
     return bool(_complete(root))
 
 
 def newest_checkpoint(root: Path, *, without: str | None = None) -> Checkpoint:
-    """The newest checkpoint that verifies; older ones stand in for damaged newer ones, by name.
-    `without`: a folder of checkpoints that is not verified, as nobody is going to read it.
-
-    Raises `CheckpointError` if none verifies.
-    """
+    """Returns the newest checkpoint whose files match its manifest; a damaged one is passed over
+    with a warning. `without`: a subfolder that nobody will read and that is not verified; None: all
+    are verified. Raises `CheckpointError` if no checkpoint is valid."""
     problems: list[str] = []
     for folder in _complete(root):
         problem = verify(folder, without=without)
@@ -154,8 +151,8 @@ def newest_checkpoint(root: Path, *, without: str | None = None) -> Checkpoint:
 
 
 def newest_state(root: Path) -> Mapping[str, Any] | None:
-    """State of the newest checkpoint, unverified, for reading only. None if there is no checkpoint
-    of this format, or if it cannot be read."""
+    """Returns the state of the newest checkpoint without verifying its files. None if there is no
+    checkpoint, or its state cannot be read or has another format."""
     for folder in _complete(root)[:1]:
         with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
             state: dict[str, Any] = json.loads((folder / "state.json").read_text())
@@ -165,9 +162,9 @@ def newest_state(root: Path) -> Mapping[str, Any] | None:
 
 
 def verify(folder: Path, *, without: str | None = None) -> str | None:
-    """Returns a fault of the checkpoint, in words; None if it is sound. A file that cannot be read
-    (a bad sector, a lost permission, a link in circles) is a fault, too: an older checkpoint may be
-    sound. Files in the checkpoint's folder `without` are passed over."""
+    """Returns what is wrong with the checkpoint, in words; None if it is valid. A file that cannot
+    be read (bad sector, lost permission, circular link) counts as wrong. `without`: a subfolder
+    that is not verified; None: all are verified."""
     name = MANIFEST
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
@@ -200,14 +197,12 @@ def verify(folder: Path, *, without: str | None = None) -> str | None:
 
 
 def _unreadable(name: str, error: Exception) -> str:
-    """Returns a sentence that the file cannot be read, with the system's reason, or the kind of
-    error."""
     reason = error.strerror if isinstance(error, OSError) else None
     return f"{name} cannot be read ({reason or type(error).__name__})"
 
 
 def _complete(root: Path) -> list[Path]:
-    """Paths of all complete checkpoints, newest first."""
+    """Returns the folders of all complete checkpoints, newest first."""
     if not root.is_dir():
         return []
     found = (f for f in root.glob(f"{_PREFIX}*") if f.name.removeprefix(_PREFIX).isdigit())
@@ -219,7 +214,8 @@ def _step_of(folder: Path) -> int:
 
 
 def tidy(root: Path, newest: Checkpoint) -> None:
-    """Remove what a killed run left half done: temporary files, an outdated `latest`."""
+    """Remove what a killed run left in the folder: temporary files, and a `latest` that names
+    another checkpoint than `newest`."""
     _remove_leftovers(root)
     pointer = root / "latest"
     if not pointer.is_file() or pointer.read_text().strip() != newest.folder.name:
@@ -235,8 +231,8 @@ def _point_latest(root: Path, name: str) -> None:
 
 
 def link_model(run: Path, checkpoint: Path) -> None:
-    """Make `run/model` a link to the checkpoint's model, for people and other tools. Not made where
-    the file system knows no links, or where something else has that name."""
+    """Make `run/model` a link to the checkpoint's model. No link is made where the file system has
+    no links, or where something else has that name."""
     link = run / MODEL_LINK
     if link.exists() and not link.is_symlink():
         return

@@ -1,4 +1,4 @@
-"""The event log on disk: appended in order, encoded off the hot path, cut back on resume."""
+"""The event log on disk: entries are appended in order, and a resume cuts the file back."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ from rollpacker.run.errors import RunError
 
 
 class LogWriter:
-    """Writes the log. `append` is cheap and thread-safe; a background thread encodes and writes a
-    few times a second.
-
-    A kill loses at most the entries since the last write, which belong to a step that is not
-    committed; `flush` makes everything so far durable.
-    """
+    """Writes the event log. `append` is cheap and thread-safe; a background thread encodes and
+    writes a few times a second. A kill loses at most the entries since the last write, which
+    belong to a step after the last checkpoint; `flush` makes all entries so far durable."""
 
     def __init__(self, path: Path, *, write_every_s: float = 0.25) -> None:
         self.path = path
@@ -38,15 +35,13 @@ class LogWriter:
         self._pending.append(entry)
 
     def raise_error(self) -> None:
-        """Raise the error of an earlier write in the background, if there was one."""
+        """Raise the error of an earlier write in the background, if one has failed."""
         if self._error is not None:
             raise self._error
 
     def flush(self) -> int:
-        """Bring everything appended so far to the disk. Returns the file's size in bytes.
-
-        Raises `OSError` if it cannot be written, also for writes that failed in the background.
-        """
+        """Write all entries appended so far durably. Returns the file's size in bytes. Raises
+        `OSError` if this write, or an earlier one in the background, failed."""
         self.raise_error()  # another write after a failed one would garble the log
         self._write()
         with self._writing:
@@ -54,7 +49,7 @@ class LogWriter:
             return self._file.tell()
 
     def mark(self) -> dict[str, Any]:
-        """Flush, and return the log's size and SHA-256, for which a checkpoint then vouches.
+        """Flush the log. Returns its size in bytes and its SHA-256, for a checkpoint to record.
         Nothing may be appended meanwhile."""
         return {"log_bytes": self.flush(), "log_sha256": self._sha256.hexdigest()}
 
@@ -87,11 +82,9 @@ class LogWriter:
 
 
 def cut_back(path: Path, size: int, sha256: str) -> None:
-    """Shorten the log to the `size` for which a checkpoint vouches; the rest is kept in another
-    file.
-
-    Raises `RunError` if the log is shorter than that, or if the SHA-256 up to there is another one.
-    """
+    """Shorten the log to the `size` in bytes that a checkpoint recorded; the rest is kept in
+    another file. Raises `RunError` if the log is shorter, or its first `size` bytes have another
+    SHA-256."""
     length = path.stat().st_size if path.exists() else 0
     if length < size:
         raise RunError(

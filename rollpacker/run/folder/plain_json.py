@@ -1,4 +1,4 @@
-"""Makes readable JSON of any values that data, models and environments hold."""
+"""Turns any values of data, models and environments into readable JSON."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import json
 from typing import Any
 
 _MAX_REPR = 4096
-"""Most characters of a value that JSON does not have."""
+"""Number of characters after which the `repr` of a value that JSON cannot hold is cut off."""
 
 
 def plain_text(value: Any) -> str:
-    """Returns the value as readable JSON, whatever it holds."""
+    """Returns the value as readable JSON; what JSON cannot hold appears as its `repr`."""
     text = _json(value)
     return json.dumps(_shown(value), ensure_ascii=False) if text is None else text
 
 
 def _json(value: Any) -> str | None:
-    """The value as JSON. None if it cannot be JSON."""
+    """Returns the value as JSON text, or None if JSON cannot hold it."""
     try:
         return json.dumps(value, ensure_ascii=False, default=_plain)
     except (TypeError, ValueError, RecursionError):  # keys that JSON lacks; a circle
@@ -38,7 +38,8 @@ def _plain(value: Any) -> Any:
 
 
 def shortened(value: Any, most: int) -> Any:
-    """Returns the value; if longer than `most` characters, its text, cut off, with its length."""
+    """Returns the value. If its text is longer than `most` characters: that text, cut off, with a
+    note of the full length."""
     if isinstance(value, int | float | None):  # the most, and short
         return value
     text = value if isinstance(value, str) else _json(value)

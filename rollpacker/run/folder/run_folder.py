@@ -1,12 +1,12 @@
-"""A run's folder: what lies where, one run at a time in it, and what a resume must not change.
+"""A run's folder: its files, its lock for one run at a time, and what a resume must not change.
 
 runs/NAME/
-    config.yaml       as resolved                 metrics.jsonl   one row a step
+    config.yaml       the resolved config         metrics.jsonl   one row per step
     events.jsonl      the event log               tensorboard/
     checkpoints/      see checkpoint.py           samples/        trained samples, parquet
-    model             link to the last one's      evaluations/    the same of evaluations
-    identity.json     what a resume must find     summary.json, trace.json, timeline.png
-    trackers/         what they keep here         report.html
+    model             link to the last model      evaluations/    evaluated samples, parquet
+    identity.json     fingerprints for a resume   summary.json, trace.json, timeline.png
+    trackers/         files of trackers           report.html
     salvage.bin       see salvage.py
 """
 
@@ -41,7 +41,7 @@ _OWN_FILES = (
     *("summary.json", "report.html", "trace.json", "timeline.png"),
     *("summary.json.tmp", "report.html.tmp", "trace.json.tmp", "timeline.png.tmp"),
 )
-"""Names of files that a run writes, also of half-written files that a kill leaves."""
+"""Names of files that a run writes into its folder, half-written ones of a kill included."""
 _OWN_FOLDERS = {
     "checkpoints": ("step_*", "latest", "latest.tmp-*"),
     "tensorboard": ("events.out.tfevents.*",),
@@ -49,38 +49,36 @@ _OWN_FOLDERS = {
     "trackers": ("*.json", "wandb", "mlflow", "swanlab"),
     "evaluations": ("step_*",),
 }
-"""Folders of a run, with the names of what the run writes into each."""
+"""Subfolders of a run's folder, and the name patterns of what the run writes into each."""
 
 RESUME_MUST_KEEP = (
     *("seed", "model.path", "data", "rollout", "tail_batching.race", "tail_batching.tiers"),
     *("rewards", "environment", "train.threads", "model.quantization"),
 )
-"""Config keys (with all below them) that a resume must not change, as that would be another run.
-Another number of threads adds up in another order."""
+"""Config keys (with all keys below them) that a resume must not change, since results would differ.
+With another number of threads, floating-point sums come out different."""
 
 RESUME_MAY_GROW = ("rollout.max_response_tokens",)
-"""Keys of `RESUME_MUST_KEEP` whose value may grow: what is longer than a smaller cap cannot be
-taken back, but what was cut off at the smaller cap can go on."""
+"""Keys of `RESUME_MUST_KEEP` whose value may only grow. A response that was cut off at a smaller
+cap can go on; one that is longer than a smaller cap cannot be taken back."""
 
 RESUME_MAY_DIFFER = (
     *("rollout.engine", "rollout.engines", "rollout.routing"),
     *("environment.workers", "environment.memory_mb", "environment.timeout_s"),
     *("data.train.chat", "data.eval.chat"),
 )
-"""Keys of `RESUME_MUST_KEEP` that may change: they change speed, not results; or, as with `chat`,
-their effect is compared by identity."""
+"""Keys below those of `RESUME_MUST_KEEP` that may change: they affect speed, not results, or
+(`chat`) the resume compares their effect by itself."""
 
 
 def holds_run(path: Path) -> bool:
-    """Whether the folder holds a run, or the beginnings of one."""
+    """Whether the folder holds a run, or the files with which a run begins."""
     return any((path / name).exists() for name in ("events.jsonl", "checkpoints", "config.yaml"))
 
 
 class RunFolder:
-    """Opens the folder for one run, and holds a lock on the folder until it is closed.
-
-    Nothing of an earlier run is touched before `clear`.
-    """
+    """A run's folder, opened for one process, which holds a lock on it until `close`. The files of
+    an earlier run stay until `clear`."""
 
     def __init__(self, path: Path, *, resume: bool, overwrite: bool) -> None:
         self.path = path
@@ -91,7 +89,7 @@ class RunFolder:
         self.config = path / "config.yaml"
         self._lock_file = path / "run.lock"
         self._made = [p for p in (path, *path.parents) if not p.exists()]
-        """Folders that were not there before, innermost first."""
+        """The folder and its parents, as far as they did not exist before, innermost first."""
         while not self._take_lock():
             pass
         try:
@@ -101,8 +99,8 @@ class RunFolder:
             raise
 
     def _take_lock(self) -> bool:
-        """Lock the folder. Returns False if another run, which could not start, removed the lock's
-        file meanwhile; raises `FolderInUse` if another run holds the lock."""
+        """Lock the folder. Returns False, to try again, if another process removed the lock's file
+        meanwhile. Raises `FolderInUse` if another run holds the lock."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = self._lock_file.open("a")
@@ -133,11 +131,9 @@ class RunFolder:
             raise RunError(f"there is no run to resume in {self.path}; start it without --resume")
 
     def clear(self) -> None:
-        """Remove what a run wrote here, and nothing else.
-
-        A folder that is a link to another disk stays one, and only what a run wrote there goes.
-        Raises `RunError`, with nothing removed, if that disk is not there.
-        """
+        """Remove the files that a run wrote here, and nothing else. A subfolder that links to
+        another disk stays a link, and the run's files in it go. Raises `RunError`, with nothing
+        removed, if that disk is missing."""
         folders = {name: self.path / name for name in _OWN_FOLDERS}
         for path in folders.values():
             if path.is_symlink() and not path.is_dir():
@@ -159,12 +155,10 @@ class RunFolder:
                 shutil.rmtree(path)
 
     def find_checkpoint(self, *, carries: bool = True) -> Checkpoint | None:
-        """The checkpoint from which a resume goes on. None if the run ended before its first
-        checkpoint. `carries`: whether the run uses the tokens that deferred prompts have.
-
-        Raises `RunError` or `CheckpointError` where that cannot be told, or where the run cannot go
-        on.
-        """
+        """Returns the checkpoint that a resume goes on from; None if the run ended before its first
+        one. `carries`: whether the run goes on from generated tokens of prompts put off to later
+        steps. Raises `RunError` or `CheckpointError` if no checkpoint is usable, or the log cannot
+        be read."""
         if has_checkpoint(self.checkpoints):
             newest = newest_checkpoint(self.checkpoints, without=None if carries else CARRIED)
             if newest.format != FORMAT:
@@ -187,8 +181,8 @@ class RunFolder:
         return None
 
     def write_identity(self, identity: Mapping[str, Any]) -> None:
-        """Record what the run depends on beyond its config (fingerprints, threads). The record is
-        on disk before it replaces an earlier one, since without it no resume is possible."""
+        """Write `identity.json`: what the run depends on beyond its config (fingerprints, threads).
+        The file is on disk before it replaces an older one, as a resume needs one of them."""
         temporary = self.path / "identity.json.tmp"
         temporary.write_text(json.dumps(identity, indent=1, sort_keys=True) + "\n")
         fsync(temporary)
@@ -196,8 +190,8 @@ class RunFolder:
         fsync(self.path)
 
     def read_identity(self) -> dict[str, Any]:
-        """Returns the identity that `write_identity` recorded. Raises `RunError` if the file is
-        missing or holds something else."""
+        """Returns what `write_identity` wrote. Raises `RunError` if the file is missing or
+        invalid."""
         try:
             identity: dict[str, Any] = json.loads((self.path / "identity.json").read_text())
             texts = all(isinstance(identity[key], str) for key in ("model", "dtype", "train_data"))
@@ -213,14 +207,14 @@ class RunFolder:
         return identity
 
     def close(self) -> None:
-        """Release the lock. A folder in which nothing was written goes, too. Further calls do
+        """Release the lock, and remove a new folder in which nothing was written. Further calls do
         nothing."""
         if not self._lock.closed and self._made:
             self._remove_if_empty()
         self._lock.close()
 
     def _remove_if_empty(self) -> None:
-        """Remove the folders that this object made, if nothing but the lock is there."""
+        """Remove the folders that this object made, if only the lock's file is in them."""
         if {entry.name for entry in self.path.iterdir()} != {self._lock_file.name}:
             return
         with contextlib.suppress(OSError):  # somebody else put something there meanwhile
@@ -232,11 +226,9 @@ class RunFolder:
 def check_resume(
     changes: Sequence[tuple[str, Any, Any]], before: Mapping[str, Any], now: Mapping[str, Any]
 ) -> list[str]:
-    """Refuse a resume that would be another run, by `RunError`; return the harmless changes, in
-    words.
-
-    `changes` are (key, old, new) of the two configs; `before` and `now` are identities.
-    """
+    """Returns the changes of the config that do no harm, in words. `changes` are (key, old, new);
+    `before` and `now` are the identities (fingerprints of model, data and code) of run and resume.
+    Raises `RunError` if the resume would be another run."""
     refused: list[str] = []
     harmless: list[str] = []
     for key, old, new in changes:
@@ -279,9 +271,8 @@ def check_resume(
 
 
 def _chat_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Messages about data sets whose text prompts go through the chat template now and did not
-    before, or the other way round. A run of an earlier version rendered those with a system prompt
-    only."""
+    """Returns a message for each data set whose text prompts go through the chat template now and
+    did not before, or the reverse. Earlier versions applied it only with a system prompt."""
     began = before.get("chat", {})
     words = {True: "rendered by the chat template", False: "plain texts"}
     return [
@@ -293,7 +284,7 @@ def _chat_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
 
 
 def _tells_of_a_checkpoint(log: Path) -> bool:
-    """Whether a line of the log says that a step was committed with a checkpoint."""
+    """Whether the log records a step that was committed with a checkpoint."""
     with log.open("rb") as file:
         for line in file:
             if b'"Committed"' in line and b'"checkpointed"' in line:

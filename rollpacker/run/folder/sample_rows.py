@@ -1,5 +1,5 @@
-"""The rows of `samples/*.parquet`: what was trained on, what was slowest to check, and what an
-evaluation generated."""
+"""Makes the rows of `samples/*.parquet` (samples trained on, and those whose rewards took longest)
+and of `evaluations/*.parquet`."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from rollpacker.run.ports.dialogue_text import dialogue_text
 from rollpacker.trainer.trainer import TrainSample
 
 NUM_SLOWEST = 10
-"""Number of a step's slowest checks whose samples are kept with their text, trained on or not."""
+"""Number of samples kept in each step because their reward took longest, trained on or not."""
 
 MAX_VALUE_CHARS = 4096
-"""Most characters of a data row's value in samples, longer ones being cut off: the tests of one
-programming problem can weigh megabytes, and every sample of it would have them."""
+"""Number of characters after which a value of the data row is cut off in a sample's row. The tests
+of one programming problem can be megabytes, and every sample of it would repeat them."""
 
 
 @dataclass(slots=True)
 class PromptColumns:
-    """Makes the columns of a sample's row that describe its prompt, from the number of the prompt's
-    row. The samples of a group share the texts."""
+    """Makes the columns that describe a sample's prompt, given the number of the prompt's data row.
+    The samples of one prompt share the column texts."""
 
     rows: Sequence[PromptRow]
     render: Decode
-    """Makes text of prompt tokens, special tokens included."""
+    """Turns prompt tokens into text, special tokens included."""
     _last: tuple[int, Mapping[str, Any]] = field(default=(-1, {}), init=False)
 
     def __call__(self, number: int) -> Mapping[str, Any]:
@@ -54,8 +54,8 @@ class PromptColumns:
 
 
 def row_text(columns: Mapping[str, Any]) -> str:
-    """Returns the columns as JSON. Values that JSON lacks (dates, arrays, objects) become texts,
-    and long values are cut off."""
+    """Returns a data row's columns as JSON. Values that JSON lacks (dates, arrays, objects) become
+    texts, and long values are cut off."""
     return plain_text(
         {str(name): shortened(value, MAX_VALUE_CHARS) for name, value in columns.items()}
     )
@@ -63,7 +63,7 @@ def row_text(columns: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SampleRows:
-    """Makes the rows of a training step's samples, while the trainer works on that step."""
+    """Makes the rows of a training step's samples while the trainer computes that step."""
 
     desk: Desk
     writer: SampleWriter
@@ -71,8 +71,8 @@ class SampleRows:
     reward_names: Sequence[str]
 
     def add(self, command: TrainOn, samples: Sequence[TrainSample]) -> None:
-        """Give the writer a row for each sample trained on, and for each that was slowest to
-        check."""
+        """Give the writer a row for each sample trained on, and for each whose rewards took
+        longest. `command`: the core's command that the step was trained by."""
         trained = {sample.sample: sample for sample in samples}
         asked = list(chain(*command.groups))
         weights = (
@@ -113,7 +113,7 @@ class SampleRows:
         }
 
     def _turn_advantages(self, sample: SampleId, advantage: float | tuple[float, ...]) -> str:
-        """The advantages of each turn's first token, as a JSON list."""
+        """Returns a JSON list with the advantage of the first token of each turn."""
         episode = self.desk[sample].episode
         assert episode is not None, "there are turns"
         if not isinstance(advantage, tuple):
@@ -124,7 +124,7 @@ class SampleRows:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRows:
-    """Makes the rows of an evaluation's samples."""
+    """Makes the rows of the samples that an evaluation generated."""
 
     writer: SampleWriter
     prompts: PromptColumns
@@ -137,8 +137,8 @@ class EvaluationRows:
         judged: Iterable[tuple[Response, str, Scored | Failed]],
         episodes: Mapping[SampleId, Episode],
     ) -> None:
-        """Write the rows of the evaluation after `step`. `judged`: responses with their text and
-        their verdict. `episodes`: the messages of samples of several turns."""
+        """Write the rows of the evaluation after step `step`. `judged`: each response with its text
+        and the rewards' verdict. `episodes`: messages of samples with several turns, by sample."""
         rows = [self._row(step, *one, episodes.get(one[0].sample)) for one in judged]
         self.writer.write_evaluation(step, rows)
 
@@ -187,7 +187,7 @@ def _sample_columns(
 
 
 def _said_first(response: Response, render: Decode, episode: Episode | None) -> dict[str, Any]:
-    """Columns with the prompt that the environment gave, if it gave one in place of the row's."""
+    """Returns columns for the prompt that the environment gave; empty if it gave none."""
     if episode is None or episode.prompt is None:
         return {}
     return {
@@ -197,7 +197,8 @@ def _said_first(response: Response, render: Decode, episode: Episode | None) -> 
 
 
 def _turn_columns(verdict: Scored | Failed | None) -> dict[str, str | None]:
-    """Columns with the rewards of a trajectory's turns, as JSON lists."""
+    """Returns two columns for a trajectory that was not trained on: the rewards of its turns as a
+    JSON list (None if turns got none), and None for the turns' advantages."""
     rewards = verdict.turns if isinstance(verdict, Scored) else None
     return {
         "turn_rewards": None if rewards is None else plain_text(rewards),
@@ -206,12 +207,12 @@ def _turn_columns(verdict: Scored | Failed | None) -> dict[str, str | None]:
 
 
 def _extras(verdict: Scored | Failed | None) -> dict[str, Any]:
-    """Columns with the values that reward functions logged of the sample (`log_extra`)."""
+    """Returns a column for each value that reward functions logged for the sample (`log_extra`)."""
     extras = verdict.extras if isinstance(verdict, Scored) else {}
     return {f"extra/{name}": value for name, value in extras.items()}
 
 
 def _parts(verdict: Scored | Failed | None, names: Sequence[str]) -> dict[str, float | None]:
-    """Columns with each reward's own value. None where a reward did not judge the sample."""
+    """Returns a column for each reward: its value, or None if it did not judge the sample."""
     parts: Mapping[str, float | None] = {} if verdict is None else verdict.parts
     return {f"reward/{name}": parts.get(name) for name in names}

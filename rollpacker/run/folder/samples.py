@@ -1,7 +1,7 @@
-"""Samples as parquet, so that anybody can read what the model wrote and what it got for it.
+"""Writes samples as parquet, so that anybody can read what the model wrote and which reward it got.
 
 `docs/run-folder.md` has every column. Rows of training are gathered and written with each
-checkpoint, those of an evaluation at once; a resume cuts both back to its checkpoint.
+checkpoint, those of an evaluation at once. A resume removes the files after its checkpoint.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from rollpacker.run.folder.checkpoint import fsync
 
 _NAME = re.compile(r"steps?_(?:\d+-)?(\d+)\.parquet")
-"""Matches a file's name; the group is the last step of which the file has samples."""
+"""Matches the name of a file of samples; the group is the last step that the file covers."""
 
 SampleRow = Mapping[str, Any]
 
@@ -29,9 +29,9 @@ COLUMN_TYPES = {
     "trained": "bool",
     "passed": "bool",
 }
-"""Types of columns, by name. All others are texts, or float64 if they begin with `reward/`. Types
-are given, not guessed: a column of which a file has no value must not get another type than in the
-next file."""
+"""Types of columns by name. Other columns are float64 if they begin with `reward/`, else text.
+Types are fixed and not inferred, so that a column without any value has the same type in every
+file."""
 
 
 class SampleWriter:
@@ -41,19 +41,19 @@ class SampleWriter:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.step_rows: Sequence[SampleRow] = ()
-        """Rows of the newest step that was trained."""
+        """Rows of the latest step that was trained."""
         self.evaluation_rows: Sequence[SampleRow] = ()
-        """Rows of the newest evaluation."""
+        """Rows of the latest evaluation."""
         self._waiting: list[SampleRow] = []
 
     def add(self, rows: Sequence[SampleRow]) -> None:
-        """Keep a step's rows for the next `write`. All rows of a run have the same keys, `step`
-        among them, but for what rewards logged (`extra/...`)."""
+        """Keep a step's rows for the next `write`. Rows have the same keys in the whole run, `step`
+        among them, except for `extra/...` (values that rewards logged)."""
         self.step_rows = rows
         self._waiting += rows
 
     def write(self) -> None:
-        """Write the rows that were added since the last call, durably."""
+        """Write the rows that were added since the last call into a new file, durably."""
         if self._waiting:
             first, last = self._waiting[0]["step"], self._waiting[-1]["step"]
             _write(
@@ -62,7 +62,8 @@ class SampleWriter:
             self._waiting = []
 
     def write_evaluation(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """Write the rows of the evaluation after `step` steps, in place of an earlier one's."""
+        """Write the rows of the evaluation after `step` steps. An earlier file of that step is
+        replaced."""
         self.evaluation_rows = rows
         if rows:
             _write(self._folder / "evaluations" / f"step_{step:06d}.parquet", rows)
@@ -92,21 +93,21 @@ def _type_of(column: str) -> str:
 
 
 def _typed(column: str, value: Any) -> Any:
-    """Returns the value; an extra becomes text, as its kind may differ from file to file."""
+    """Returns the value, as text in a column `extra/...`, whose values may have any types."""
     return str(value) if column.startswith("extra/") and value is not None else value
 
 
 def storable(value: Any) -> Any:
-    """The value, or a text without the half surrogates that UTF-8 has no bytes for: each is
-    written as `\\udXXX`."""
+    """Returns the value. In a text, each lone surrogate, which UTF-8 cannot encode, becomes
+    `\\udXXX`."""
     if isinstance(value, str) and not value.isascii():
         return value.encode("utf-8", "backslashreplace").decode()
     return value
 
 
 def cut_back(folder: Path, step: int) -> None:
-    """Remove the files with steps after `step`, of samples or evaluations. A file of samples ends
-    at a checkpoint, so that none has steps before and after."""
+    """Remove the files of samples or evaluations that cover steps after `step`. As every file of
+    samples ends at a checkpoint, no file covers steps before and after one."""
     for path in (*folder.glob("steps_*"), *folder.glob("step_*")):
         match = _NAME.fullmatch(path.name)
         if ".tmp-" in path.name or (match is not None and int(match[1]) > step):

@@ -1,4 +1,4 @@
-"""Builds a run's metrics and display, and the callbacks and trackers that are told of the run."""
+"""Builds a run's metrics and display, and the callbacks and trackers that are told of its steps."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def build_audience(
     call: CallInThread,
     display: bool,
 ) -> tuple[LiveReport, Audience]:
-    """Returns the observer of the log that makes metrics and shows them, and the audience that is
-    told of these. `num_rows`: number of training prompts. `resumed_step`: step of the checkpoint;
-    None for a new run. `call`: calls a function in the thread that asked for the run. `display`:
-    whether metrics are shown."""
+    """Returns the observer that makes metrics of log entries and shows them, and the `Audience`
+    that calls callbacks and trackers. `num_rows`: number of training prompts. `resumed_step`: step
+    of the checkpoint; None for a new run. `call`: calls a function in the thread that called
+    `train`. `display`: whether metrics are shown."""
     steps = config.num_steps(num_rows)
     live = LiveReport(
         folder,
@@ -61,6 +61,5 @@ def build_audience(
 
 
 def build_trackers(config: RunConfig) -> list[Callback]:
-    """The trackers of the config, which are told of a step when its row of `metrics.jsonl` is
-    written."""
+    """Returns the config's trackers, which are told of a step when its metrics are written."""
     return [make_tracker(tracker) for tracker in config.tracker_configs]

@@ -1,4 +1,4 @@
-"""Facts about the hosts of a ray cluster, as placement asks for them."""
+"""Facts about the hosts of a ray cluster that the placement of a run's parts needs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 def rooms() -> list[Host]:
-    """Returns cores, memory and GPUs of the cluster's hosts. Raises `ValueError` if there is no
-    cluster, or if its hosts differ."""
+    """Returns the cluster's hosts, each with its cores, memory and GPUs. Raises `ValueError` if
+    there is no cluster, or if its hosts differ in something that must be the same."""
     cluster = join_cluster()
     try:
         return rooms_of(cluster, facts_of(cluster))
@@ -36,8 +36,8 @@ def join_cluster() -> RayCluster:
 
 
 def facts_of(cluster: RayCluster) -> dict[str, HostFacts]:
-    """Facts about every host, by address, this host's first. Raises `ValueError` if hosts differ in
-    something that must be the same."""
+    """Returns facts about every host, by address, this host's first. Raises `ValueError` if hosts
+    differ in something that must be the same, such as versions."""
     from rollpacker.workers.hosts.facts import differences
 
     facts = {address: cluster.facts(address) for address in cluster.nodes}
@@ -47,8 +47,8 @@ def facts_of(cluster: RayCluster) -> dict[str, HostFacts]:
 
 
 def rooms_of(cluster: RayCluster, facts: Mapping[str, HostFacts]) -> list[Host]:
-    """Returns the hosts in the form that placement takes: on a CPU, a host has as many devices as
-    ray has cores there."""
+    """Returns the hosts in the form that the placement of parts takes. On a CPU, a host has a
+    device for each core that ray has there."""
     from rollpacker.core.placement.roles import Host
 
     return [

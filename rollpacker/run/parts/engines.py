@@ -1,5 +1,5 @@
-"""Builds the engines of a run: one in the run's process, or several, each in a process of its own
-that calls `make_engine`."""
+"""Builds the inference engines of a run: one in the run's process, or several in processes of their
+own, each of which calls `make_engine`."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ def build_engines(
 def open_engines(
     config: RunConfig, policy: LoadedPolicy, hosts: Hosts, stack: ExitStack, *, shares_pools: bool
 ) -> Engines:
-    """Returns the engines, all loaded; `stack` closes them. Engines that share their devices have
-    released them, for the trainer to load there first. Raises `EngineError` if an engine cannot be
-    made, which is a `ValueError`, too, if that is for the user to mend."""
+    """Returns the engines, all loaded; `stack` closes them. Engines that share devices with the
+    trainer have released these, so that it can load first. Raises `EngineError` if an engine cannot
+    be made; for a user's mistake that is a `ValueError`, too."""
     from rollpacker.engines.process_engine import ProcessEngine
 
     engines = build_engines(config, policy, hosts, shares_pools=shares_pools)
@@ -91,8 +91,8 @@ def open_engines(
 
 
 def check_heads(model: Any, planner: ParallelismConfig) -> None:
-    """Raise `ValueError` if the model, by its configuration in transformers, cannot be cut in as
-    many parts as an engine may have devices."""
+    """Raise `ValueError` if the model's attention heads cannot be split evenly over each number of
+    devices that an engine may get. `model`: its configuration in transformers."""
     text = model.get_text_config()
     heads = text.num_attention_heads
     of_keys = getattr(text, "num_key_value_heads", None) or heads
@@ -113,9 +113,9 @@ def engine_setup(
     tensor_parallel: int = 1,
     sleeps: bool = False,
 ) -> EngineSetup:
-    """Returns the setup of a process that makes this engine over the model that `model` names.
-    `threads`: torch's threads; None leaves torch's choice. `tensor_parallel`: number of the
-    engine's devices. `sleeps`: whether it will have to release them."""
+    """Returns the message that has a process call `make_engine`. `model`: the model's config.
+    `threads`: number of torch's threads; None: torch's default. `tensor_parallel`: number of the
+    engine's devices. `sleeps`: whether the engine has to release its devices at times."""
     from rollpacker.engines.messages import EngineSetup
 
     return EngineSetup(
@@ -138,8 +138,8 @@ def make_engine(
     tensor_parallel: int = 1,
     sleeps: bool = False,
 ) -> Engine:
-    """Load model and tokenizer, and make the engine, in the process that is to run it. `model`
-    holds the fields of a `ModelConfig`. Raises `ValueError` for what is wrong with these."""
+    """Load model and tokenizer, and return the engine; called in the engine's own process. `model`
+    holds the fields of a `ModelConfig`. Raises `ValueError` if they are invalid."""
     import torch
 
     from rollpacker.trainer.model import load_model

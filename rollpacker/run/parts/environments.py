@@ -1,4 +1,4 @@
-"""Builds what samples take turns with: environments, the dialogue as tokens, and the player."""
+"""Builds what multi-turn samples need: environments, the chat template, and the player of turns."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from rollpacker.run.ports.player import Player
 
 SLOW_FACTOR, SLOW_S = 3.0, 30.0
-"""An answer may take so many times the longest so far, or so many seconds if that is more: long
-trajectories wait for more answers, so that a close deadline would prefer short trajectories."""
+"""The deadline of an environment's answer: SLOW_FACTOR times the longest answer so far, at least
+SLOW_S seconds. A tight deadline would favour short trajectories, which wait for fewer answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnParts:
-    """The additional parts of a run whose samples take turns with environments."""
+    """The parts of a run that are needed only if its samples take turns with environments."""
 
     environments: SupervisedEnvironments
     dialogue: TemplateDialogue
@@ -38,22 +38,24 @@ class TurnParts:
     timeout_s: float
     max_prompt_tokens: int
     rewrites: Rewrites | None = None
-    """How the chat template rewrites earlier turns. None if it keeps them."""
+    """How the chat template changes earlier turns when later ones follow. None if it keeps them."""
     takes_rewrites: bool = False
-    """Whether the run accepts a template that rewrites earlier turns."""
+    """Whether the run accepts a chat template that changes earlier turns."""
     per_host: int | None = None
 
     def be_on(self, hosts: Hosts) -> None:
-        """Have the processes of environments on the hosts that the config wants. Before any use."""
+        """Choose the hosts on which processes of environments will start, as the config wants.
+        Called before the first use."""
         if self.per_host is not None:
             self.environments.be_on(hosts.beside_engines(self.per_host))
 
     def close(self) -> None:
-        """End the processes of environments. Further calls do nothing."""
+        """End the processes of the environments. Further calls do nothing."""
         Caller().run(self.environments.close())
 
     def player(self, seed: int) -> Player:
-        """Returns a player with these environments, which the caller has to open."""
+        """Returns a new player of episodes in these environments. `seed`: seed of the
+        environments."""
         from rollpacker.run.ports.player import Player
 
         return Player(
@@ -67,7 +69,8 @@ class TurnParts:
         )
 
     def acting(self, sources: set[str]) -> ActingConfig:
-        """Returns the core's config of turns, for prompts of these sources (`sources_of`)."""
+        """Returns the core's limits and deadlines of turns. `sources`: names of the groups of
+        prompts, as `sources_of` returns them."""
         deadline = AdaptiveDeadlineConfig(
             min_s=min(SLOW_S, self.timeout_s), factor=SLOW_FACTOR, max_s=self.timeout_s
         )
@@ -80,9 +83,10 @@ class TurnParts:
 
 
 def load_turns(config: RunConfig, of_tokenizer: Mapping[str, Any]) -> TurnParts | None:
-    """Returns the environments that the config names, started and looked at, and the chat template
-    that shows their tools. None if the config names none. `of_tokenizer`: what the function of that
-    name returns. Raises `EnvironmentSetupError` and `TemplateError`."""
+    """Start the environments of the config and inspect them. Returns them with the chat template
+    that shows their tools, or None if the config has no environment. `of_tokenizer`: the tokenizer
+    and its settings, as `policy.of_tokenizer` returns them. Raises `EnvironmentSetupError` and
+    `TemplateError`."""
     from rollpacker.dialogue.parsing import TemplateDialogue
     from rollpacker.dialogue.rewrites import find_rewrites
     from rollpacker.dialogue.template import DialogueTemplate
@@ -129,8 +133,6 @@ def load_turns(config: RunConfig, of_tokenizer: Mapping[str, Any]) -> TurnParts 
 
 
 def _check_rewards(config: RunConfig, environments: SupervisedEnvironments) -> None:
-    """Raise `ValueError` if the environment's rewards are asked for and the environment has
-    none."""
     asked = any(reward.function == ENVIRONMENT for reward in config.rewards)
     if asked and not environments.gives_rewards:
         raise ValueError(
@@ -141,8 +143,8 @@ def _check_rewards(config: RunConfig, environments: SupervisedEnvironments) -> N
 
 
 def _most_tokens(config: RunConfig, context: int | None) -> int:
-    """Most tokens of a trajectory. Raises `ValueError` if no dialogue fits into the model's
-    context."""
+    """Returns the most tokens that a trajectory may have. `context`: the model's context length;
+    None if unknown. Raises `ValueError` if no dialogue fits."""
     assert config.environment is not None
     most, prompt = config.environment.max_trajectory_tokens, config.data.max_prompt_tokens
     if context is None and most is None:
@@ -164,7 +166,7 @@ def _most_tokens(config: RunConfig, context: int | None) -> int:
 
 
 def with_tools(of_tokenizer: Mapping[str, Any], turns: TurnParts | None) -> dict[str, Any]:
-    """Returns `of_tokenizer` with the environments' tools for the chat template."""
+    """Returns the tokenizer's settings, with the tools of the environments (if any) added."""
     if turns is None or not turns.environments.tools:
         return dict(of_tokenizer)
     kwargs = {**(of_tokenizer["chat_template_kwargs"] or {}), "tools": [*turns.environments.tools]}
@@ -174,9 +176,9 @@ def with_tools(of_tokenizer: Mapping[str, Any], turns: TurnParts | None) -> dict
 def check_turns(
     turns: TurnParts, prompts: Mapping[str, PromptSet], tell: Callable[[str], None]
 ) -> None:
-    """Show a dialogue of three turns as the model gets it, by `tell`. Raises `ValueError` for
-    prompts that no dialogue can follow, and for a template that rewrites earlier turns unless the
-    config accepts that."""
+    """Show a sample dialogue of three turns as the model gets it, line by line, by `tell`. Raises
+    `ValueError` if prompts are plain texts, which no turn can follow, or if the chat template
+    changes earlier turns and the config does not accept that."""
     from rollpacker.dialogue.check import dialogue_lines
 
     for split, of_split in prompts.items():
@@ -197,5 +199,6 @@ def check_turns(
 
 
 def sources_of(config: RunConfig, prompts: PromptSet) -> set[str]:
-    """Names of the prompts' sources in the core: the rows' tasks, or `train` without tasks."""
+    """Returns the names by which the core groups prompts: their tasks, or `train` if rows have no
+    tasks."""
     return {row.task or TRAIN for row in prompts.rows} if config.routed else {TRAIN}

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
 
 OF_ITS_SOURCE = ("kind", "path", "split", "subset", "tasks", "size", "seed")
-"""Keys of a data set that say where rows come from. The other keys say what to make of the rows,
-and also hold for rows that a program gives."""
+"""Keys of a data set's config that say where its rows come from. The other keys say what to make of
+the rows, and also apply to rows that a program passes."""
 
 OF_TRL = {
     "reward_funcs": "rewards",
@@ -32,7 +32,7 @@ OF_TRL = {
     "eval_dataset": "eval_data",
     "args": "config",
 }
-"""By argument of TRL's trainers: the argument of `rollpacker.train` that has its place."""
+"""Arguments of TRL's trainers, each with the argument of `rollpacker.train` of that meaning."""
 
 Overrides = Sequence[str] | Mapping[str, Any]
 GivenReward = Callable[..., Any] | str | tuple[Any, float] | Mapping[str, Any]
@@ -40,14 +40,14 @@ GivenReward = Callable[..., Any] | str | tuple[Any, float] | Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A config, and by their names the Python objects, such as functions, that the config names."""
+    """A config, and the Python objects (functions, data) that it refers to by name."""
 
     config: RunConfig
     objects: Mapping[str, Any]
 
 
 def refuse_unknown(arguments: Mapping[str, Any]) -> None:
-    """Raise `TypeError` for an argument that `rollpacker.train` does not have, with the name of the
+    """Raise `TypeError` if `rollpacker.train` does not have these arguments; the message names the
     argument that was probably meant."""
     from rollpacker.config.schema import RunConfig
     from rollpacker.config.synonyms import all_keys, hint
@@ -71,8 +71,8 @@ def as_given(
     data: Iterable[Mapping[str, Any]] | None,
     eval_data: Iterable[Mapping[str, Any]] | None,
 ) -> Given:
-    """Make a config of the arguments of `train`, and check it. Raises `ConfigError` and
-    `ValueError`, with the messages of a config file."""
+    """Returns the config that the arguments of `train` amount to, checked, and the Python objects
+    in it. Raises `ConfigError` and `ValueError`, as for a config file."""
     from rollpacker.config.document import parse_document, read_text
     from rollpacker.config.load import config_of, to_plain
     from rollpacker.config.schema import RunConfig
@@ -105,13 +105,13 @@ def as_given(
 
 
 def _tree_of(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Returns the values as a file would have them, and overrides for the keys with dots."""
+    """Splits a config: keys as in a config file, and keys with dots as texts `a.b=value`."""
     tree = {key: _plain(value) for key, value in config.items() if "." not in str(key)}
     return tree, _override_texts({k: v for k, v in config.items() if "." in str(k)})
 
 
 def _override_texts(overrides: Overrides) -> list[str]:
-    """Returns the overrides as texts `a.b=value`, with values in JSON, which YAML includes."""
+    """Returns overrides as texts `a.b=value`. Values are written as JSON, which is valid YAML."""
     if isinstance(overrides, str):
         raise ValueError(
             f'overrides is a list of texts such as ["train.steps=20"] or a dict, not "{overrides}"'
@@ -130,8 +130,7 @@ def _override_texts(overrides: Overrides) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    """Returns paths as texts, tuples as lists, numpy's numbers as numbers, any other value as it
-    is."""
+    """Returns the value with paths as texts, tuples as lists and numpy's numbers as Python's."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -175,8 +174,8 @@ def _rewards_of(rewards: Any, objects: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _reward_entry(where: str, reward: Any) -> dict[str, Any]:
-    """Returns a reward as an entry of the config, with the function itself where its name will
-    stand."""
+    """Returns a reward as a dict of the config; `function` is still the function itself, not its
+    name. `where`: place in the config, for messages."""
     entry: dict[str, Any]
     if isinstance(reward, Mapping):
         entry = {key: _plain(value) for key, value in reward.items()}
@@ -203,7 +202,8 @@ def _name_of(function: Any) -> str:
 
 
 def _free_name(name: str, taken: set[str]) -> str:
-    """Returns a free name. Lambdas, which have none of their own, are called `reward`, numbered."""
+    """Returns the name for a reward: `name`; but if it is `reward`, which all lambdas get, and is
+    taken, then `reward_2`, `reward_3` and so on."""
     if name != "reward" or name not in taken:
         return name
     number = 2
@@ -216,7 +216,7 @@ def _free_name(name: str, taken: set[str]) -> str:
 
 
 def _environment_of(section: Mapping[str, Any], objects: dict[str, Any]) -> dict[str, Any]:
-    """Returns the section with names in the place of the objects, which go into `objects`."""
+    """Returns the config's `environment` with names for the functions, which go into `objects`."""
 
     def named(one: Any) -> Any:
         if not callable(one):
@@ -254,7 +254,7 @@ def _data_of(
     eval_data: Iterable[Mapping[str, Any]] | None,
     objects: dict[str, Any],
 ) -> Any:
-    """Returns the section `data` with the given rows in the place of the sources that it names."""
+    """Returns the config's `data` with the rows that a program passed in place of its sources."""
     if section is not None and not isinstance(section, Mapping):
         return section  # the check of the whole says what is wrong with it
     section = copy.deepcopy(dict(section or {}))
@@ -275,8 +275,8 @@ def _rest(dataset: Any) -> dict[str, Any]:
 
 
 def _rows_given(name: str, rows: Any, objects: dict[str, Any]) -> dict[str, Any]:
-    """Put the rows into `objects`, and return the keys that name them in a config. `name`: of the
-    section that gets the rows. Raises `ValueError` for what is no list of rows."""
+    """Put the rows into `objects`, and return the config keys that refer to them. `name`: the
+    config's section for these rows. Raises `ValueError` if `rows` is no list of rows."""
     wanted = f"{name}: rows are a list of dicts, a Dataset or a DataFrame"
     if isinstance(rows, str | bytes | PathLike):
         raise ValueError(

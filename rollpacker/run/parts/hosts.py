@@ -1,5 +1,5 @@
-"""The hosts of a run, and which of its processes is started where: this machine, or those of a ray
-cluster (`runtime=ray`)."""
+"""The hosts of a run (this machine, or those of a ray cluster with `runtime=ray`), and which
+process starts on which host."""
 
 from __future__ import annotations
 
@@ -22,18 +22,16 @@ if TYPE_CHECKING:
 
 LOOK_S = 2.0
 HEAD_S = 15.0
-"""Seconds of silence after which ray's head is lost; ray ends this process a minute later."""
+"""Seconds without an answer after which ray's head process counts as lost."""
 RESERVE_S = 60.0
-"""Seconds that ray may take to reserve the devices, which other programs may have."""
+"""Seconds that ray may take to reserve the run's devices, which other programs may hold."""
 SHM_BYTES = 64 << 20
-"""Bytes that must be free in /dev/shm of a host, where torch and vLLM share memory between
-processes."""
+"""Bytes that must be free in a host's /dev/shm, through which torch and vLLM share memory."""
 
 
 @dataclass(slots=True)
 class Hosts:
-    """The hosts on which the processes of one run are started, and which process is started
-    where."""
+    """The hosts of one run, and which of its processes is started on which of them."""
 
     plan: Placement | None = None
     """The devices of each role. None if there is nothing to place: on this machine's processors
@@ -42,19 +40,19 @@ class Hosts:
     """Names of this machine's GPUs for CUDA_VISIBLE_DEVICES, by number. None: the numbers."""
     by_name: Mapping[str, Host] = field(default_factory=dict)
     interfaces: Mapping[str, str] = field(default_factory=dict)
-    """Name of the network interface by which a host's processes reach other hosts, by host."""
+    """Name of the network interface through which a host reaches the others, by host name."""
     address: str = "127.0.0.1"
-    """Address of this machine, as processes on other hosts reach it."""
+    """Network address of this machine, as other hosts reach it."""
     publish: Callable[[WeightSource], dict[str, Exception]] = lambda source: {}
-    """Brings new weights to all hosts with engines, before an engine asks (`Spread.publish`)."""
+    """Copies new weights to all hosts with engines. Returns the errors of failed hosts, by host."""
     close: Callable[[], None] = lambda: None
     is_there: Callable[[], bool] | None = None
-    """Whether ray's head, which all hosts need, answers. None if there is no ray cluster."""
+    """Tells whether ray's head process answers. None if the run uses no ray cluster."""
     _ended: threading.Event = field(default_factory=threading.Event)
 
     def watch(self, fail: Callable[[BaseException], None]) -> None:
-        """Call `fail`, from a thread, if ray's head is lost: ray itself would end this process a
-        minute later, without a word of what to do."""
+        """Call `fail` with a `HostsLost`, from a thread, if ray's head is lost. Ray itself would
+        end this process a minute later, without a message that helps."""
         if self.is_there is not None:
             threading.Thread(target=self._watch, args=(fail,), daemon=True).start()
 
@@ -85,7 +83,7 @@ class Hosts:
         return self._place(devices)
 
     def of_ranks(self) -> list[RankPlace]:
-        """Host and environment variables of each of the trainer's processes."""
+        """Returns the host and the environment variables for each of the trainer's processes."""
         from rollpacker.trainer.launch import RankPlace
 
         places = [self._place([device]) for device in self._devices("train")]
@@ -93,8 +91,8 @@ class Hosts:
         return [RankPlace(0, host, environment) for host, environment in places]
 
     def beside_engines(self, per_host: int) -> list[Host]:
-        """The hosts with engines, each `per_host` times, for processes of rewards and
-        environments."""
+        """Returns every host with engines, `per_host` times each: one entry for each process of
+        rewards or environments to start."""
         from rollpacker.workers.host import ThisHost
 
         here = ThisHost()
@@ -126,11 +124,8 @@ class Hosts:
 
 
 def open_hosts(config: RunConfig) -> tuple[RunConfig, Hosts]:
-    """Returns the config with the keys that follow from its `placement`, and the hosts, opened.
-
-    Raises `ValueError` for hosts that cannot be reached, differ or have too little, with one
-    message.
-    """
+    """Returns the config, with the keys filled in that its `placement` implies, and the hosts,
+    connected. Raises `ValueError` if hosts cannot be reached, differ, or lack something."""
     from rollpacker.run.parts.cluster_facts import facts_of, join_cluster, rooms_of
     from rollpacker.run.parts.placement import on_nodes, on_this_host, placed, plan_of
 
@@ -166,8 +161,8 @@ def _on_this_host(config: RunConfig, plan: Placement | None) -> Hosts:
 
 
 def nodes_of(environ: Mapping[str, str]) -> dict[str, list[str]]:
-    """Names of the hosts that a cluster's service has given this run, by role. Empty if the run may
-    use all hosts."""
+    """Returns the names of the hosts that a cluster's scheduler gave this run, for "rollout" and
+    "train". Empty if the run may use all hosts."""
     from rollpacker.cluster.on_ray.warden import HOSTS
 
     return {role: environ[name].split(",") for role, name in HOSTS.items() if name in environ}
@@ -220,8 +215,8 @@ def _on_cluster(
 
 
 def _devices_on(host: str, plan: Placement) -> dict[str, float]:
-    """Numbers of devices to reserve on this host, by ray's name for the kind. 0 in a cluster's job,
-    whose devices other jobs use by turns."""
+    """Returns how many devices ray is to reserve on this host, by ray's name for their kind. The
+    number is 0 in a job of a cluster, where other jobs use the same devices in turn."""
     from rollpacker.cluster.service.local_runner import MARK
 
     count = 0
@@ -233,8 +228,8 @@ def _devices_on(host: str, plan: Placement) -> dict[str, float]:
 def _check(
     config: RunConfig, cluster: RayCluster, plan: Placement, facts: Mapping[str, HostFacts]
 ) -> None:
-    """Check that each host has the model's files and enough of /dev/shm, and sees the run's folder
-    if the trainer is there. Raises `ValueError` for the first that lacks something."""
+    """Raise `ValueError` if a host lacks the model's files or free /dev/shm, or if a host of the
+    trainer cannot see the run's folder."""
     model = Path(config.model.path)
     for host, one in facts.items():
         if model.exists() and not cluster.sees(host, str(model.resolve())):
@@ -255,8 +250,8 @@ def _check(
 
 
 def _check_shared(config: RunConfig, cluster: RayCluster, hosts: Sequence[str]) -> None:
-    """Check that these hosts see the run's folder, since the trainer's processes on them write
-    parts of one checkpoint. Raises `ValueError` if one does not."""
+    """Raise `ValueError` if one of these hosts cannot see the run's folder, where the trainer's
+    processes on them write parts of a checkpoint."""
     runs = Path(config.runs_dir).expanduser().resolve()
     runs.mkdir(parents=True, exist_ok=True)
     probe = runs / f".seen-by-all-{os.getpid()}"

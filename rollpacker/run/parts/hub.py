@@ -1,7 +1,7 @@
-"""Whether the Hugging Face hub can be reached, asked once, before libraries try again and again.
+"""Asks once whether the Hugging Face hub can be reached, before libraries try again and again.
 
-Where it cannot, the libraries take what is on this machine (`HF_HUB_OFFLINE`, for processes that
-are started later too), and a name without a copy here is refused with one message.
+If not, libraries are told to use local copies only (`HF_HUB_OFFLINE`), and a model or data set
+without a local copy is refused with one message.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CONNECT_S = 1.5
-"""Seconds that a connection may take, with looking its name up. After that the hub counts as out of
-reach."""
+"""Seconds within which a connection, name lookup included, must succeed; else the hub counts as out
+of reach."""
 ANSWER_S = 10.0
-"""Seconds that an answer may take once the connection was accepted: a proxy may be slow."""
+"""Seconds that the hub's answer may take once a connection is made, since a proxy may be slow."""
 HUB = "https://huggingface.co"
 _OFFLINE = "HF_HUB_OFFLINE"
 
@@ -35,12 +35,12 @@ _set_by_us = False
 
 
 class HubError(ValueError):
-    """A model or data set on the hub can be had neither there nor on this machine."""
+    """A model or data set can be had neither from the hub nor from this machine."""
 
 
 def look_for_hub(config: RunConfig, *, model_path: str | None = None) -> None:
-    """Check that what the config names on the hub can be had. Raises `HubError` for a name that is
-    out of reach and not on this machine either; `model_path` stands for the config's."""
+    """Check that the config's models and data sets on the hub can be had. Raises `HubError` for one
+    that is neither in reach nor on this machine. `model_path`: used for `model.path` if given."""
     models = {"model.path": model_path or config.model.path}
     if config.model.teacher is not None:
         models["model.teacher"] = config.model.teacher
@@ -55,8 +55,8 @@ def look_for_hub(config: RunConfig, *, model_path: str | None = None) -> None:
 
 
 def look_for_names(models: Mapping[str, str], sets: Mapping[str, str] | None = None) -> None:
-    """Check that these names on the hub can be had, as `look_for_hub` does. `models` and `sets`:
-    names of models and of data sets by their config keys."""
+    """Check that these models and data sets on the hub can be had, as `look_for_hub` does. Both
+    arguments: names on the hub by config key."""
     models = {key: name for key, name in models.items() if _is_hub_name(name)}
     sets = {key: name for key, name in (sets or {}).items() if _is_hub_name(name)}
     if not (models or sets):
@@ -84,8 +84,8 @@ def look_for_names(models: Mapping[str, str], sets: Mapping[str, str] | None = N
 
 
 def _refuse_what_is_not_here(models: Mapping[str, str], sets: Mapping[str, str]) -> None:
-    """Raise `HubError` for a name without a copy here, where the environment forbids asking the
-    hub: the libraries would speak of the network, for a data set after half a minute of trying."""
+    """Raise `HubError` for a name without a local copy, if the environment forbids asking the hub.
+    The libraries themselves would complain of the network, and late."""
     value = os.environ[_OFFLINE]
     if value.upper() not in ("1", "ON", "YES", "TRUE"):
         return
@@ -98,14 +98,14 @@ def _refuse_what_is_not_here(models: Mapping[str, str], sets: Mapping[str, str])
 
 
 def _not_here(models: Mapping[str, str], sets: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """Key, name and kind of each model and data set of which this machine has no copy."""
+    """Returns (config key, name, "model" or "data set") of each name without a local copy."""
     missing = [(key, n, "model") for key, n in models.items() if not _model_is_here(n)]
     return missing + [(key, n, "data set") for key, n in sets.items() if not _set_is_here(n)]
 
 
 def unreachable() -> str | None:
-    """Why the hub gives no answer, after `CONNECT_S` without a connection, or after `ANSWER_S` with
-    one. None if it answers."""
+    """Returns why the hub does not answer: no connection in `CONNECT_S`, or no answer in
+    `ANSWER_S`. None if it answers."""
     outcome: list[str | None] = []
     connected = threading.Event()
 
@@ -137,8 +137,8 @@ def unreachable() -> str | None:
 
 
 def _first_hop(request: urllib.request.Request) -> tuple[str, int]:
-    """Host and port that the request is sent to: the hub's, or a proxy's. Raises `ValueError` if
-    the address has no host."""
+    """Returns host and port to connect to for this request: the hub's, or a proxy's. Raises
+    `ValueError` if the address has no host."""
     scheme = request.type
     proxy = urllib.request.getproxies().get(scheme)
     if proxy and not urllib.request.proxy_bypass(request.host):
@@ -168,15 +168,15 @@ def _model_is_here(name: str) -> bool:
 
 
 def _set_is_here(name: str) -> bool:
-    """Whether the data set lies where `datasets` keeps it; asking the library itself takes
-    seconds."""
+    """Whether the cache folder of `datasets` has the data set; the library itself takes seconds to
+    say."""
     home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
     cache = os.environ.get("HF_DATASETS_CACHE") or Path(home, "datasets")
     return Path(cache, name.replace("/", "___")).is_dir()
 
 
 def _go_offline(offline: bool) -> None:
-    """Tell the libraries whether to stay offline, also those that are loaded already."""
+    """Tell Hugging Face's libraries, also those already imported, whether to stay offline."""
     global _set_by_us
     if offline:
         os.environ[_OFFLINE] = "1"

@@ -1,4 +1,4 @@
-"""The identity of a run: what a resume must find again beyond the config."""
+"""A run's identity: fingerprints of model, data and code, which a resume must find unchanged."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 def tokenizer_fingerprint(policy: LoadedPolicy) -> str:
-    """SHA-256 of the tokenizer's vocabulary, by which the numbers of tokens have their meaning."""
+    """SHA-256 of the tokenizer's vocabulary, so that token ids of an older run can be checked."""
     tokenizer = policy.loaded.tokenizer
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     return hashlib.sha256(json.dumps([vocabulary, tokenizer.eos_token_id]).encode()).hexdigest()
 
 
 def identity_of(config: RunConfig, policy: LoadedPolicy) -> dict[str, Any]:
-    """Returns fingerprints of model, data and the user's files, and the number of threads, by
-    name."""
+    """Returns a dict with fingerprints of model, data and the user's own files, and the number of
+    threads."""
     from rollpacker.trainer.model import fingerprint
 
     return {
@@ -47,8 +47,8 @@ def identity_of(config: RunConfig, policy: LoadedPolicy) -> dict[str, Any]:
 
 
 def _of_environment(config: RunConfig) -> dict[str, str | None]:
-    """SHA-256 of the files of environment and tools, or of the code that a program gave instead, by
-    what they are. None for code without a source."""
+    """Returns the SHA-256 of the code of the environment and of each tool (a file, or a function
+    that a program passed), by a name for messages. None for a function without a source."""
     environment = config.environment
     if environment is None:
         return {}
@@ -64,8 +64,8 @@ def _of_environment(config: RunConfig) -> dict[str, str | None]:
 
 
 def _code_sha256(spec: str) -> str | None:
-    """SHA-256 of a function that a program gave, as its file or notebook cell has it. None if it
-    has no source."""
+    """Returns the SHA-256 of the source of a function that a program passed. None if it has no
+    source."""
     import inspect
 
     try:

@@ -1,5 +1,5 @@
-"""Builds what a checkpoint restores besides the weights: the job (the core's state), the cursor
-over the prompts, and the tokens of prompts that wait for a later round."""
+"""Builds what a checkpoint restores besides weights: the job (the core's state), the place in the
+data, and the tokens generated so far for prompts put off to later steps."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def build_job(
     *,
     shares_pools: bool,
 ) -> Job:
-    """Returns a new job, or the checkpoint's. `shares_pools`: other jobs use its devices by
-    turns."""
+    """Returns the job (the core's state): a new one, or the checkpoint's. `shares_pools`: whether
+    other jobs use its devices in turn."""
     turns, sources = policy.inputs.turns, sources_of(config, policy.train_prompts)
     known = config.job(
         prompt_tokens=policy.mean_prompt_tokens,
@@ -45,8 +45,8 @@ def build_job(
 def build_cursor(
     config: RunConfig, policy: LoadedPolicy, checkpoint: Checkpoint | None = None
 ) -> PromptCursor:
-    """Returns the cursor over the prompts of `data.train`, from the start or the checkpoint's
-    place."""
+    """Returns the cursor that deals out prompts of `data.train`, from the start, or from where the
+    checkpoint's cursor was."""
     rows = policy.train_prompts.rows
     cursor = PromptCursor(
         TRAIN,
@@ -64,8 +64,8 @@ def build_cursor(
 def build_carried(
     config: RunConfig, checkpoint: Checkpoint | None, job: Job, tokenizer: str
 ) -> CarriedTokens:
-    """The tokens that prompts put off to later rounds had when the checkpoint was written: empty
-    without a checkpoint, and where `tail_batching.carry` is off."""
+    """Returns the store of tokens generated so far for prompts put off to later steps, as the
+    checkpoint has them. It is empty without a checkpoint, and with `tail_batching.carry` off."""
     tail = config.tail
     if checkpoint is None or not tail.carries:
         return CarriedTokens(tail)

@@ -1,5 +1,5 @@
-"""Plans which devices hold engines, trainer and judge, from the config, the hosts and the memory
-that each role takes; and shows the plan as a table."""
+"""Plans which devices engines, trainer and judge get, from the config, the hosts, and the memory
+that each needs; and shows the plan as a table."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def hosts_of(config: RunConfig) -> list[Host]:
 
 
 def device_kind(config: RunConfig) -> DeviceKind:
-    """The kind of the run's devices. Torch is asked only where the config leaves that open."""
+    """Returns "cuda" or "cpu". Torch is asked only if the config does not say."""
     from rollpacker.trainer.estimate import estimate
 
     return "cuda" if estimate(config).device == "cuda" else "cpu"
@@ -65,8 +65,8 @@ def lines_of_keys(config: RunConfig) -> PlacementConfig:
 
 
 def request_of(config: RunConfig, kind: DeviceKind) -> PlacementRequest:
-    """Returns the roles (engines, trainer, judge) that are to be placed, with what they need.
-    Raises `ValueError` if the config cannot be placed."""
+    """Returns what is to be placed (engines, trainer, judge), with the devices and memory that each
+    needs. Raises `ValueError` if the config cannot be placed."""
     from rollpacker.config.placement import devices_of
     from rollpacker.core.placement.roles import PlacementRequest, Role
 
@@ -129,8 +129,8 @@ def _engine_need(
 def _rank_need(
     config: RunConfig, lines: PlacementConfig, devices: int, kind: DeviceKind
 ) -> Need | None:
-    """Memory of a trainer process in a replica of so many devices; None if it is not known. Several
-    replicas are assumed unless the placement says that there is one."""
+    """Returns the memory that one trainer process needs if each replica of the model has `devices`
+    devices; None if unknown. Several replicas are assumed unless the placement has just one."""
     from rollpacker.config.placement import num_devices
     from rollpacker.trainer.training_memory import rank_memory
 
@@ -148,8 +148,8 @@ def _need(memory: Memory | None) -> Need | None:
 
 
 def plan_of(config: RunConfig, hosts: Sequence[Host]) -> Placement:
-    """Returns the plan on these hosts, of which the run's own process is on the first. Raises
-    `PlacementError`, a `ValueError`, if something does not fit."""
+    """Returns the plan of devices on these hosts; the run's own process is on the first host.
+    Raises `PlacementError` (a `ValueError`) if something does not fit."""
     from rollpacker.core.placement.placement import plan_placement
     from rollpacker.trainer.training_memory import run_memory
 
@@ -163,9 +163,9 @@ def plan_of(config: RunConfig, hosts: Sequence[Host]) -> Placement:
 def on_nodes(
     config: RunConfig, hosts: Sequence[Host], nodes: Mapping[str, Sequence[str]]
 ) -> RunConfig:
-    """Returns the config with a placement that puts each role on the first devices of the hosts
-    that a cluster gave it. `nodes`: names of these hosts, by role. Raises `ValueError` if they have
-    too few devices."""
+    """Returns the config with a `placement` on the first devices of the hosts that a cluster gave
+    to the run. `nodes`: names of these hosts, for "rollout" and "train". Raises `ValueError` if
+    these hosts have too few devices."""
     from rollpacker.config.placement import num_devices
     from rollpacker.core.placement.roles import as_line
 
@@ -223,8 +223,8 @@ def _is_under_torchrun() -> bool:
 
 
 def placed(config: RunConfig, plan: Placement) -> RunConfig:
-    """Returns the config with the keys that this plan implies, such as `rollout.engines`. Raises
-    `ValueError` where such a key is set to something else."""
+    """Returns the config with the keys filled in that this plan implies, such as `rollout.engines`.
+    Raises `ValueError` if such a key is set to something else."""
     from rollpacker.config.placement import derived
 
     lines = config.placement
@@ -255,8 +255,8 @@ def placed(config: RunConfig, plan: Placement) -> RunConfig:
 
 
 def _check_turns(lines: PlacementConfig, plan: Placement) -> None:
-    """Check that engines and trainer, if they take turns, have the same devices; else
-    `ValueError`."""
+    """Raise `ValueError` if engines and trainer are to take turns on devices and are planned on
+    different ones."""
     if not lines.turns:
         return
     of = {
@@ -272,8 +272,8 @@ def _check_turns(lines: PlacementConfig, plan: Placement) -> None:
 
 
 def table(plan: Placement) -> list[str]:
-    """Returns the plan as lines of a table: neighbouring devices that hold the same are one row,
-    and a line for each host says how much of its memory is used."""
+    """Returns the lines of a table of the plan. Neighbouring devices with the same content share a
+    line, and each host has a line with its used memory."""
     rows = []
     for run in _runs(plan.devices):
         first, last = run[0], run[-1]
@@ -329,7 +329,6 @@ def table_without(config: RunConfig, host: Host, kind: DeviceKind) -> list[str]:
 
 
 def _rows(rows: Sequence[tuple[str, str, tuple[str, ...], str]]) -> list[str]:
-    """Returns the lines of a table with column heads."""
     from rollpacker.report.table import lines
 
     cells = [("device", "host", "roles", "memory of each")]
@@ -342,7 +341,7 @@ def _numbers(first: int, last: int) -> str:
 
 
 def _runs(devices: Sequence[PlacedDevice]) -> list[list[PlacedDevice]]:
-    """Devices in groups; a group has neighbours on one host with the same units and memory."""
+    """Groups neighbouring devices on one host that hold the same and use as much memory."""
     runs: list[list[PlacedDevice]] = []
     for device in devices:
         last = runs[-1][-1] if runs else None

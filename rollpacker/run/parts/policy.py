@@ -1,5 +1,5 @@
-"""Builds the policy: the model, the prompts that it is asked, and the rewards and environments that
-judge it."""
+"""Builds the policy: the model, its prompts, and the rewards and environments that judge
+responses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedPolicy:
-    """A model that generates and can be trained, and its prompts, rewards and environments."""
+    """A loaded model for generation and training, with its prompts, rewards and environments."""
 
     loaded: LoadedModel
     inputs: Inputs
@@ -42,7 +42,7 @@ class LoadedPolicy:
 
     @cached_property
     def engine(self) -> Engine:
-        """The engine in this process, on the model's own tensors. It is made at the first use."""
+        """The engine in this process, on the model's own tensors; made at first use."""
         return engine_in_process(self.loaded, self.engine_config)
 
     @cached_property
@@ -51,7 +51,7 @@ class LoadedPolicy:
 
     @property
     def player(self) -> Player | None:
-        """Plays the samples that take turns with environments. None if there are no
+        """A new player, which plays samples of several turns with environments. None without
         environments."""
         turns = self.inputs.turns
         return None if turns is None else turns.player(self.seed)
@@ -72,12 +72,12 @@ class LoadedPolicy:
         return self._text(tokens, skip_special_tokens=True)
 
     def render(self, tokens: Sequence[int]) -> str:
-        """Text of these tokens with special tokens: what the model saw."""
+        """Returns the text of these tokens, special tokens included, as the model saw it."""
         return self._text(tokens, skip_special_tokens=False)
 
     @property
     def mean_prompt_tokens(self) -> int:
-        """Mean number of tokens of a training prompt, rounded."""
+        """Mean number of tokens in a training prompt, rounded to a whole number."""
         rows = self.train_prompts.rows
         return round(sum(len(row.tokens) for row in rows) / len(rows))
 
@@ -85,9 +85,9 @@ class LoadedPolicy:
 def engine_in_process(
     loaded: LoadedModel, config: EngineConfig, *, sleeps: bool = False, **own: Any
 ) -> Engine:
-    """Returns the engine of this name (`engines/table.py`) in this process, on the model's own
-    tensors. `sleeps`: whether it has to release its device at times. `own`: its further
-    arguments."""
+    """Returns the engine that `config` names, in this process and on the model's own tensors.
+    `sleeps`: whether the engine has to release its device at times. `own`: further arguments that
+    this kind of engine takes."""
     from rollpacker.engines.table import ENGINES, TOLD_TO_SLEEP
     from rollpacker.imports import load_function
 
@@ -100,19 +100,19 @@ def engine_in_process(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """The prompts of a policy, and the rewards and environments that judge it."""
+    """The prompts of a run, and the rewards and environments that judge its responses."""
 
     train_prompts: PromptSet
     eval_prompts: PromptSet | None
     reward: WeightedReward
     turns: TurnParts | None = None
-    """Environments, for samples that take turns with them. None if each sample is one response."""
+    """The environments and what belongs to them. None if each sample is a single response."""
     doubts: tuple[str, ...] = ()
-    """Sentences about what may be wrong with the rewards."""
+    """Warnings about the rewards, each a sentence; empty if nothing looks wrong."""
 
     @property
     def prompt_sets(self) -> dict[str, PromptSet]:
-        """The sets of prompts by their names in the config."""
+        """The sets of prompts by name: `train`, and `eval` if there are held-out prompts."""
         held_out = {} if self.eval_prompts is None else {"eval": self.eval_prompts}
         return {"train": self.train_prompts} | held_out
 
@@ -124,8 +124,8 @@ def load_inputs(
     tell: Tell | None = None,
     progress: Progress | None = None,
 ) -> Inputs:
-    """Load prompts and rewards, and try them out: all that can fail before the model loads. `tell`
-    gets lines for people, `progress` shows how far checks are. Raises `ValueError` and
+    """Load prompts and rewards, and try the rewards out, before the model is loaded. `tell` is
+    given lines to show, `progress` shows how far checks are. Raises `ValueError` and
     `RewardError`."""
     from rollpacker.data.prompts import load_prompts
     from rollpacker.run.parts.rewards import as_input, load_reward
@@ -171,7 +171,7 @@ def load_inputs(
 
 @contextlib.contextmanager
 def _closed_on_error(turns: TurnParts | None) -> Iterator[None]:
-    """A context that closes the processes of environments if an error is raised in it."""
+    """A context that closes the environments' processes if an error is raised in it."""
     try:
         yield
     except BaseException:
@@ -181,7 +181,8 @@ def _closed_on_error(turns: TurnParts | None) -> Iterator[None]:
 
 
 def of_tokenizer(config: RunConfig, path: str) -> dict[str, Any]:
-    """Returns the settings by which prompts become tokens for this model, such as its tokenizer."""
+    """Returns the tokenizer, its chat template's arguments, the context length and the end tokens,
+    by name. `path`: the model's folder, or its name on the hub."""
     from rollpacker.trainer.model import context_tokens, end_tokens, load_tokenizer
 
     return {
@@ -265,17 +266,15 @@ def _measured_threads(config: RunConfig, loaded: LoadedModel) -> int:
 
 ROUNDS = 5
 MARGIN = 0.9
-"""A larger number of threads is chosen only if it takes less than this part of the time, since more
-threads suffer more when the machine is shared."""
+"""A larger number of threads is chosen only if its time is less than this fraction of a smaller
+number's, as more threads suffer more on a busy machine."""
 
 
 def measure_threads(step: Callable[[], None], candidates: Sequence[int] | None = None) -> int:
-    """The number of torch threads that runs `step` fastest; of several near equals the smallest.
-
-    Candidates are 1, 2, 4 ... and the number of cores unless given. Runs `step` six times per
-    candidate, interleaved, and leaves the thread count as it was. Compares the fastest runs, so a
-    disturbance of the machine that lasts does not decide.
-    """
+    """Returns the number of torch threads with which `step` runs fastest; of nearly equal ones the
+    smallest. `candidates`: numbers to try; None: 1, 2, 4 ... and the number of cores. Runs `step`
+    six times for each, in turns, and compares the fastest runs. The number in use stays as it
+    was."""
     import torch
 
     if candidates is None:

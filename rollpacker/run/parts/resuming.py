@@ -1,5 +1,5 @@
-"""Decides from a run's folder alone whether a resume is the same run, and whether anything is left
-to do. No data, model or reward is loaded for it."""
+"""Decides, from the run's folder alone, whether a resume goes on with the same run, and whether
+anything is left to do. No data, model or reward is loaded."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SAME: Mapping[str, Any] = {"model": "", "dtype": "", "train_data": ""}
-"""An identity for both sides of a comparison in which only configs count."""
+"""A made-up identity (fingerprints), passed for old and new run where only configs are compared."""
 
 READ_S = 5.0
-"""Seconds that reading the few lines of a log after its last checkpoint may take."""
+"""Seconds that may be spent on reading the log's entries after the last checkpoint."""
 
 
 def config_before(folder: RunFolder) -> dict[str, Any]:
-    """The config that the run was last started with. Raises `RunError` if it cannot be read."""
+    """Returns the config of the run's last start. Raises `RunError` if it cannot be read."""
     from rollpacker.config.document import ConfigError, parse_document, read_text
     from rollpacker.run.errors import RunError
 
@@ -35,8 +35,8 @@ def config_before(folder: RunFolder) -> dict[str, Any]:
 
 
 def check_config(config: RunConfig, folder: RunFolder, step: int) -> None:
-    """Raise `RunError` where a changed key makes another run, and warn if fewer `train.steps` leave
-    a resume after `step` one step at most."""
+    """Raise `RunError` if a changed key makes this another run. Warn if `train.steps` was lowered
+    so far that the resume after `step` has one step left at most."""
     from rollpacker.config.load import changes_since
     from rollpacker.run.folder.run_folder import check_resume
 
@@ -56,8 +56,8 @@ def check_config(config: RunConfig, folder: RunFolder, step: int) -> None:
 
 
 def reason_to_end(config: RunConfig, folder: RunFolder) -> str | None:
-    """Why a run that is to be resumed has ended, if neither step nor evaluation is left to do. None
-    if the run can go on. Raises `RunError` where the config makes another run."""
+    """Returns why the run has ended, if a resume has no step and no evaluation left to do; else
+    None. Raises `RunError` if the config makes this another run."""
     from rollpacker.config.load import changes_since
     from rollpacker.core.job.job import Job
     from rollpacker.run.folder.checkpoint import newest_state
@@ -76,7 +76,8 @@ def reason_to_end(config: RunConfig, folder: RunFolder) -> str | None:
 
 
 def _said_at_the_end(folder: RunFolder, log_bytes: int) -> str | None:
-    """The reason to finish that the log gives after its last checkpoint. None if it gives none."""
+    """Returns the reason with which the run finished after its last checkpoint, as its log says.
+    None if the log does not say. `log_bytes`: size of the log at the checkpoint."""
     from rollpacker.core.commands import Finish
     from rollpacker.core.records import LogError, Record
     from rollpacker.report.log import LogTail
@@ -95,7 +96,7 @@ def _said_at_the_end(folder: RunFolder, log_bytes: int) -> str | None:
 
 
 def let_others_end(config: RunConfig) -> None:
-    """End torchrun's other processes, which wait for the run to tell them what to do."""
+    """End the other processes that torchrun started, which wait for this process's instructions."""
     from rollpacker.run.parts.trainer import start_trainer_processes
     from rollpacker.trainer.launch import Torchrun
 

@@ -1,5 +1,5 @@
-"""Builds the rewards that the config names, in this process or in processes of their own, beside
-the engines of each host."""
+"""Builds the config's rewards, in this process or in processes of their own on the engines'
+hosts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def load_reward(config: RunConfig) -> WeightedReward:
-    """Returns the rewards of this process. Raises `RewardError` if one cannot be used."""
+    """Build the config's rewards in this process. Raises `RewardError` if one cannot be used."""
     from rollpacker.rewards.build import build_reward
 
     if config.rewards_hosts is not None:
@@ -31,7 +31,7 @@ def load_reward(config: RunConfig) -> WeightedReward:
 
 
 def _engine_completer(model_path: str, *, max_reply_tokens: int, concurrency: int) -> Any:
-    """Returns a judge's model on an engine of its own, beside the policy's."""
+    """Load the model of a judge, and return an engine of its own on which it answers."""
     from rollpacker.engines.completer import EngineCompleter
     from rollpacker.engines.embedded.attention import install_attention
     from rollpacker.trainer.model import load_model
@@ -48,7 +48,7 @@ def _engine_completer(model_path: str, *, max_reply_tokens: int, concurrency: in
 
 
 def as_input(row: PromptRow, config: RunConfig, num_steps: int) -> RewardInput:
-    """Returns the row with an empty completion, for rewards that are tried out before the run."""
+    """Returns a reward's input for this data row with an empty response, to try rewards out."""
     from rollpacker.environments.environment import Episode
     from rollpacker.rewards.reward import Progress, RewardInput
 
@@ -66,8 +66,8 @@ def as_input(row: PromptRow, config: RunConfig, num_steps: int) -> RewardInput:
 
 
 def reward_kinds(reward: WeightedReward) -> dict[str, RewardKindConfig]:
-    """Workers and deadlines of the checks, by source of prompts; sources whose rewards have neither
-    are left out."""
+    """Returns the number of workers and the deadline of reward checks, by task of the prompts
+    (`train` without tasks). Tasks whose rewards have neither are left out."""
     kinds = {}
     for task, (workers, deadline) in reward.kinds().items():
         if workers is not None or deadline is not None:
@@ -79,8 +79,9 @@ def reward_kinds(reward: WeightedReward) -> dict[str, RewardKindConfig]:
 def start_reward_hosts(
     config: RunConfig, own: WeightedReward, hosts: Hosts, stack: ExitStack
 ) -> HostedReward | None:
-    """Start the processes that judge (`rewards_hosts`), which begin to load. None if the rewards of
-    this process, `own`, judge. Raises `RewardError` if a process cannot be started."""
+    """Start the processes for rewards (`rewards_hosts`), which begin to load, and return the reward
+    that uses them; `stack` closes it. None if `own`, this process's rewards, are used. Raises
+    `RewardError` if a process cannot be started."""
     if config.rewards_hosts is None:
         return None
     from rollpacker.rewards.hosts import HostedReward
@@ -97,9 +98,9 @@ def start_reward_hosts(
 
 
 def wait_for_reward_hosts(reward: HostedReward | None, own: WeightedReward) -> None:
-    """Wait until the processes of `reward` can judge, and close this process's `own` rewards, which
-    have been tried out. Does nothing if `reward` is None. Raises `RewardError` if one cannot
-    judge."""
+    """Wait until the processes of `reward` are ready, and close `own`, this process's rewards,
+    which were only tried out. Does nothing if `reward` is None. Raises `RewardError` if a process
+    cannot judge."""
     if reward is not None:
         Caller().run(own.close())
         Caller().run(reward.ready())

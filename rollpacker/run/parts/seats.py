@@ -1,5 +1,5 @@
-"""A run's seat: its place in a cluster whose jobs take turns on devices, if environment variables
-name one. It is taken before anything starts, and told what iterations take."""
+"""A run's seat: its connection to a cluster's scheduler, for runs that share devices with other
+jobs. Environment variables name it; it is opened before anything starts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 
 
 class RunSeat:
-    """The seat of one process of a run: its place in a cluster, or None if it shares no devices."""
+    """The seat of this process (its connection to the scheduler of shared devices), if it has
+    one."""
 
     def __init__(self, seat: Seat | None = None) -> None:
         self.seat = seat
@@ -33,7 +34,7 @@ class RunSeat:
         self._stop: str | None = None
         self._given_up = threading.Event()
         self.waited_s = 0.0
-        """Seconds that the run waited for pools while its parts began."""
+        """Seconds that the run waited for shared devices while it started up."""
         if seat is not None:
             seat.watch(self._on_lost, self._on_stop)
 
@@ -42,9 +43,8 @@ class RunSeat:
         return self.seat is not None
 
     def load_libraries(self) -> None:
-        """Load libraries before a pool is held, since that takes seconds, and no device.
-        `transformers` loads most of itself, PyTorch's compiler and peft among it, when these names
-        are first used."""
+        """Import slow libraries before shared devices are held. Most of `transformers` is loaded
+        only when the names imported here are first used."""
         if self.seat is not None:
             from transformers import (  # noqa: F401
                 GenerationMixin,
@@ -54,9 +54,9 @@ class RunSeat:
 
     @contextlib.contextmanager
     def holding(self, pool: PoolName) -> Iterator[None]:
-        """Hold the pool: parts may begin on its devices in this context, and have to release them
-        in it. Raises `LeaseLost`, `HostsLost`, and `KeyboardInterrupt` where the cluster wants the
-        run to end, which has done nothing yet."""
+        """Hold a pool of shared devices: parts may load on them in this context, and must have
+        released them at its end. Raises `LeaseLost`, `HostsLost`, and `KeyboardInterrupt` if the
+        scheduler wants the run to end."""
         if self.seat is None:
             yield
             return
@@ -75,7 +75,7 @@ class RunSeat:
         self.seat.leave(pool)
 
     def watch_over(self, controller: Controller) -> None:
-        """Have this controller end its run when the cluster wants that, or has wanted it before."""
+        """Have `controller` end its run when the scheduler asks for that, or has asked already."""
         self._controller = controller
         if self._lost is not None:
             self._on_lost(self._lost)
@@ -83,7 +83,7 @@ class RunSeat:
             self._on_stop(self._stop)
 
     def observers(self) -> list[Observer]:
-        """Observers that report the run's log to the cluster: one, or none without a seat."""
+        """The observers that report steps to the scheduler: one, or none without shared devices."""
         return [] if self.seat is None else [_Telling(self.seat)]
 
     def _on_lost(self, why: str) -> None:
@@ -101,7 +101,8 @@ class RunSeat:
 
 
 class _Telling:
-    """Observer of the log that tells the cluster what each iteration took."""
+    """An observer of the event log that tells the scheduler how long the parts of each step (such
+    as generation and training) took."""
 
     def __init__(self, seat: Seat) -> None:
         from rollpacker.cluster.profile.phase_times import PhaseTimes
@@ -131,8 +132,8 @@ def _lease_lost(why: str) -> Exception:
 
 
 def take_seat(config: RunConfig, environ: Mapping[str, str], stack: ExitStack) -> RunSeat:
-    """Returns the seat that environment variables name, if any; `stack` closes it. Raises
-    `ValueError` for a config that cannot share pools, before anything starts."""
+    """Returns the seat that environment variables name, without a connection if they name none;
+    `stack` closes it. Raises `ValueError` if the config cannot share devices with other jobs."""
     from rollpacker.cluster.seats.mailbox_seat import open_seat
     from rollpacker.cluster.seats.seat import SEAT_VARIABLE
     from rollpacker.run.errors import reaching_the_cluster
@@ -147,8 +148,8 @@ def take_seat(config: RunConfig, environ: Mapping[str, str], stack: ExitStack) -
 
 
 def check_shares(config: RunConfig) -> None:
-    """Raise `ValueError`, with one message, for a config whose parts cannot take turns on pools of
-    devices with other jobs."""
+    """Raise `ValueError` if the config has a part that cannot share devices with other jobs in
+    turn."""
     lines = config.placement
     if config.train.processes is None and lines is None:
         raise ValueError(

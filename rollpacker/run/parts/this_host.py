@@ -1,4 +1,4 @@
-"""The processors, memory and GPUs of this machine that processes of a run may use."""
+"""The processors, memory and GPUs of this machine that a run's processes may use."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ THIS_HOST = "this host"
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _NO_LIMIT = 1 << 60
-"""Limits of so many bytes or more are none: kernels write about 2**63 for no limit."""
+"""Number of bytes from which on a memory limit counts as none, since kernels write about 2**63 for
+no limit."""
 
 
 def this_host(kind: DeviceKind) -> Host:
-    """Returns what this process may use of the machine: cores and memory, for `cuda` also the CUDA
-    devices that torch sees."""
+    """Returns this machine's cores and memory, as far as this process may use them. `kind`: for
+    `cuda`, the CUDA devices that torch sees are added."""
     from rollpacker.core.placement.roles import Host
 
     total_bytes, _ = memory_bytes()
@@ -51,14 +52,14 @@ def gpu_names(environ: Mapping[str, str], count: int) -> list[str]:
 
 
 def shown_cpus() -> int:
-    """Number of processors that this process may run on, whatever its cgroup's quota is."""
+    """Number of processors that this process may run on, without regard to a cgroup's quota."""
     affine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     return affine or os.cpu_count() or 1
 
 
 def cgroup_cpus() -> float | None:
-    """The smallest quota of this process's cgroup and its parents, in processors. None if there is
-    no quota."""
+    """Returns the smallest CPU quota of this process's cgroup and its parents, as a number of
+    processors. None if there is no quota."""
     quotas = []
     for text in _cgroup_files("cpu", "cpu.max"):
         quota, _, period = text.partition(" ")
@@ -75,8 +76,8 @@ def cgroup_cpus() -> float | None:
 
 
 def cgroup_memory_bytes() -> int | None:
-    """The smallest limit, in bytes, of this process's cgroup and its parents. None if there is
-    none."""
+    """Returns the smallest memory limit, in bytes, of this process's cgroup and its parents. None
+    if there is no limit."""
     names = ("memory.max", "memory.limit_in_bytes")
     texts = [text for name in names for text in _cgroup_files("memory", name)]
     limits = [int(text) for text in texts if text.isdigit()]
@@ -84,8 +85,8 @@ def cgroup_memory_bytes() -> int | None:
 
 
 def _cgroup_files(controller: str, name: str) -> Iterator[str]:
-    """Yields the text of the file `name` in this process's cgroup and in those above it, of version
-    1 or 2."""
+    """Yields the text of the file `name` in this process's cgroup and in each of its parents.
+    `controller`: name of the hierarchy in cgroups of version 1."""
     for line in read_text(Path("/proc/self/cgroup")).splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -104,7 +105,7 @@ def _cgroup_files(controller: str, name: str) -> Iterator[str]:
 
 
 def memory_bytes() -> tuple[int, int]:
-    """Bytes of memory of the whole machine, and bytes that are free for programs."""
+    """Returns the machine's memory in bytes, and how many of these bytes programs can still get."""
     page = os.sysconf("SC_PAGE_SIZE")
     total = page * os.sysconf("SC_PHYS_PAGES")
     found = re.search(r"MemAvailable:\s*(\d+) kB", read_text(Path("/proc/meminfo")))
@@ -112,7 +113,6 @@ def memory_bytes() -> tuple[int, int]:
 
 
 def _shm_bytes() -> int | None:
-    """Size of /dev/shm in bytes. None if there is none."""
     try:
         found = os.statvfs("/dev/shm")
     except OSError:
@@ -121,7 +121,7 @@ def _shm_bytes() -> int | None:
 
 
 def read_text(path: Path) -> str:
-    """The file's text, empty if it cannot be read."""
+    """Returns the file's text; an empty text if it cannot be read."""
     try:
         return path.read_text(errors="replace")
     except OSError:

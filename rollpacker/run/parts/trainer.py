@@ -1,5 +1,4 @@
-"""Builds the trainer: in this process, on the engine's own weights or beside them, or in processes
-of its own; and the algorithm that it trains with."""
+"""Builds the trainer, in this process or in processes of its own, and its algorithm."""
 
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 
 def check_algorithm(config: RunConfig) -> None:
-    """Try the advantage and the loss that the config names from outside of the package, and look
-    for the package that 4 and 8 bits need. Raises `ValueError`, with one message."""
+    """Try the user's own advantage and loss functions, if the config names any, and check that
+    bitsandbytes is installed if 4 or 8 bits are asked for. Raises `ValueError`."""
     if config.model.quantization is not None or config.train.optimizer == "adamw_8bit":
         from rollpacker.imports import require
 
@@ -47,7 +46,7 @@ def check_algorithm(config: RunConfig) -> None:
 
 
 def start_trainer_processes(config: RunConfig, hosts: Hosts | None = None) -> Ranks | None:
-    """Start the trainer's processes, which load their libraries while this process loads its own.
+    """Start the trainer's processes, which import their libraries in parallel with this process.
     None if the trainer has no processes of its own."""
     if config.train.processes is None:
         return None
@@ -61,9 +60,9 @@ def start_trainer_processes(config: RunConfig, hosts: Hosts | None = None) -> Ra
 def build_trainer(
     config: RunConfig, policy: LoadedPolicy, ranks: Ranks | None, folder: Path | None = None
 ) -> Trainer:
-    """Returns the trainer that the config asks for: in place, on the engine's own weights; or
-    apart, on weights of its own, in this process or in others. With an adapter (LoRA) the engine
-    has a copy of the adapter. `folder` is the run's."""
+    """Returns the trainer of the config. It trains the engine's own weights in this process, or has
+    weights of its own here or in other processes. With LoRA the engine has a copy of the adapter.
+    `folder`: the run's folder."""
     from rollpacker.pipeline.stages.check import read_order, with_links_of
     from rollpacker.trainer.model import model_device
     from rollpacker.trainer.process_trainer import ProcessTrainer
@@ -110,8 +109,8 @@ def build_trainer(
 
 
 def give_adapter(config: RunConfig, model: PreTrainedModel) -> None:
-    """Give the model that an engine in this process decodes with the adapter (LoRA) that the config
-    asks for, unless it has one: before the engine is made, which may want to know."""
+    """Add the config's LoRA adapter, if it has any, to the model that an engine in this process
+    decodes. This comes before the engine is made."""
     from rollpacker.trainer.lora import add_adapter, has_adapter
 
     if config.model.lora is not None and not has_adapter(model):

@@ -1,5 +1,5 @@
-"""Supervised fine-tuning that writes a model's folder: for `rollpacker warmup`, and for a run whose
-model is not there yet."""
+"""Supervised fine-tuning of a model, for `rollpacker warmup`, and for a run whose model does not
+exist yet."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def make_missing(config: RunConfig) -> None:
-    """Run the warm-up of a run whose model's folder is not there yet, and write it there. Raises
-    `ValueError` with a message for the user."""
+    """If the run's model does not exist and the config has a warm-up, run that and write the model.
+    Raises `ValueError` with a message for the user."""
     from rollpacker.config.load import load_config
     from rollpacker.config.warmup import WarmupConfig
 
@@ -27,8 +27,8 @@ def make_missing(config: RunConfig) -> None:
 
 
 def warm_up(config: WarmupConfig, *, overwrite: bool = False) -> None:
-    """Fine-tune a model, show the progress, and write the folder `config.output`. Raises
-    `ValueError` with a message for the user."""
+    """Fine-tune a model, show the progress, and write the model to the folder `config.output`.
+    Raises `ValueError` with a message for the user."""
     from rollpacker.run import output
     from rollpacker.run.parts.hub import look_for_names
     from rollpacker.trainer.warmup_output import check_output
@@ -76,7 +76,7 @@ def _with_progress_bar(config: WarmupConfig, console: Console, *, overwrite: boo
 
 
 class _LinePrinter:
-    """Prints a line after each tenth of a stage, for logs."""
+    """Prints a line of progress after each tenth of a warm-up stage, for logs."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

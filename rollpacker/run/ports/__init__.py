@@ -1,1 +1,1 @@
-"""Ports, which obey the core's commands in real time, and what these ports share."""
+"""Ports, the objects that carry out the core's commands in real time, and what they share."""

@@ -1,13 +1,13 @@
-"""Calls a program's callbacks, then trackers, as a run goes on.
+"""Calls a program's callbacks, and then trackers, as a run goes on.
 
     on_start
     each step:  trained -> evaluated? -> on_evaluation -> on_step -> checkpoint? -> committed
                         -> its row is written -> trackers
     on_end
 
-Callbacks are told before the checkpoint. So what they log is in the log up to the checkpoint, a
-resume tells them of no step twice, and a run that they stop ends with this step. Trackers get the
-whole row; an error of a tracker is logged once and costs nothing else.
+Callbacks are called before the checkpoint. So the checkpoint's log has the values that they log, a
+resume calls them for no step twice, and a run that they stop ends with this step. Trackers get the
+whole row of metrics; an error of a tracker is logged once and costs nothing else.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from rollpacker.run.folder.samples import SampleWriter
 logger = logging.getLogger(__name__)
 
 NOTE = "callbacks"
-"""Name of the log's note with the seconds that callbacks took, and the values that they logged for
-a step."""
+"""Name of the entry in the event log for the seconds that callbacks took and the values they
+logged."""
 
 SLOW_TRACKER_S = 5.0
-"""Seconds for which a tracker may keep the run waiting; a slower tracker is named, once."""
+"""Seconds that a tracker may keep the run waiting; a slower one is named in a warning, once."""
 
 CallInThread = Callable[[Callable[[], None]], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Telling:
-    """The row of metrics that callbacks or trackers are being told of."""
+    """The row of metrics of which callbacks or trackers are told at the moment."""
 
     metrics: Metrics
     rows: Sequence[Mapping[str, Any]] = ()
-    """The samples that belong to the row, as rows of their files."""
+    """The samples of this step or evaluation, as rows of their parquet files."""
     logged: dict[str, float] | None = None
-    """Receives the values that callbacks log, by name. None if nothing may be logged."""
+    """Receives the values that callbacks log for the row, by name. None: none may be logged."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -58,14 +58,14 @@ class ToldRun:
     total_steps: int | None
     resumed_step: int | None
     telling: Telling | None = None
-    """The row that is being told at the moment. None between rows."""
+    """The row of metrics that callbacks or trackers are told now. None at other times."""
     on_stop: Callable[[str], None] = lambda reason: None
-    """Called with the reason when a callback asks the run to stop."""
+    """Called, with the reason, when a callback asks the run to stop."""
 
     def log(self, name: str, value: float) -> None:
-        """Add a value to the row that is being told. Raises `RuntimeError` if nothing may be
-        logged, `TypeError` if the name is no text, `ValueError` if the run has a metric of that
-        name."""
+        """Add a value to the current row of metrics. Raises `RuntimeError` if no row is open for
+        that, `TypeError` if the name is no text, `ValueError` if the run itself has a metric of
+        that name."""
         told = self.telling
         if told is None or told.logged is None:
             raise RuntimeError("log is for on_step and on_evaluation of a program's own callbacks")
@@ -76,18 +76,18 @@ class ToldRun:
         told.logged[name] = float(value)
 
     def samples(self, *, untrained: bool = False) -> list[dict[str, Any]]:
-        """Copies of the samples of the row that is being told; with `untrained` also those that
-        were not trained on."""
+        """Returns copies of the rows of samples that belong to the current row of metrics.
+        `untrained`: also samples that were not trained on."""
         rows = () if self.telling is None else self.telling.rows
         return [dict(row) for row in rows if untrained or row.get("trained", True)]
 
     def stop(self, reason: str = "a callback asked for it") -> None:
-        """Ask the run to end after this step, for this reason."""
+        """Ask the run to end after the step at hand. `reason`: given as the reason of the end."""
         self.on_stop(reason)
 
 
 class Audience:
-    """Tells callbacks and trackers of a run. Used on the event loop, but for `end`."""
+    """Calls the callbacks and trackers of a run. Used on the event loop, except for `end`."""
 
     def __init__(
         self,
@@ -98,13 +98,13 @@ class Audience:
         call: CallInThread,
         row_so_far: Callable[[int], Metrics],
     ) -> None:
-        """`call`: calls a function in the thread that asked for the run. `row_so_far`: makes the
-        metrics of the step that is being committed, from what the observers have seen."""
+        """`call`: calls a function in the thread that called `train`. `row_so_far`: returns the
+        metrics known so far of a step, given its number."""
         self._run = run
         self._callbacks = list(callbacks)
         self._trackers = list(trackers)
         self._warned: set[int] = set()
-        """Ids of trackers that have failed, or kept the run waiting, and were named."""
+        """Ids of trackers of which a warning was logged, as they failed or kept the run waiting."""
         self._call = call
         self._row_so_far = row_so_far
         self._bus: Bus | None = None
@@ -122,13 +122,13 @@ class Audience:
         observe: Callable[[], None],
     ) -> None:
         """Connect this audience to its run. `stop` ends the run with a reason; `observe` shows the
-        observers new log entries."""
+        observers all new log entries."""
         self._bus, self._samples, self._observe = bus, samples, observe
         self._run.on_stop = stop
 
     async def begin(self, step: int) -> None:
-        """Call `on_start` of all callbacks and trackers; a tracker that fails is left out from then
-        on. Raises `CallbackError` if a callback fails."""
+        """Call `on_start` of all callbacks and trackers; a tracker that fails is not called again.
+        Raises `CallbackError` if a callback fails."""
         self._has_begun = True
         if self._callbacks:
             seconds = await self._tell_all("on_start")
@@ -138,8 +138,9 @@ class Audience:
                 self._trackers.remove(tracker)
 
     async def evaluated(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Call `on_evaluation` of all callbacks. Returns the values that they logged, and the
-        seconds that they took. Raises `CallbackError` if one fails."""
+        """Call `on_evaluation` of all callbacks. Returns the values that they logged and the
+        seconds that they took, by metric name; empty without callbacks. Raises `CallbackError` if a
+        callback fails."""
         if not self._callbacks:
             return {}
         rows = () if self._samples is None else self._samples.evaluation_rows
@@ -149,8 +150,8 @@ class Audience:
         return {**logged, CALLBACK_SECONDS: seconds}
 
     async def trained(self, step: int) -> None:
-        """Call `on_step` of all callbacks, once a step: a request to stop commits the step again.
-        Raises `CallbackError` if one fails."""
+        """Call `on_step` of all callbacks; again for the same step, it does nothing. Raises
+        `CallbackError` if a callback fails."""
         if not self._callbacks or step <= self._told_step:
             return
         self._told_step = step
@@ -161,7 +162,7 @@ class Audience:
         self._noted().note(NOTE, seconds, step, logged)
 
     def row_written(self, step: int, row: Metrics, is_evaluation: bool) -> None:
-        """Call all trackers with a finished row, of a step or of an evaluation."""
+        """Call `on_step` or `on_evaluation` of all trackers with the finished row of metrics."""
         if not self._trackers:
             return
         rows = self._rows_of(step)
@@ -204,8 +205,8 @@ class Audience:
         metrics: Metrics | None = None,
         logged: Mapping[str, float] | None = None,
     ) -> float:
-        """Call the method of every callback; each callback sees what those before it logged.
-        Returns the seconds that all this took."""
+        """Call this method of every callback; each callback also sees the values logged before it.
+        Returns the seconds that all calls took."""
         clock = self._noted().clock
         began = clock.now()
         for callback in self._callbacks:
@@ -223,8 +224,8 @@ class Audience:
             raise CallbackError(_failure(callback, method, arguments, error)) from error
 
     def _track(self, tracker: Callback, method: str, *arguments: Any) -> bool:
-        """Call a method of a tracker, and name the tracker, once, if it fails or is slow. Returns
-        whether the call went well."""
+        """Call this method of a tracker. Returns False if it fails; that, or being slow, is warned
+        of once."""
         began = self._noted().clock.now()
         what = f"tracker {getattr(tracker, 'name', type(tracker).__name__)}"
         try:
@@ -244,7 +245,7 @@ class Audience:
 
 
 def nobody() -> Audience:
-    """The audience of a run that has no callbacks and no trackers."""
+    """Returns an audience without callbacks and trackers."""
     run = ToldRun(name="", folder=Path(), config={}, total_steps=None, resumed_step=None)
 
     async def call(function: Callable[[], None]) -> None:

@@ -1,9 +1,9 @@
-"""Keeps the tokens of deferred prompts, which wait for a later round, to go on from there.
+"""Keeps the tokens generated for deferred prompts (put off to a later step), to go on from there.
 
-A deferred prompt keeps what each of its samples had, whole responses too, by *place*: the index of
-the sample whose noise it draws with; of trajectories all that came behind the prompt, of which
-`carried_turns.py` makes drafts. Once a prompt is trained on or dropped, nothing of it stays.
-What waits at a commit goes into its checkpoint, bit for bit:
+Each sample of such a prompt keeps its tokens, whole responses included, by *place*: the index of
+the sample whose random numbers it is drawn with. Of a trajectory all tokens after the prompt are
+kept, which its turns draw again (`carried_turns.py`). Tokens of a prompt that was trained on or
+dropped are forgotten. Tokens kept at the end of a step go into its checkpoint, bit for bit:
 
 checkpoints/step_000040/carried/      only if something waits
     tokens.npy, log_probs.npy         of all samples, one after the other
@@ -43,23 +43,22 @@ _INDEX, _TOKENS, _LOG_PROBS = "carried.json", "tokens.npy", "log_probs.npy"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptTokens:
-    """The tokens, and their log-probs, that a sample had when its prompt was put off to a later
-    round."""
+    """The tokens of one sample, with their log-probs, when its prompt was put off to a later
+    step."""
 
     tokens: NDArray[np.int32]
     log_probs: NDArray[np.float64]
     floor: int = 0
-    """Largest number of tokens at which the sample was cut off so far. 0 if it was never cut
-    off."""
+    """Largest number of tokens at which this sample was stopped so far. 0 if it was never
+    stopped."""
     redraws: Redraws = ()
-    """Which tokens were drawn with which redraw of the noise, as in `Response.redraws`."""
+    """Which tokens were drawn with which set of random numbers, as in `Response.redraws`."""
     given: Spans = ()
-    """Ranges of tokens that the model was given, as in `Response.given`; log-probs are 0 there."""
+    """Ranges of tokens that the model was given, not sampled; their log-probs are 0."""
 
     def under(self, cut_off_at: int | None) -> KeptTokens:
-        """Returns the tokens for a run whose cap on responses was `cut_off_at` and has grown since
-        (None: has not). A response of that length counts as cut off, though it may have ended by
-        itself there."""
+        """Returns the tokens for a run whose cap on responses was `cut_off_at` tokens and is larger
+        now; None: the cap is the same. A response of the old cap's length counts as stopped."""
         if cut_off_at is None or len(self.tokens) < cut_off_at:
             return self
         return replace(self, floor=max(self.floor, cut_off_at - 1))
@@ -70,12 +69,13 @@ class KeptTokens:
 
 
 KeptByPrompt = Mapping[PromptId, Mapping[int, KeptTokens]]
-"""Kept tokens by prompt and by place, the index of the sample whose noise is used."""
+"""Kept tokens of prompts put off to a later step, by prompt and by place (the index of the sample
+whose random numbers they were drawn with)."""
 
 
 class CarriedTokens:
-    """The kept tokens of prompts put off to later rounds; obeys `Defer`. Used under the bus's
-    lock."""
+    """Keeps the tokens generated so far for deferred prompts (put off to a later step). Carries out
+    the command `Defer`. Used under the bus's lock."""
 
     def __init__(
         self,
@@ -84,30 +84,33 @@ class CarriedTokens:
         *,
         cut_off_at: int | None = None,
     ) -> None:
-        """`waiting`: the kept tokens of a checkpoint. `cut_off_at`: the cap on responses under
-        which they were made, if that has grown since."""
+        """`waiting`: the kept tokens of a checkpoint; None: no tokens. `cut_off_at`: the cap on
+        responses under which they were generated; None if it has not grown since."""
         self._config = config
         self._waiting = {
             prompt: {place: kept.under(cut_off_at) for place, kept in places.items()}
             for prompt, places in (waiting or {}).items()
         }
         self._launched: dict[PromptId, dict[int, KeptTokens]] = {}
-        """Kept tokens that samples of this step go on from, until they have something newer."""
+        """Kept tokens from which samples of this step go on, by prompt and place. They stay until
+        newer tokens are kept for that place."""
         self._ended: dict[PromptId, list[Response]] = {}
-        """Responses of this step whose prompts are not deferred so far."""
+        """Responses of this step by prompt, whose tokens are kept if their prompt is put off to a
+        later step."""
         self._noise: dict[SampleId, SampleId] = {}
-        """For samples of this step that replace failed ones: the sample whose noise is used."""
+        """For each sample that replaces a failed one: the sample with whose random numbers it is
+        drawn."""
 
     def routes(self) -> Routes:
         return {Defer: self._defer}
 
     @property
     def carries(self) -> bool:
-        """Whether tokens of deferred prompts are kept at all."""
+        """Whether generated tokens of prompts put off to a later step are kept at all."""
         return self._config.carries
 
     def metrics(self) -> dict[str, float]:
-        """The bytes of all kept tokens, as a metric. Empty where nothing is carried."""
+        """Returns the metric for the bytes of all kept tokens. Empty if tokens are not kept."""
         if not self.carries:
             return {}
         waiting = [kept for places in self._waiting.values() for kept in places.values()]
@@ -116,8 +119,8 @@ class CarriedTokens:
     def requests(
         self, command: Launch, rows: Sequence[PromptRow], sampling: SamplingParams
     ) -> list[GenerationRequest]:
-        """Returns a request for each sample of the launch, with the kept tokens that the sample
-        goes on from. `rows` are the data set's."""
+        """Returns the engines' request for each sample of the command `Launch`, with the kept
+        tokens from which it goes on, if any. `rows`: the data set's rows."""
         for prompt in {sample.prompt for sample in command.samples} & self._waiting.keys():
             self.begun(prompt)
         for sample, replaced in zip(command.samples, command.replaces, strict=False):
@@ -135,21 +138,21 @@ class CarriedTokens:
         ]
 
     def begun(self, prompt: PromptId) -> None:
-        """Note that samples of the prompt are at work again, in engines or environments."""
+        """Note that samples of this prompt, put off before, are worked on again."""
         if prompt in self._waiting:
             self._launched[prompt] = self._waiting.pop(prompt)
 
     def is_deferred(self, prompt: PromptId) -> bool:
-        """Whether the prompt is deferred, so that it waits for another launch."""
+        """Whether this prompt is put off to a later step and waits for it."""
         return prompt in self._waiting
 
     def taken_up(self, sample: SampleId) -> KeptTokens:
-        """The kept tokens that this sample went on from."""
+        """Returns the kept tokens from which this sample went on."""
         return self._launched[sample.prompt][self._place_of(sample)]
 
     def ended(self, event: SampleGenerated | SampleAborted, response: Response | None) -> None:
-        """Note that the engine is done with a sample. If the engine has not even looked at the
-        sample's kept tokens, these stay as they were."""
+        """Note the response with which an engine ended a sample. Tokens kept before stay as they
+        were if the engine was stopped before it checked them."""
         if not self.carries or response is None:
             return
         prompt = event.sample.prompt
@@ -161,7 +164,8 @@ class CarriedTokens:
         self.left(response)
 
     def left(self, response: Response) -> None:
-        """Keep this response for its sample, in place of the tokens that were kept before."""
+        """Keep this response's tokens for its sample, in place of the tokens that were kept
+        before."""
         prompt = response.sample.prompt
         if not self.carries:
             return
@@ -171,8 +175,8 @@ class CarriedTokens:
             self._ended.setdefault(prompt, []).append(response)
 
     def settle(self) -> KeptByPrompt:
-        """Forget all but the kept tokens of deferred prompts, which are returned: the step is
-        over."""
+        """End the step: return the kept tokens of prompts put off to a later step, and forget all
+        others."""
         self._launched.clear()
         self._ended.clear()
         self._noise.clear()
@@ -204,8 +208,8 @@ class CarriedTokens:
         )
 
     def _take(self, sample: SampleId, count: int) -> Carried | None:
-        """Returns the kept tokens that the sample goes on from, which must be `count` in number.
-        None if `count` is 0."""
+        """Returns the kept tokens from which the sample goes on, `count` in number; None for a
+        `count` of 0."""
         places = self._launched.get(sample.prompt, {})
         place = self._place_of(sample)
         if not count:
@@ -234,7 +238,7 @@ class CarriedTokens:
 
 
 def _log_probs(response: Response) -> NDArray[np.float64]:
-    """Log-probs of the response, one per token; zero for tokens that the model was given."""
+    """Returns a log-prob for each token of the response; 0 for tokens that the model was given."""
     is_drawn = np.ones(len(response.tokens), dtype=bool)
     for first, behind in response.given:
         is_drawn[first:behind] = False
@@ -244,14 +248,15 @@ def _log_probs(response: Response) -> NDArray[np.float64]:
 
 
 def _ceiling(siblings: Iterable[KeptTokens]) -> int | None:
-    """Most tokens that a response which ended by itself may have: it ended before its siblings, the
-    prompt's other samples, were cut off. None without siblings."""
+    """Returns the most tokens that a response which had ended by itself may have when it is
+    generated again: as many as the longest of `siblings`, its prompt's samples, had when it was
+    stopped or ended. None if `siblings` is empty."""
     return max([kept.floor or len(kept.tokens) for kept in siblings], default=None)
 
 
 def write_carried(folder: Path, waiting: KeptByPrompt, tokenizer: str) -> None:
-    """Write the kept tokens into the folder of a checkpoint, if there are any. `tokenizer`:
-    fingerprint of the tokenizer."""
+    """Write the kept tokens into a checkpoint's folder; nothing is written if there are none.
+    `tokenizer`: fingerprint of the tokenizer, which a resume compares."""
     flat = [(p, place, kept) for p, places in waiting.items() for place, kept in places.items()]
     if not flat:
         return
@@ -270,11 +275,9 @@ def write_carried(folder: Path, waiting: KeptByPrompt, tokenizer: str) -> None:
 def read_carried(
     folder: Path, tokenizer: str, expected: Mapping[PromptId, Sequence[int]]
 ) -> KeptByPrompt:
-    """Read the kept tokens from the folder of a checkpoint whose manifest verifies.
-
-    `expected`: how many tokens the job thinks that there are, by prompt and place. Raises
-    `RunError` if something else is there, or was made with another tokenizer.
-    """
+    """Returns the kept tokens in the folder of a valid checkpoint. `expected`: numbers of tokens
+    that the core's state has, by prompt and place. Raises `RunError` if the files do not match
+    these or were made with another tokenizer."""
     folder = folder / CARRIED
     waiting: KeptByPrompt = {}
     if folder.exists():

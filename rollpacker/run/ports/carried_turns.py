@@ -1,12 +1,10 @@
-"""Drafts of turns: tokens of deferred trajectories, for an engine to draw anew in the next launch.
+"""Drafts for turns: tokens of a trajectory that an earlier step broke off, to be drawn again.
 
-The episode is played anew. As long as all that came behind the prompt is what came there before,
-each turn's request has the tokens that stood there as drafts, which the engine draws anew; from the
-first difference on no draft is used. So a trajectory is the one that it would be without drafts,
-whatever its environment answers.
-
-Once stopped, a trajectory leaves what it has by then, unless that is only the beginning of what its
-launch began with: then that stays.
+The episode is played again from its start. While everything after the prompt is as it was, the
+request for each turn has the old tokens as drafts, which the engine draws again; from the first
+difference on there are no drafts. So the trajectory is the one that it would be without drafts,
+whatever the environment answers. A trajectory that is stopped again leaves its tokens for the next
+step, unless they only repeat the beginning of the old tokens: then the old ones stay.
 """
 
 from __future__ import annotations
@@ -27,15 +25,16 @@ from rollpacker.run.ports.player import Play
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """Tokens that an earlier launch of the sample left, and how far this launch drew the same
-    tokens."""
+    """Tokens of a sample from an earlier step, and how far this step has drawn the same tokens
+    again."""
 
     kept: KeptTokens
     retracing: Retracing
 
     def drafts(self, so_far: tuple[int, ...], limit: int) -> Carried | None:
-        """Drafts for the turn that begins after the tokens `so_far`, at most `limit` of them. None
-        if there are none, as after the first difference."""
+        """Returns drafts (old tokens for the engine to draw again) for the turn that follows the
+        tokens `so_far`; `limit`: most tokens of the turn. None if nothing is known of the turn, or
+        the trajectory has differed from the old one before."""
         tokens, start = self.kept.tokens, len(so_far)
         if not self.retracing.goes_on or not np.array_equal(tokens[:start], so_far):
             return None
@@ -48,7 +47,7 @@ class Path:
 
 
 class CarriedTurns:
-    """The drafts (tokens of an earlier launch) for a step's samples. Used under the bus's lock."""
+    """Gives engines the tokens of earlier steps as drafts of turns. Used under the bus's lock."""
 
     def __init__(self, carried: CarriedTokens) -> None:
         self._carried = carried
@@ -57,8 +56,8 @@ class CarriedTurns:
         """Episodes of cancelled samples, of which an engine may still report tokens."""
 
     def launched(self, request: GenerationRequest) -> GenerationRequest:
-        """Returns the request of a sample's first turn, with drafts if an earlier launch left
-        tokens."""
+        """Returns the request for a sample's first turn, with drafts (old tokens to draw again) if
+        tokens of an earlier step are kept."""
         if request.carried is None:
             return request
         kept = self._carried.taken_up(request.sample)
@@ -66,7 +65,8 @@ class CarriedTurns:
         return replace(request, carried=path.drafts((), request.sampling.max_response_tokens))
 
     def further(self, request: GenerationRequest, play: Play) -> GenerationRequest:
-        """Returns the request of the sample's next turn, with drafts if there are any."""
+        """Returns the request for a sample's next turn, with drafts (old tokens to draw again) if
+        tokens of an earlier step are kept."""
         path = self._paths.get(request.sample)
         if path is None:
             return request
@@ -74,11 +74,11 @@ class CarriedTurns:
         return replace(request, carried=path.drafts(play.trajectory.tokens, limit))
 
     def play_of(self, sample: SampleId) -> Play | None:
-        """The episode of a cancelled sample. None if the sample was not cancelled."""
+        """Returns the episode of a cancelled sample, or None for other samples."""
         return self._cancelled.get(sample)
 
     def drawn(self, event: SampleGenerated, play: Play, response: Response) -> None:
-        """Note that an engine has generated a turn, which is not added to the episode yet."""
+        """Note that an engine has generated a turn. The turn is not in `play` yet."""
         path = self._paths.get(event.sample)
         if path is not None:
             start = len(play.trajectory.tokens)
@@ -89,8 +89,8 @@ class CarriedTurns:
             self._leave(play, response)
 
     def aborted(self, event: SampleAborted, play: Play | None, response: Response | None) -> None:
-        """Note that an engine has stopped a turn before its end; keep the tokens that go beyond
-        those of the earlier launch."""
+        """Note that an engine was stopped in the middle of a turn. The tokens are kept if they are
+        more than those of the earlier step."""
         play = self._cancelled.get(event.sample) or play
         if play is None or response is None:
             return
@@ -101,8 +101,8 @@ class CarriedTurns:
             self._leave(play, response)
 
     def cancelled(self, plays: Iterable[Play]) -> None:
-        """Keep the tokens of these episodes, which are not needed any more. An engine may still
-        report tokens of their turns."""
+        """Keep the tokens of these episodes, whose samples were cancelled. Engines may still report
+        tokens of them."""
         if not self._carried.carries:
             return
         for play in plays:
@@ -110,17 +110,17 @@ class CarriedTurns:
             self._leave(play)
 
     def concluded(self, response: Response) -> None:
-        """Keep the response of a trajectory that is complete."""
+        """Keep the whole trajectory's response, for the case that its prompt is put off."""
         self._carried.left(response)
 
     def settle(self) -> None:
-        """Forget all drafts at the end of a step."""
+        """End the step: forget all drafts (old tokens to draw again)."""
         self._paths.clear()
         self._cancelled.clear()
 
     def _leave(self, play: Play, turn: Response | None = None) -> None:
-        """Keep the episode's tokens for the next launch, with those of the turn at hand, unless
-        they are only the beginning of what this launch began with."""
+        """Keep the episode's tokens, those of an unfinished `turn` included, unless they only
+        repeat the beginning of the tokens kept before."""
         path = self._paths.get(play.sample)
         if path is not None and path.retracing.goes_on:
             return

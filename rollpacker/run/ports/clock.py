@@ -6,10 +6,10 @@ import time
 
 
 class RealClock:
-    """Clock of a run, in seconds. After a resume it goes on where the checkpoint left it."""
+    """The real clock of a run, in seconds. After a resume it goes on from the checkpoint's time."""
 
     def __init__(self, time_s: float) -> None:
-        """`time_s`: what the clock shows now."""
+        """`time_s`: seconds that the clock shows at first."""
         self._origin = time.perf_counter() - time_s
 
     def now(self) -> float:

@@ -1,5 +1,5 @@
-"""The port of the end of a step: `Commit` in, `Committed` out, and between them evaluation and
-checkpoint."""
+"""Ends a step when the core commands `Commit`: evaluation, callbacks, checkpoint; then answers the
+core with `Committed`."""
 
 from __future__ import annotations
 
@@ -29,30 +29,29 @@ from rollpacker.run.ports.shared_devices import SharedDevices
 from rollpacker.run.ports.waiting import in_daemon_thread
 
 CLOSE_S = 10.0
-"""Seconds that the writing of a checkpoint may still take when the run is ended at once."""
+"""Seconds that a checkpoint being written may still take when the run is ended at once."""
 
 
 @dataclass(eq=False, slots=True)
 class Commits:
-    """Commits steps on the main task. The job's state and the carried tokens are read at once, in
-    the thread of the command, since both may change before the checkpoint."""
+    """Carries out `Commit` on the main task. The core's state and the kept tokens are read when the
+    command comes, since both may change before the checkpoint is written."""
 
     shared: Shared
     scoring: Scoring
     evaluator: Evaluator
     _: KW_ONLY
     recovery: Recovery
-    """Brings a lost trainer back; knows the checkpoints' folder, where the last `keep_last`
-    stay."""
+    """Restarts a lost trainer; knows the folder of checkpoints."""
     pools: Pools
     keep_last: int
     devices: SharedDevices
-    """The devices that trainer and engines share, and the trainer on them."""
+    """Lends devices to trainer or engines; it holds the trainer."""
     cursor: Cursor
     carried: CarriedTokens
     salvage: Salvage
     tokenizer: str
-    """Fingerprint of the tokenizer."""
+    """SHA-256 of the tokenizer's vocabulary."""
     log: LogWriter
     samples: SampleWriter | None
     audience: Audience
@@ -85,8 +84,8 @@ class Commits:
     async def _checkpoint(
         self, step: int, job_state: Mapping[str, Any], waiting: KeptByPrompt
     ) -> None:
-        """Write a checkpoint. It alone, not evaluation or callbacks, is done again if the trainer
-        is lost."""
+        """Write a checkpoint. If the trainer is lost, this part alone is repeated, not the
+        evaluation."""
         await self.pools.parked()
         write = in_daemon_thread(self._write, step, self._state(job_state), waiting)
         try:
@@ -108,8 +107,8 @@ class Commits:
         write_carried(folder, waiting, self.tokenizer)
 
     def _state(self, job_state: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns all that a resume needs besides tensors: job, data cursor, clock, and the log's
-        mark. Also makes log and samples durable up to here."""
+        """Returns what a resume needs besides tensors: states of core, data cursor and clock, and
+        the log's size and hash. Log and samples are made durable first."""
         if self.samples is not None:
             self.samples.write()
         with self.shared.bus.lock:

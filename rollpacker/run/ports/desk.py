@@ -1,4 +1,4 @@
-"""The desk keeps what is known of each sample, from its response to the commit of its step."""
+"""The desk: what the run knows of each sample, from its response until its step is committed."""
 
 from __future__ import annotations
 
@@ -16,36 +16,38 @@ from rollpacker.trainer.trainer import TokenScores, TrainSample
 
 @dataclass(slots=True)
 class KnownSample:
-    """What the controller keeps of one sample: its response, verdict, episode and training
-    sample."""
+    """What is known of one sample: its response, verdict, episode and training sample."""
 
     response: Response
     completion: str | None = None
-    """The text that the rewards were given. None before any reward was asked."""
+    """The response's text as the rewards got it. None before any reward was asked."""
     verdict: Scored | None = None
-    """The rewards' verdict. None if there is none yet, or the rewards had none to give."""
+    """The rewards' verdict. None if it is still awaited, or the rewards failed."""
     episode: Episode | None = None
-    """Messages and rewards of a sample of several turns. None for a single response."""
+    """Messages and rewards of a sample with several turns. None for a single response."""
     finish: Future[Episode | Lost] | None = None
-    """The episode with its final reward, once the environment gave that. None if none is asked
-    for."""
+    """Future of the episode with the final reward of its environment. None if no final reward is
+    asked for."""
     check_s: float | None = None
-    """Seconds that the check took, with a verdict or without. None if no check has ended."""
+    """Seconds that the rewards took for this sample, whether or not they gave a verdict. None if
+    they have not ended."""
     scores: TokenScores | None = None
-    """Log-probs and values that other models gave the tokens. None if no model was asked."""
+    """Log-probs and values of the tokens by other models. None if no other model was asked."""
     streamed: TrainSample | None = None
-    """The sample, with a provisional weight, as the step's gradient holds it. None if the gradient
-    does not hold the sample yet."""
+    """The training sample, with a provisional weight, whose gradient was accumulated before the
+    step was complete. None if that was not done."""
 
 
 class Desk:
-    """What is known of each sample. The engine's thread adds responses, the event loop the rest.
-    All samples are gone through only while the engine is empty, or under the bus's lock."""
+    """Keeps what is known of each sample, from its response to the end of its step. Engine threads
+    add responses, the event loop all else. Methods over all samples are called while no engine
+    runs, or under the bus's lock."""
 
     def __init__(self) -> None:
         self._known: dict[SampleId, KnownSample] = {}
         self.round_kind = ""
-        """Kind of the step's first round, such as short or long; empty before there is a round."""
+        """Kind of the step's first batch of prompts, such as short or long. Empty before that
+        batch."""
 
     def lay_down(self, response: Response) -> None:
         self._known[response.sample] = KnownSample(response)
@@ -54,24 +56,25 @@ class Desk:
         return self._known[sample]
 
     def get(self, sample: SampleId) -> KnownSample | None:
-        """The record of the sample. None if it was forgotten, its step being over."""
+        """Returns what is known of the sample. None if it is not known, or was forgotten when its
+        step ended."""
         return self._known.get(sample)
 
     def scored_groups(
         self, groups: Sequence[Sequence[SampleId]]
     ) -> list[list[tuple[Response, float]]]:
-        """Responses with their rewards, by group. Every one of these samples has a verdict."""
+        """Returns (response, reward) of these samples, in their groups. All must have a verdict."""
         return [[self._scored(sample) for sample in group] for group in groups]
 
     def reward_parts(
         self, groups: Sequence[Sequence[SampleId]]
     ) -> dict[SampleId, Mapping[str, float | None]]:
-        """The value that each reward gave, by its name, for these samples with a verdict."""
+        """Returns each reward's own value by name, for each of these samples with a verdict."""
         known = {sample: self._known[sample].verdict for group in groups for sample in group}
         return {sample: verdict.parts for sample, verdict in known.items() if verdict is not None}
 
     def turn_rewards(self, groups: Sequence[Sequence[SampleId]]) -> dict[SampleId, TurnRewards]:
-        """The rewards of the turns of these samples, without the samples of a single turn."""
+        """Returns the rewards of the turns of those samples that have several turns."""
         known = {sample: self._known[sample] for group in groups for sample in group}
         return {
             sample: TurnRewards(one.episode.num_drawn, one.verdict.turns)
@@ -80,8 +83,8 @@ class Desk:
         }
 
     def logged(self, groups: Sequence[Sequence[SampleId]]) -> dict[str, float]:
-        """Values that rewards logged of these samples, by name: each the mean over the samples that
-        have it."""
+        """Returns the mean of each value that reward functions logged, by its name, over those of
+        these samples for which it was logged."""
         values: dict[str, list[float]] = {}
         for verdict in (self._known[sample].verdict for group in groups for sample in group):
             for name, value in ({} if verdict is None else verdict.metrics).items():
@@ -89,22 +92,23 @@ class Desk:
         return {name: math.fsum(of) / len(of) for name, of in values.items()}
 
     def streamed(self) -> dict[SampleId, TrainSample]:
-        """The samples that the step's gradient holds already."""
+        """Returns the training samples whose gradients were accumulated before the step was
+        complete."""
         return {s: k.streamed for s, k in self._known.items() if k.streamed is not None}
 
     def forget_gradients(self) -> None:
-        """Note that the step's gradient was lost, with all samples that it held."""
+        """Note that the gradients accumulated so far in this step are lost with the trainer."""
         for known in self._known.values():
             known.streamed = None
 
     def slowest(self, count: int) -> list[SampleId]:
-        """The samples whose checks took longest, the longest first."""
+        """Returns the `count` samples whose rewards took longest, the longest first."""
         seconds = {s: k.check_s for s, k in self._known.items() if k.check_s is not None}
         return sorted(seconds, key=lambda sample: (-seconds[sample], sample))[:count]
 
     def forget(self, waiting: Iterable[SampleId]) -> None:
-        """Forget all samples at the end of a step, but the responses of `waiting`, whose checks are
-        still to be handed over."""
+        """Forget all samples at the end of a step, except for the responses of `waiting`, the
+        samples that the rewards have not been given yet."""
         kept = {sample: self._known[sample] for sample in waiting}
         self._known = {s: _waiting(one) for s, one in kept.items()}
         self.round_kind = ""

@@ -1,5 +1,5 @@
-"""Makes the text that samples keep of a trajectory: who said what, what each turn took and brought,
-and which tokens were generated and given. The middle of a long trajectory is left out."""
+"""Makes the text that is stored of a trajectory: who said what, what each turn took and earned, and
+which tokens were generated or given. The middle of a long trajectory is left out."""
 
 from __future__ import annotations
 
@@ -13,22 +13,18 @@ from rollpacker.run.errors import Decode
 from rollpacker.run.folder.plain_json import plain_text, shortened
 
 MAX_TEXT_CHARS = 4096
-"""Most characters of one text, such as a message's; the rest is cut off."""
+"""Number of characters after which a single text, such as a message's, is cut off."""
 MAX_PART_CHARS = 65_536
-"""Most characters of the messages, and of the tokens' text. The middle of what is longer is left
-out."""
+"""Most characters of all messages, and of all tokens' text. Beyond that the middle is left out."""
 
 T = TypeVar("T")
 
 
 def dialogue_text(response: Response, episode: Episode, render: Decode) -> str:
-    """Returns a JSON object, as text:
-
-    `begin`: the messages that the environment said first; null: the data row's own are the prompt.
-    `turns`: `message` (the model's), `answers` (messages), `reward` (null: none), `policy_s` and
-    `environment_s`. `tokens`: stretches behind the prompt, [drawn?, how many, their text with
-    special tokens]. In place of turns or stretches that were left out stands their number.
-    """
+    """Returns a trajectory as JSON text with three keys. `begin`: the messages that the environment
+    said first; null if the data row's are the prompt. `turns`: for each the model's `message`, the
+    `answers`, its `reward` (null: none), `policy_s` and `environment_s`. `tokens`: stretches after
+    the prompt, [was sampled, number of tokens, text]. A number n in a list: n items left out."""
     begin = "null"
     if episode.prompt is not None:
         begin = _list([plain_text(_bounded(one)) for one in episode.prompt])
@@ -38,13 +34,13 @@ def dialogue_text(response: Response, episode: Episode, render: Decode) -> str:
 
 
 def _list(items: Sequence[str]) -> str:
-    """Returns a JSON list of items that are JSON already; if it is too long, without its middle."""
+    """Returns a JSON list of these JSON texts, without its middle if the list is too long."""
     kept = _both_ends(items, lambda item: len(item))
     return f"[{', '.join(map(str, kept))}]"
 
 
 def _turns(episode: Episode) -> list[dict[str, Any]]:
-    """The turns of an episode, each a dict; a turn begins with a message of the model."""
+    """Returns a dict for each turn: the model's message, the answers, reward and seconds."""
     starts = [n for n, one in enumerate(episode.messages) if one.get("role") == "assistant"]
     found = []
     for turn, (start, end) in enumerate(pairwise([*starts, len(episode.messages)])):
@@ -84,8 +80,8 @@ def _stretches(response: Response, render: Decode) -> list[tuple[bool, int, str]
 
 
 def _both_ends(items: Sequence[T], size_of: Callable[[T], int]) -> list[T | int]:
-    """Returns all items, or as many of the first and of the last as fit, with the number of those
-    left out between them."""
+    """Returns all items, or as many of the first and last as fit into `MAX_PART_CHARS`, with the
+    number of omitted items between."""
     sizes = [*map(size_of, items)]
     if sum(sizes) <= MAX_PART_CHARS:
         return [*items]

@@ -1,13 +1,13 @@
-"""The engines of a run: which of them live, which has which sample, and what an output means.
+"""The engines of a run: which are alive, which samples each has, and what their outputs mean.
 
     Generation --submit, place, abort, move--> engine 0 | engine 1 | ...     under the bus's lock
     Generation <-------- outputs, errors ----- each from a thread of its own
 
-Engines have numbered slots. The object that fills a slot is one *incarnation* of that engine, a
-`Handle`. An engine that is lost is closed; what it still reports of samples that run elsewhere goes
-to the core, to be counted, without the tokens. When the number of devices per engine changes, all
-engines are closed and new ones fill the slots. A run with a single engine that cannot be replaced
-ends with whatever error ends that engine.
+Engines are numbered. An engine and those that replace it when it is lost share the number, and
+differ in their *incarnation*. A lost engine is closed; what it still reports of samples that run
+elsewhere is told to the core, to be counted, without tokens. When the number of devices per engine
+changes, all engines are closed and made anew. A run with a single engine that cannot be replaced
+ends with the error that ends the engine.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from rollpacker.run.ports.held import (
 from rollpacker.trainer.trainer import HandOver
 
 MakeEngine = Callable[[int, int, int], Engine]
-"""Function that makes a new engine from its number, its incarnation and its number of devices. The
-engine does not have the run's weights yet, and may still be loading."""
+"""Function that makes an engine, given its number, the count of engines before it with that number,
+and its number of devices. The engine may still be loading, and lacks the run's weights."""
 
 EngineEvent = SampleGenerated | SampleAborted | SampleFailed | SampleMoved
 
@@ -59,23 +59,24 @@ FleetEvent = EngineLost | EngineReady | SampleMoved
 
 
 class Keepers:
-    """Knows which engine keeps what it computed of a sample (its cache) while the sample's
-    environment has the turn. Used under the bus's lock alone."""
+    """Knows which engine keeps the KV cache of a sample while the sample's environment answers.
+    Used under the bus's lock."""
 
     def __init__(self) -> None:
         self._handles: dict[SampleId, Handle] = {}
 
     def keeps(self, handle: Handle, request: GenerationRequest) -> None:
-        """Note that this engine keeps its cache of the request's sample, if it was asked to."""
+        """Note that this engine keeps its KV cache of the request's sample, if the request asks for
+        that."""
         if request.keep:
             self._handles[request.sample] = handle
 
     def forget(self) -> None:
-        """Forget which engines keep caches, as new weights make these useless."""
+        """Forget which engines keep caches; new weights have made all caches useless."""
         self._handles.clear()
 
     def of(self, sample: SampleId) -> int | None:
-        """Number of the engine that keeps the cache of this sample. None if no living engine
+        """Returns the number of the engine that keeps this sample's cache; None if no living engine
         does."""
         handle = self._handles.get(sample)
         return handle.number if handle is not None and handle.lives else None
@@ -83,8 +84,8 @@ class Keepers:
     def leave(
         self, samples: Iterable[SampleId], to: Handle | None = None
     ) -> dict[Handle, list[SampleId]]:
-        """Note that no engine but `to`, where the samples go on, keeps a cache of these samples.
-        Returns the living engines that have to discard caches, with the samples concerned."""
+        """Note that only the engine `to` may still keep caches of these samples; None: no engine.
+        Returns the living engines that must discard caches, each with the samples concerned."""
         told: dict[Handle, list[SampleId]] = {}
         for sample in samples:
             handle = self._handles.pop(sample, None)
@@ -95,35 +96,35 @@ class Keepers:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The weights that engines sample from, or will sample from next."""
+    """The weights with which engines sample, or will sample next."""
 
     version: int
     hand_over: HandOver | None
-    """How engines get the weights. None if the trainer has not written them yet."""
+    """The trainer's weights for engines to copy. None if the trainer has not written them yet."""
 
 
 class Engines:
-    """The engines of a run by slot, and the samples that were given to them. All methods but
-    `close` are called under the bus's lock."""
+    """The engines of a run by number, and the samples assigned to each. Methods are called under
+    the bus's lock, except for `close`."""
 
     def __init__(
         self, engines: Sequence[Engine], make: MakeEngine | None = None, tensor_parallel: int = 1
     ) -> None:
-        """`make`: makes an engine in place of one that is lost; None if lost engines are not
-        replaced, and the run ends. `tensor_parallel`: number of devices of each engine."""
+        """`make`: makes an engine to replace a lost one; None: lost engines are not replaced, and
+        the run ends. `tensor_parallel`: number of devices per engine."""
         self.make = make
         self.handles = {number: Handle(number, 0, engine) for number, engine in enumerate(engines)}
-        """The latest engine of each slot, alive or lost, by the slot's number."""
+        """The latest engine of each number, alive or lost."""
         self.layout = EngineLayout(0, tensor_parallel)
         self.ending = Ending()
         self._coming: dict[int, Engine] = {}
-        """The engine that is loading for each slot, or failed to, by the slot's number."""
+        """The engine that is being loaded for each number, by that number."""
         self.weights = Weights(0, None)
         self.is_closed = False
         self._held: dict[SampleId, AssignedSample] = {}
         self._keepers = Keepers()
         self._not_numbers: set[Handle] = set()
-        """Engines that reported a NaN in their logits with the current weights."""
+        """Engines that computed a NaN in their logits with the current weights."""
         self._listen: Callable[[Handle], None] = lambda handle: None
         self._tell: Callable[[FleetEvent], None] = lambda event: None
 
@@ -133,8 +134,9 @@ class Engines:
         on_error: Callable[[Handle, BaseException], None],
         tell: Callable[[FleetEvent], None],
     ) -> None:
-        """Listen to all engines from now on, also later ones. `on_outputs` and `on_error` get the
-        engine, too; `tell` gets the events of engines that come and go, and of moves."""
+        """Receive the outputs of all engines from now on, also of engines that are added later.
+        `on_outputs` and `on_error` get the engine, too; `tell` gets the events of engines lost or
+        added, and of samples moved to another engine."""
 
         def listen(handle: Handle) -> None:
             handle.engine.start(partial(on_outputs, handle), partial(on_error, handle))
@@ -149,15 +151,16 @@ class Engines:
         return [handle for handle in self.handles.values() if handle.lives]
 
     def _living_at(self, number: int) -> Handle | None:
-        """The living engine of this slot. None if the slot's engine is lost."""
+        """Returns the living engine of this number, or None if it is lost."""
         handle = self.handles.get(number)
         return handle if handle is not None and handle.lives else None
 
     # -- what the core wants -----------------------------------------------------------------------
 
     def submit(self, requests: Sequence[GenerationRequest], where: Sequence[int] = ()) -> None:
-        """Give each request to the engine whose number `where` has at the same place (empty: engine
-        0). If an engine is lost meanwhile, the core hears of that and places its samples again."""
+        """Give each request to the engine whose number stands at the same place in `where`; if
+        `where` is empty, to engine 0. If that engine is lost, the core is told and assigns its
+        samples again."""
         parts: dict[int, list[GenerationRequest]] = {}
         for request, number in zip(requests, where or (0,) * len(requests), strict=True):
             parts.setdefault(number, []).append(request)
@@ -170,8 +173,8 @@ class Engines:
                 self._give(handle, part)
 
     def place(self, samples: Sequence[SampleId], where: Sequence[int]) -> None:
-        """Start these samples again, from their launch's requests, in the engines numbered `where`.
-        A sample that a living engine still has starts once it has been stopped there."""
+        """Start these samples from their original requests in the engines numbered `where`. A
+        sample that another engine is working on is stopped there first."""
         gone, targets = [], []
         self._stop(samples)
         for sample, number in zip(samples, where, strict=True):
@@ -184,8 +187,8 @@ class Engines:
         self.submit(gone, targets)
 
     def abort(self, samples: Sequence[SampleId]) -> None:
-        """Stop these samples. No output follows for samples that no engine has; the core expects
-        none."""
+        """Stop generating these samples. A sample that no engine has any more is dropped without an
+        output."""
         for sample in samples:
             held = self._held.get(sample)
             if held is not None:
@@ -198,8 +201,8 @@ class Engines:
         self._stop(samples)
 
     def move(self, samples: Sequence[SampleId], number: int) -> None:
-        """Stop these samples, to go on in engine `number` (see `heard`), whatever was chosen
-        before. A sample whose engine was lost at that moment starts there from its launch."""
+        """Stop these samples, so that they go on in engine `number` once their engine has stopped
+        them. A sample whose engine is lost starts there from its original request."""
         gone = []
         for sample in samples:
             held = self._held.get(sample)
@@ -216,14 +219,15 @@ class Engines:
                 self._give(handle, [held.request])
 
     def let_go(self, samples: Sequence[SampleId], to: Handle | None = None) -> None:
-        """Tell engines to discard their caches of these samples, whose environments have the turn.
-        The engine `to`, where the samples go on, is not told, nor is a lost one."""
+        """Tell engines to discard their caches of these samples, except for engine `to`, where the
+        samples go on (None: they do not go on)."""
         for handle, part in self._keepers.leave(samples, to).items():
             with contextlib.suppress(EngineError), self._losing(handle):
                 handle.let_go(part)
 
     def _stop(self, samples: Sequence[SampleId]) -> None:
-        """Abort the samples that an engine has; engines ignore samples that have just ended."""
+        """Abort these samples in the engines that have them. Engines ignore samples that have just
+        ended."""
         parts: dict[Handle, list[SampleId]] = {}
         for sample in samples:
             held = self._held.get(sample)
@@ -234,16 +238,16 @@ class Engines:
                 handle.abort(part)
 
     def forget(self) -> None:
-        """Forget all samples, when nothing is under way: those still listed were aborted, and their
-        engine was lost before it could answer."""
+        """Forget all samples, when no engine is generating. Any that are left were aborted in
+        engines that were lost before they could answer."""
         self._held.clear()
 
     # -- for what the core does not route ----------------------------------------------------------
 
     def submit_anywhere(self, requests: Sequence[GenerationRequest]) -> None:
-        """Submit requests that the core does not route. Samples of one prompt go to one engine,
-        prompts take the engines in turn, and a sample of which an engine keeps something goes to
-        that engine. With no engine alive they wait for `place_anywhere`."""
+        """Submit requests that do not come from the core, such as an evaluation's. Samples of one
+        prompt share an engine, prompts are dealt out in turn, and a sample whose cache an engine
+        keeps goes there. Without a living engine they wait for `place_anywhere`."""
         living = [handle.number for handle in self.living] or [NOWHERE]
         turns: dict[tuple[int, ...], int] = {}
         for request in requests:
@@ -254,7 +258,7 @@ class Engines:
         self.submit(requests, [number if at is None else at for number, at in pairs])
 
     def place_anywhere(self) -> None:
-        """Submit again all requests that no engine has, if an engine lives."""
+        """Submit all requests again that no engine has, if there is a living engine."""
         if self.living:
             nowhere = [held.request for held in self._held.values() if held.at is None]
             self.submit_anywhere(nowhere)
@@ -262,18 +266,16 @@ class Engines:
     # -- what engines say --------------------------------------------------------------------------
 
     def has(self, handle: Handle, sample: SampleId) -> bool:
-        """Whether that engine has the sample now."""
+        """Whether this engine is working on the sample now."""
         held = self._held.get(sample)
         return held is not None and held.at is handle
 
     def heard(
         self, handle: Handle, output: EngineOutput
     ) -> tuple[EngineEvent | None, Response | None]:
-        """Turn an engine's output into the event for the core and the response that comes with it.
-
-        The event is None if the core need not hear of the output, and the response if no tokens are
-        to be kept. A sample that was stopped in order to move is given to its next engine here.
-        """
+        """Returns the event for the core that an engine's output means, and the response. The event
+        is None if the core need not know, the response is None if there are no tokens to keep. A
+        sample that was stopped to move is submitted to its next engine here."""
         event, response = stamped(output.event, handle), output.response
         held = self._held.get(event.sample)
         if not handle.lives:
@@ -302,7 +304,8 @@ class Engines:
         event: EngineEvent,
         response: Response | None,
     ) -> str | None:
-        """Why an engine that works could not have reported this output. None if it could."""
+        """Returns why only a broken engine can have reported this output, in words. None if it is
+        plausible."""
         if held is None or held.at is not handle:
             return f"it spoke of {event.sample}, which it does not have"
         if isinstance(event, SampleGenerated):
@@ -322,8 +325,8 @@ class Engines:
     def _go_on(
         self, held: AssignedSample, event: SampleAborted, response: Response | None
     ) -> SampleMoved | None:
-        """Give a stopped sample to the engine that it was to move to. Returns the event of the
-        move; None if that engine is lost by now, so that the core will place the sample again."""
+        """Submit a stopped sample to the engine to which it was to move. Returns the event of the
+        move; None if that engine is lost by now, so that the core will assign the sample again."""
         assert held.moves_to is not None
         request = taken_along(held, event, response)
         held.at, held.moves_to = self._living_at(held.moves_to), None
@@ -337,8 +340,8 @@ class Engines:
         return moved(event.sample, to, 0 if kept is None or kept.verify else len(kept.tokens))
 
     def _start_anew(self, held: AssignedSample) -> EngineEnd | None:
-        """Start a sample again in its next engine, since the engine that had it has let go of it;
-        an unwanted sample is ended instead. Returns the event of that end, or None."""
+        """Start a sample again in its next engine, as the former one has stopped it. Returns None;
+        for a sample that was aborted meanwhile, the event of its end."""
         assert held.moves_to is not None
         sample, to = held.request.sample, self._living_at(held.moves_to)
         if held.is_unwanted:
@@ -355,20 +358,21 @@ class Engines:
         return None
 
     def num_at(self, numbers: Collection[int]) -> int:
-        """Number of samples that these engines have, also of samples that are still to leave."""
+        """Returns the number of samples that these engines have, those to be moved included."""
         where = (held.at for held in self._held.values())
         return sum(handle is not None and handle.number in numbers for handle in where)
 
     def blame(self, handle: Handle) -> bool:
-        """Note that this engine's logits held a NaN. Returns whether the policy is to blame: it is
-        if another engine reported that too, or if there is no other engine."""
+        """Note that this engine's logits held a NaN. Returns whether the weights must be the cause,
+        since another engine had a NaN, too, or there is no other engine."""
         self._not_numbers.add(handle)
         return self.make is None or len(self._not_numbers) > 1
 
     # -- who lives ---------------------------------------------------------------------------------
 
     def lose(self, handle: Handle, reason: str) -> None:
-        """Mark the engine as lost, close it in the background and tell the core, once."""
+        """Mark the engine as lost, close it in the background, and tell the core. Does nothing if
+        it is lost already."""
         if not handle.lives or self.is_closed:
             return
         handle.lives = False
@@ -385,8 +389,8 @@ class Engines:
         )
 
     def lay_out(self, tensor_parallel: int) -> list[Engine]:
-        """Give each engine this many devices from now on. Returns the engines that lived or were
-        loading, which the caller has to close; whatever they still report is ignored."""
+        """Change the number of devices per engine. Returns the engines that lived or were loading,
+        which the caller has to close; their further reports are ignored."""
         gone = [*(handle.engine for handle in self.living), *self._coming.values()]
         for handle in self.living:
             handle.lives = False
@@ -396,15 +400,15 @@ class Engines:
         return gone
 
     def awaits(self, number: int, engine: Engine, layout: EngineLayout) -> None:
-        """Note that this engine is loading, to fill slot `number`. Raises `EngineError` if devices
-        were shared out anew since `layout` was made."""
+        """Note that this engine is loading, to become engine `number`. Raises `EngineError` if
+        devices were redistributed among engines after `layout` was made."""
         if layout is not self.layout:
             raise EngineError("the devices were shared out anew")
         self._coming[number] = engine
 
     def join(self, handle: Handle) -> None:
-        """Put an engine that has the current weights into its slot. Raises `EngineError` if it has
-        died, or if devices were shared out anew meanwhile."""
+        """Add a new engine, which has the current weights. Raises `EngineError` if it has died, or
+        if devices were redistributed among engines meanwhile."""
         if self._coming.get(handle.number) is not handle.engine:
             raise EngineError("the devices were shared out anew")
         assert self._living_at(handle.number) is None, f"engine {handle.number} is there"
@@ -424,7 +428,8 @@ class Engines:
     def failed_to_join(
         self, number: int, incarnation: int, layout: EngineLayout, error: BaseException
     ) -> None:
-        """Tell the core why no engine took this slot, if the run goes on with this layout."""
+        """Tell the core that the new engine `number` failed, and why. Does nothing if the run is
+        over, or if devices were redistributed among engines after `layout` was made."""
         reason = f"it could not take its place: {error}"
         if not self.is_closed and layout is self.layout:
             self._tell(
@@ -432,8 +437,8 @@ class Engines:
             )
 
     def expect(self, weights: Weights) -> list[Handle]:
-        """Make these the current weights, and forget all samples if the version is new. Returns the
-        living engines, which the caller has to bring to these weights."""
+        """Make these the current weights; with a new version, forget all samples. Returns the
+        living engines, to which the caller has to bring the weights."""
         if weights.version != self.weights.version:
             self._not_numbers.clear()
             self._keepers.forget()
@@ -442,8 +447,8 @@ class Engines:
         return self.living
 
     def check_progress(self, now_s: float, limit_s: float) -> None:
-        """Lose the engines that have samples and have made no progress for `limit_s` seconds while
-        other engines made some. Does nothing where engines are not replaced."""
+        """Treat engines as lost that have samples and made no progress for `limit_s` seconds while
+        others did. Does nothing if engines cannot be replaced."""
         living = self.living if self.make is not None else []
         for handle in living:
             with self._losing(handle):
@@ -457,8 +462,8 @@ class Engines:
                 self.lose(handle, f"no progress for {limit_s:g} s while others made some")
 
     def status(self) -> EngineStatus:
-        """The statuses of all living engines, added up. Raises `EngineError` if the only engine is
-        dead."""
+        """Returns the sums over the statuses of all living engines. Raises `EngineError` if the
+        only engine is dead."""
         found = []
         for handle in self.living:
             with contextlib.suppress(*((EngineError,) if self.make is not None else ())):
@@ -474,7 +479,7 @@ class Engines:
         )
 
     async def close(self) -> None:
-        """Close all engines, also those that are still loading. Further calls do nothing."""
+        """Close all engines, those still loading included. Further calls do nothing."""
         if not self.is_closed:
             self.is_closed = True
             living = [handle.engine for handle in self.living]
@@ -486,8 +491,8 @@ class Engines:
 
     @contextlib.contextmanager
     def _losing(self, handle: Handle) -> Iterator[None]:
-        """A context in which an `EngineError` loses the engine, or is raised if none can replace
-        it."""
+        """A context in which an `EngineError` marks the engine as lost. The error is raised if no
+        engine can replace the lost one."""
         try:
             yield
         except EngineError as error:

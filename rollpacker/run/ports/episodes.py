@@ -1,9 +1,7 @@
-"""The environments' port: `Act`, `CancelAct` and `Conclude` in, `Acted` out; and the tokens before
-each turn, for the engines' port.
-
-All is used on the event loop, but for commands and for what engines have generated, which come in
-the engines' threads, always under the bus's lock.
-"""
+"""The environments' port: carries out the core's commands `Act`, `CancelAct` and `Conclude`, and
+answers with `Acted`; it also makes the engines' requests for each turn. Everything is used on the
+event loop, except for commands and engine outputs, which come in engine threads under the bus's
+lock."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ _CANCELLED = Lost(reason="not needed any more", cause="cancelled")
 
 @dataclass(eq=False, slots=True)
 class Episodes:
-    """The episodes of the current step: samples that take turns with an environment."""
+    """The episodes of the current step, each a sample that takes turns with an environment."""
 
     shared: Shared
     scoring: Scoring
@@ -43,12 +41,12 @@ class Episodes:
     _turns: CarriedTurns = field(init=False)
     _plays: dict[SampleId, Play] = field(default_factory=dict, init=False)
     _noise: dict[SampleId, SampleId | None] = field(default_factory=dict, init=False)
-    """The sample whose noise each sample draws with. None for its own."""
+    """For each sample: the sample with whose random numbers it is drawn. None: with its own."""
     _tasks: dict[SampleId, asyncio.Task[None]] = field(default_factory=dict, init=False)
     _concluded: list[Play] = field(default_factory=list, init=False)
-    """Episodes that have ended in this step."""
+    """Episodes that ended in this step and whose samples go to the rewards."""
     _lost: dict[str, int] = field(default_factory=dict, init=False)
-    """Number of episodes that were lost in this step, by cause."""
+    """Number of episodes lost in this step, by cause."""
 
     def __post_init__(self) -> None:
         self._turns = CarriedTurns(self.carried)
@@ -63,7 +61,8 @@ class Episodes:
     # -- for the engines' port, under the bus's lock -----------------------------------------------
 
     def launched(self, requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
-        """Returns the requests of a launch, with the prompts that the environments gave."""
+        """Returns the requests for samples' first turns, with the prompts that their environments
+        gave."""
         found = []
         for request in requests:
             play = self._play_of(request.sample)
@@ -74,7 +73,7 @@ class Episodes:
     def further(
         self, samples: Sequence[SampleId], sampling: SamplingParams
     ) -> list[GenerationRequest]:
-        """The requests for the next turns of samples that go on."""
+        """Returns the requests for the next turns of these samples."""
         plays = [self._plays[sample] for sample in samples]
         return [
             self._turns.further(self.player.request(play, sampling, self._noise[play.sample]), play)
@@ -82,7 +81,7 @@ class Episodes:
         ]
 
     def heard(self, event: SampleGenerated, response: Response) -> None:
-        """Add the turn that an engine has generated to its episode."""
+        """Add a turn that an engine has generated to its episode."""
         play = self._plays.get(response.sample) or self._turns.play_of(response.sample)
         if play is not None:
             self._turns.drawn(event, play, response)
@@ -90,8 +89,8 @@ class Episodes:
             play.heard(response)
 
     def let_go(self, event: SampleAborted | SampleFailed, response: Response | None) -> None:
-        """Note that an engine has stopped a sample, or failed on it. Where an environment knows of
-        the sample, `CancelAct` has come, or comes."""
+        """Note that an engine was stopped on a sample, or failed on it. An episode that its
+        environment has not begun is forgotten; for others the core gives `CancelAct`."""
         play = self._plays.get(event.sample)
         if isinstance(event, SampleAborted):
             self._turns.aborted(event, play, response)
@@ -107,7 +106,7 @@ class Episodes:
     # -- commands ----------------------------------------------------------------------------------
 
     def _conclude(self, command: Conclude) -> None:
-        """End a trajectory at once, since the rewards may be asked for the sample next."""
+        """End a trajectory and store its response at once, as rewards may need it next."""
         self.let_go_of([command.sample])
         play = self._plays.pop(command.sample)
         response = play.response(command.reason)
@@ -233,8 +232,8 @@ class Episodes:
     # -- a step's end ------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the step's trajectories, which are forgotten then. Used under the bus's
-        lock."""
+        """Returns the metrics of this step's episodes, and forgets the episodes. Used under the
+        bus's lock."""
         concluded, self._concluded = self._concluded, []
         lost, self._lost = self._lost, {}
         self.player.forget_prompts()

@@ -1,4 +1,4 @@
-"""Held-out evaluation of a run: pass@1 and pass@k with the unbiased estimator."""
+"""Evaluation of a run's policy on held-out prompts, with pass@1 and the unbiased pass@k."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from rollpacker.warn_once import WarnOnce
 logger = logging.getLogger(__name__)
 
 JUDGED_AT_ONCE = 32
-"""Samples of an evaluation that are judged in one call; each finished batch is a sign of life."""
+"""Number of samples that the rewards are given in one call during an evaluation. Each finished call
+is a sign of life."""
 
 Judge = Callable[[Sequence[RewardInput]], Awaitable[Sequence[Scored | Failed]]]
 
@@ -39,18 +40,19 @@ Judge = Callable[[Sequence[RewardInput]], Awaitable[Sequence[Scored | Failed]]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
     metrics: Mapping[str, float]
-    """`eval/pass@1`, `eval/pass@k`, `eval/stderr/pass@1`, `eval/reward`, `eval/rewards/NAME/mean`,
-    `eval/response_length`, `eval/samples`, `eval/no_verdict`."""
+    """The metrics: `eval/pass@1`, `eval/pass@k`, `eval/stderr/pass@1`, `eval/reward`,
+    `eval/rewards/NAME/mean`, `eval/response_length`, `eval/samples`, `eval/no_verdict`."""
     passed: Mapping[int, tuple[int, int]]
-    """By number of the prompt's row: how many responses passed, and how many got a verdict."""
+    """For each prompt, by the number of its data row: how many responses passed, and how many got a
+    verdict."""
     judged: Sequence[tuple[Response, str, Scored | Failed]]
-    """Responses in order, each with its text and its verdict."""
+    """Each response with its text and the rewards' verdict, in the order of samples."""
     episodes: Mapping[SampleId, Episode] = field(default_factory=dict)
-    """Messages and rewards of the samples of several turns. Empty for single responses."""
+    """Messages and rewards of samples with several turns, by sample. Empty for single responses."""
 
     def few_judged(self) -> str | None:
-        """A sentence for an evaluation in which most responses got no verdict, so that its metrics
-        are over the others alone. None if most got one."""
+        """Returns a warning if most responses have no verdict, so that the metrics cover the others
+        only; else None."""
         failed = [verdict for _, _, verdict in self.judged if isinstance(verdict, Failed)]
         total = len(self.judged)
         if 2 * len(failed) <= total:
@@ -63,8 +65,8 @@ class EvalResult:
         )
 
     def out_of_reach(self, threshold: float) -> str | None:
-        """A sentence for an evaluation in which some rewards were above 0 and none was as high as
-        the threshold. None in all other cases."""
+        """Returns a warning if the largest reward was above 0 and below the pass threshold, so that
+        nothing passed; else None."""
         values = [v.value for _, _, v in self.judged if isinstance(v, Scored)]
         largest = max(values, default=0.0)
         if largest <= 0 or largest >= threshold:
@@ -77,7 +79,7 @@ class EvalResult:
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
-    """Evaluates the policy of a run, on the main task, while nothing else is generated."""
+    """Evaluates a run's policy on held-out prompts, while no other samples are generated."""
 
     bus: Bus
     watch: Watch
@@ -95,12 +97,12 @@ class Evaluator:
     pools: Pools
     player: Player | None = None
     rows: EvaluationRows | None = None
-    """Writes the samples' texts to a file. None if texts are not kept."""
+    """Writes the samples of evaluations to parquet files. None if samples are not kept."""
     warn_once: WarnOnce = field(default_factory=lambda: WarnOnce(logger))
 
     async def evaluate(self, step: int) -> None:
-        """Evaluate the policy after this step. The metrics are a note in the log, the texts are a
-        file. Nothing is done if there are no held-out prompts."""
+        """Evaluate the policy after step `step`. Metrics go to the event log, samples to a file.
+        Does nothing without held-out prompts."""
         if self.prompts is None:
             return
         clock, generated_s = self.bus.clock, 0.0
@@ -139,8 +141,8 @@ class Evaluator:
         self.bus.note("evaluation", seconds, step, metrics)
 
     async def _judge(self, inputs: Sequence[RewardInput]) -> list[Scored | Failed]:
-        """Returns the verdicts, under deadlines that the run has learnt; lost checks are tried
-        again."""
+        """Returns the rewards' verdicts, in the order of `inputs`. Deadlines of checks are those of
+        training. A response is judged again if an infrastructure fault lost its verdict."""
         limit_of = self.bus.job.rewards.timeout_s
         limits = [limit_of(one.task or "") or limit_of(TRAIN) for one in inputs]
         verdicts: dict[int, Scored | Failed] = {}
@@ -184,14 +186,12 @@ async def evaluate(
     player: Player | None = None,
     drawing: AbstractAsyncContextManager[None] | None = None,
 ) -> EvalResult:
-    """Generate responses to the prompts and judge them, as `config.eval` says. `progress`: what
-    rewards are told of the run's progress. `player`: plays samples of several turns; None for
-    single responses. `let_go`: is told which samples engines need not keep any more. `drawing`:
-    context in which all is generated, before it is judged.
-
-    The noise depends on seed, row and sample alone, so two evaluations in one run differ by their
-    weights only. Samples without a verdict are left out and counted.
-    """
+    """Generate responses to the prompts and judge them, as `config.eval` says. `progress`: the
+    run's progress, for rewards. `player`: plays samples of several turns; None for single
+    responses. `let_go`: is told of samples whose caches engines need not keep. `drawing`: context
+    around the generation; None: no context. The random numbers depend on seed, row and sample only,
+    so that evaluations in a run differ by their weights alone. Samples without a verdict are left
+    out, and counted."""
     settings, sampling = config.eval, config.eval_sampling
     rows = prompts.rows[: settings.max_prompts]
     requests = _requests(rows, settings.samples_per_prompt, sampling)
@@ -245,12 +245,13 @@ def _requests(
 
 
 def _was_lost(verdict: Scored | Failed) -> bool:
-    """Whether the machinery failed, and not the response, so that another try may succeed."""
+    """Whether the verdict is missing through a fault of the infrastructure, not of the response, so
+    that another try may succeed."""
     return isinstance(verdict, Failed) and verdict.cause is Cause.INFRASTRUCTURE
 
 
 def _means_by_reward(verdicts: Sequence[Scored | Failed]) -> dict[str, float]:
-    """`eval/rewards/NAME/mean` of each reward, over the responses with a verdict that it judged."""
+    """Returns `eval/rewards/NAME/mean` for each reward, over the responses that it judged."""
     values: dict[str, list[float]] = {}
     for verdict in verdicts:
         if isinstance(verdict, Scored):
@@ -267,7 +268,7 @@ def reward_input(
     progress: Progress,
     episode: Episode | None = None,
 ) -> RewardInput:
-    """Returns a response, or a trajectory, in the form that rewards take."""
+    """Returns the input of reward functions for a response, or a trajectory with `episode`."""
     last = response.last_turn
     said = None if episode is None or episode.prompt is None else [*map(dict, episode.prompt)]
     return RewardInput(
@@ -284,11 +285,10 @@ def reward_input(
 
 
 def pass_at_k(passed: Mapping[int, tuple[int, int]], most: int) -> dict[str, float]:
-    """`eval/pass@k` for k = 1, 2, 4, ... and `most`: the chance that k draws hold a pass.
-
-    Per prompt 1 - C(n - c, k) / C(n, k) for c passes in n verdicts, averaged over the prompts that
-    have at least k verdicts (Chen et al. 2021, arXiv 2107.03374).
-    """
+    """Returns `eval/pass@k` for k = 1, 2, 4, ... and `most`: the chance that one of k responses
+    passes. For a prompt with c passes in n verdicts it is 1 - C(n - c, k) / C(n, k); the metric is
+    the mean over prompts with at least k verdicts (Chen et al. 2021, arXiv 2107.03374). `passed`
+    has (c, n) by prompt."""
     wanted = sorted({1, most} | {2**power for power in range(1, most.bit_length())})
     metrics = {}
     for k in wanted:
@@ -299,8 +299,8 @@ def pass_at_k(passed: Mapping[int, tuple[int, int]], most: int) -> dict[str, flo
 
 
 def standard_error(passed: Mapping[int, tuple[int, int]]) -> dict[str, float]:
-    """Metric: the standard error of pass@1 over the prompts with a verdict. Empty for fewer than
-    two of them. Prompts are counted, as responses to one prompt are no independent draws."""
+    """Returns the metric of the standard error of pass@1, over the prompts with a verdict
+    (responses to one prompt are not independent). Empty for fewer than two prompts."""
     shares = [c / n for c, n in passed.values() if n]
     if len(shares) < 2:
         return {}

@@ -1,9 +1,9 @@
-"""The engines' port: `Launch`, `Continue`, `Place`, `Move` and `Abort` in; out come the ends of
-samples, and the losses of engines.
+"""The engines' port: carries out the core's commands `Launch`, `Continue`, `Place`, `Move` and
+`Abort`, and tells the core how samples ended and which engines were lost.
 
-An engine in the run's own process reports between two decode steps and waits for the answer: what
-the core says to a sample that has finished is obeyed inside that call, so that an abort takes
-effect at the same decode step in every run.
+An engine in the run's own process reports between two decode steps and waits for the answer. What
+the core commands when a sample has finished is done inside that call, so that an abort takes effect
+at the same decode step in every run.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from rollpacker.run.ports.waiting import Collecting
 from rollpacker.trainer.trainer import NonFiniteError
 
 SALVAGED = ("perf/salvaged_samples", "perf/salvaged_tokens")
-"""Names of the metrics that count, after a resume, the samples and tokens not generated again."""
+"""Names of the metrics for samples and tokens that a resume did not have to generate again."""
 
 
 @dataclass(eq=False, slots=True)
 class Generation:
-    """The engines' port: obeys commands in whatever thread they come, and hears each engine in the
-    engine's own thread."""
+    """The engines' port: carries out commands in the thread in which they come, and receives each
+    engine's outputs in that engine's thread."""
 
     shared: Shared
     scoring: Scoring
@@ -65,10 +65,10 @@ class Generation:
     episodes: Episodes | None = None
     """Plays samples that take turns with environments. None if samples are single responses."""
     _collecting: Collecting | None = field(default=None, init=False)
-    """Gathers the outputs of an evaluation, of which the core does not know. None between
+    """Gathers the outputs of an evaluation, which the core does not see. None between
     evaluations."""
     _policy_is_broken: bool = field(default=False, init=False)
-    """Whether the weights are spoilt: the run ends, and outputs are not looked at."""
+    """Whether the weights have become NaN: the run ends, and outputs are ignored."""
 
     def routes(self) -> Routes:
         further: Routes = {}
@@ -85,7 +85,7 @@ class Generation:
         }
 
     def start(self) -> None:
-        """Listen to the engines from now on."""
+        """Receive the engines' outputs from now on."""
         if self.episodes is not None:
             self.episodes.let_go_of = self.engines.let_go
         self.salvage.wake = lambda: self.shared.main.post(self._tell_salvaged)
@@ -93,11 +93,9 @@ class Generation:
         self.engines.start(self._on_outputs, self._on_error, self._tell)
 
     async def collect(self, requests: Sequence[GenerationRequest]) -> Sequence[Response]:
-        """Returns the engines' responses to requests of which the core does not know, as an
-        evaluation's. Samples that fail are left out.
-
-        Raises what the one engine died of, or `DeadlineExceeded`.
-        """
+        """Returns the engines' responses to requests that do not come from the core, as in an
+        evaluation. Samples that fail are left out. Raises `DeadlineExceeded`, or the error of the
+        only engine."""
         await self.devices.to_engines()
         collecting = Collecting(len(requests), asyncio.get_running_loop())
         self.shared.main.awaited = collecting.done
@@ -116,8 +114,8 @@ class Generation:
             self._collecting = self.shared.main.awaited = None
 
     def let_go(self, samples: Sequence[SampleId]) -> None:
-        """Tell engines to discard their caches of these samples, of which the core does not
-        know."""
+        """Tell engines to discard their caches of these samples, which the core does not know (as
+        in an evaluation)."""
         with self.shared.bus.lock:
             self.engines.let_go(samples)
 
@@ -142,14 +140,14 @@ class Generation:
         self._fetch_engines()
 
     def _fetch_engines(self) -> None:
-        """Get the devices back for engines that were asked for something while the trainer had
-        them."""
+        """If calls wait for engines whose devices the trainer has, let the main task give the
+        devices back."""
         if self.devices.are_awaited:
             self.shared.main.later(self.devices.to_engines)
 
     def _on_outputs(self, handle: Handle, outputs: Sequence[EngineOutput]) -> None:
-        """Take outputs, in the engine's thread; an engine in this process calls between decode
-        steps."""
+        """Handle outputs in the engine's thread. An engine in this process waits meanwhile, between
+        two decode steps."""
         with self.shared.bus.lock:
             for output in outputs:
                 is_its_own = self.engines.has(handle, output.event.sample)
@@ -171,7 +169,8 @@ class Generation:
             self.shared.main.post(self.scoring.start)
 
     def _take(self, event: EngineEvent | None, response: Response | None) -> None:
-        """Tell the core of an output. The response's tokens stay here, and None is ignored."""
+        """Tell the core of an engine's event, and keep the response's tokens. Does nothing if
+        `event` is None."""
         if event is None:
             return
         if self.episodes is not None:
@@ -190,8 +189,8 @@ class Generation:
             handle.salvage = self.salvage
 
     def _tell_salvaged(self) -> None:
-        """Tell the core how samples that are launched again had ended before the run was killed;
-        samples that were stopped then, and are not now, go to engines. Used on the event loop."""
+        """Tell the core the recorded results of samples that had ended before the resume. Samples
+        that were aborted then, and are not now, are given to engines. Used on the event loop."""
         told: list[int] = []
         with self.shared.bus.lock:
             for handle, output in self.salvage.outputs():
@@ -205,8 +204,8 @@ class Generation:
                 self.shared.bus.note("salvaged", 0.0, self.shared.bus.job.step, counts)
 
     def _blame(self, handle: Handle, event: SampleFailed) -> None:
-        """Handle logits that are no numbers: the engine is lost, or the run ends for a broken
-        policy."""
+        """Handle a NaN in an engine's logits: the engine is lost, or the run ends since the weights
+        are broken."""
         if self.engines.blame(handle):
             self._policy_is_broken = True
             self.shared.main.post(self.shared.main.fail, self._broken_policy(event))
@@ -214,8 +213,8 @@ class Generation:
             self.engines.lose(handle, event.reason)
 
     def _tell(self, event: FleetEvent) -> None:
-        """Tell the core of engines that come and go. Requests of an evaluation, which the core does
-        not route, are placed again here; the run ends if the core has given up its engines."""
+        """Tell the core of engines lost and added. In an evaluation, also submit the requests of a
+        lost engine to others; the run ends if the core has given up on its engines."""
         self._let_salvage_answer()
         self.shared.bus.take(event)
         fleet = self.shared.bus.job.fleet
@@ -227,7 +226,7 @@ class Generation:
             self.engines.place_anywhere()
 
     def _broken_policy(self, event: SampleFailed) -> NonFiniteError:
-        """Returns the error for spoilt weights, which may come even from a finite update."""
+        """Returns the error that ends the run because its weights yield NaN."""
         step = self.shared.bus.job.step
         newest = self.checkpoints / f"step_{step:06d}"
         spoilt = f"; remove {newest} first, its weights are spoilt" if newest.exists() else ""
@@ -237,8 +236,8 @@ class Generation:
         )
 
     def _on_error(self, handle: Handle, error: BaseException) -> None:
-        """Take an engine's error, in any thread: the engine is lost if the error is its own fault
-        and another can take its place; else the run ends."""
+        """Handle an engine's error, in any thread. The engine is lost if another can replace it;
+        else the run ends."""
         if self.engines.make is None or not isinstance(error, EngineError):
             self.shared.main.post(self.shared.main.fail, error)
             return

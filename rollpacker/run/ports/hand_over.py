@@ -1,10 +1,10 @@
-"""Brings new weights to the engines: `SyncWeights` in, `WeightsSynced` out; and adds new engines,
-with the current weights: `Replace` or `Resize` in, `EngineReady` out.
+"""Brings new weights to the engines (`SyncWeights`, answered by `WeightsSynced`), and adds engines
+that have the current weights (`Replace` or `Resize`, answered by `EngineReady`).
 
-    SyncWeights -> the trainer writes them -> each engine takes them, in a thread of its own; where
-                   pools are shared, when it wakes up (`pools.py`)
-    Replace     -> a new engine is made, in a thread of its own -> takes those at hand, and whatever
-                   came meanwhile -> fills its place
+    SyncWeights -> the trainer writes weights -> each engine loads them, in a thread of its own; if
+                   other jobs share the devices, when it has its device again (`pools.py`)
+    Replace     -> an engine is made, in a thread of its own -> loads the current weights, and any
+                   that came meanwhile -> joins the others
     Resize      -> all engines are closed -> the same for each of the new ones
 """
 
@@ -37,18 +37,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Publish = Callable[["WeightSource"], Mapping[str, Exception]]
-"""Function that brings weights to all hosts with engines. Returns the error for each host that
-could not be reached, by the host's name."""
+"""Function that copies weights to all hosts with engines. Returns an error for each host that was
+not reached, by host name."""
 
 WRITTEN_S = 0.02
-"""Seconds after which an engine that waits for weights looks again whether the trainer has written
-them."""
+"""Seconds after which a new engine that waits for weights looks again whether the trainer has
+written them."""
 
 
 @dataclass(frozen=True, slots=True)
 class HandingOver:
-    """Brings the engines to the trainer's weights, on the main task; engines that are added in
-    between are brought there in threads of their own."""
+    """Brings the trainer's weights to all engines, on the main task; to engines that are added in
+    between, in threads of their own."""
 
     bus: Bus
     main: MainTask
@@ -57,8 +57,8 @@ class HandingOver:
     engines: Engines
     devices: SharedDevices
     publish: Publish | None
-    """Brings weights to the engines' hosts while other jobs have the engines' devices; engines take
-    the weights when they wake up. None: engines are always there, and take weights at once."""
+    """Copies weights to the engines' hosts while other jobs have the engines' devices; engines load
+    them when they are back. None: no other job uses the devices; engines load at once."""
 
     def routes(self) -> Routes:
         return {
@@ -113,8 +113,8 @@ class HandingOver:
         ).start()
 
     def _fill(self, number: int, incarnation: int, layout: EngineLayout) -> None:
-        """Make a new engine for this slot and let it join. If anything goes wrong, the core is told
-        that this engine is lost."""
+        """Make a new engine with this number and add it to the run. If that fails, the core is told
+        that the engine is lost."""
         engines, engine = self.engines, None
         assert engines.make is not None, f"engine {number}: nobody can make it"
         try:
@@ -132,8 +132,8 @@ class HandingOver:
                 engines.failed_to_join(number, incarnation, layout, error)
 
     def _joins(self, handle: Handle) -> bool:
-        """Bring a new engine to the current weights and let it join. Returns False if the weights
-        are about to change, or have changed meanwhile."""
+        """Load the current weights into a new engine and add it to the run. Returns False, to be
+        called again, if the weights change meanwhile."""
         engines = self.engines
         weights = engines.weights
         if weights.hand_over is None and not engines.is_closed:
@@ -155,12 +155,11 @@ class HandingOver:
 
 
 async def _close_all(engines: Sequence[Engine]) -> None:
-    """Close engines that nobody needs any more, whatever they raise."""
     await asyncio.gather(*(engine.close() for engine in engines), return_exceptions=True)
 
 
 async def hand_over_weights(trainer: Trainer, engines: Engines, version: int) -> None:
-    """Bring all engines to the trainer's weights before a run begins. Raises an engine's error."""
+    """Bring the trainer's weights to all engines before a run begins. Raises an engine's error."""
     weights = Weights(version, await trainer.hand_over())
     await take_all_back(trainer, engines)
     for error in (await _bring_all(engines.expect(weights), weights)).values():
@@ -170,8 +169,8 @@ async def hand_over_weights(trainer: Trainer, engines: Engines, version: int) ->
 async def publish_weights(
     trainer: Trainer, engines: Engines, version: int, publish: Publish
 ) -> None:
-    """Leave the trainer's weights on the engines' hosts, before a run begins that shares its pools,
-    for engines to take when they wake up; the trainer then releases its devices."""
+    """Copy the trainer's weights to the engines' hosts before a run with shared devices begins, and
+    release the trainer's devices. Engines load the weights when they get devices."""
     weights = Weights(version, await trainer.hand_over())
     await _bring_to_hosts(publish, weights)
     engines.expect(weights)
@@ -179,8 +178,8 @@ async def publish_weights(
 
 
 async def _bring_to_hosts(publish: Publish, weights: Weights) -> None:
-    """Bring the weights to all hosts with engines. Where a host cannot be reached, an engine there
-    asks for the weights itself, or is lost."""
+    """Copy the weights to all hosts with engines. A host that cannot be reached is only warned of:
+    its engines will ask for the weights, or be lost."""
     assert weights.hand_over is not None
     source = weights.hand_over.weights
     if source is None or isinstance(source, Mapping):  # engines are in this process
@@ -196,20 +195,16 @@ async def _bring_to_hosts(publish: Publish, weights: Weights) -> None:
 async def _bring_all(
     handles: Sequence[Handle], weights: Weights, within_s: float | None = None
 ) -> dict[Handle, BaseException]:
-    """Bring all these engines to the weights at once. Returns the errors of those that failed, or
-    were not done within `within_s` seconds (None: no limit)."""
+    """Bring the weights to all these engines at once. Returns the errors of engines that failed, or
+    took more than `within_s` seconds (None: no limit)."""
     arguments = {handle: (handle.engine, weights) for handle in handles}
     return await failures(bring_up_to_date, arguments, "take new weights", within_s)
 
 
 def bring_up_to_date(engine: Engine, weights: Weights) -> None:
-    """Bring an engine to the trainer's weights, and see that they have arrived.
-
-    Called in a thread of its own, so that a copy that hangs can be given up: on the event loop it
-    would keep the deadline itself from being noticed.
-
-    Raises `EngineError`, and `TrainerError` if a fixed sample of the weights differs afterwards.
-    """
+    """Load the trainer's weights into an engine, and check that they arrived. This runs in a thread
+    of its own, so that a copy that hangs does not stop the event loop. Raises `EngineError`, and
+    `TrainerError` if a hash of the engine's weights differs from the trainer's."""
     hand_over = weights.hand_over
     assert hand_over is not None
     asyncio.run(engine.update_weights(weights.version, hand_over.weights))

@@ -1,4 +1,4 @@
-"""Engines, the samples that each engine has, and what a sample takes along to another engine."""
+"""An engine as the run knows it, its samples, and what a sample takes along to another engine."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ EngineEnd = SampleGenerated | SampleAborted | SampleFailed
 
 @dataclass(frozen=True, slots=True)
 class EngineLayout:
-    """The way in which devices are shared out among engines."""
+    """How the run's devices are distributed among its engines."""
 
     number: int
-    """How often devices were shared out anew."""
+    """Number of times that devices were redistributed so far."""
     tensor_parallel: int
     """Number of devices of each engine."""
 
 
 class KnownEnds(Protocol):
-    """Protocol of what knows how some samples end before an engine is asked, as `Salvage` does."""
+    """Protocol of an object, such as `Salvage`, that knows after a resume how some samples will end
+    before an engine generates them."""
 
     def keep_back(
         self, handle: Handle, requests: Sequence[GenerationRequest]
@@ -46,48 +47,51 @@ class KnownEnds(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Handle:
-    """One incarnation of an engine, from its start to its loss, and what the run knows of it."""
+    """One engine from its start to its loss, and what the run knows of it. The engine that replaces
+    it has the same number; `incarnation` counts the earlier engines with this number."""
 
     number: int
     incarnation: int
     engine: Engine
     lives: bool = True
     num_steps: int = -1
-    """Number of the engine's decode steps at the last look; -1 before the first look."""
+    """The engine's count of decode steps when last looked at; -1 before the first look."""
     progress_s: float = 0.0
-    """The last time at which the decode steps had grown or the engine had nothing to do, in seconds
-    of the run's clock."""
+    """When the engine last was seen to have done a decode step, or to have nothing to do; in
+    seconds of the run's clock."""
     is_away: bool = False
-    """Whether the engine has let go of its device's memory, or is about to."""
+    """Whether the engine has released its device's memory, or is about to."""
     told: list[Callable[[], None]] = field(default_factory=list)
-    """Calls that came while the engine was away, to be made when it is back."""
+    """Calls to the engine that wait until it has its device again."""
     version: int | None = None
-    """Version of the weights that the engine was brought to. None if it was not brought to any
-    yet."""
+    """Version of the weights that the engine got last. None before it got any."""
     salvage: KnownEnds | None = None
-    """Knows how some of the engine's samples end, from an earlier session. None: knows none."""
+    """Knows how some of the engine's samples end, from before a resume. None if no such ends are
+    known."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Give the engine the requests whose end is not known, at once or when the engine is
-        back."""
+        """Give the engine these requests at once, or when it has its device again; except for those
+        whose result is known from before a resume."""
         if self.salvage is not None:
             requests = self.salvage.keep_back(self, requests)
         if requests:
             self._tell(partial(self.engine.submit, requests))
 
     def abort(self, samples: Sequence[SampleId]) -> None:
-        """Stop the samples whose end is not known, at once or when the engine is back."""
+        """Stop these samples at once, or when the engine has its device again; except for those
+        whose result is known from before a resume."""
         if self.salvage is not None:
             samples = self.salvage.stop(samples)
         if samples:
             self._tell(partial(self.engine.abort, samples))
 
     def let_go(self, samples: Sequence[SampleId]) -> None:
-        """Have the engine discard its caches of these samples; later, if the engine is away."""
+        """Have the engine discard its caches of these samples: at once, or when it has its device
+        again."""
         self._tell(partial(self.engine.let_go, samples))
 
     def come_back(self) -> None:
-        """Make the calls that came while the engine was away."""
+        """Note that the engine has its device again, and make the calls that waited for that."""
         told, self.told, self.is_away = self.told, [], False
         for call in told:
             call()
@@ -100,7 +104,7 @@ class Handle:
 
 
 class Ending:
-    """Closes engines in threads that nobody waits for."""
+    """Closes engines in background threads."""
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
@@ -111,7 +115,7 @@ class Ending:
         return not any(thread.is_alive() for thread in self._threads)
 
     def close(self, engine: Engine) -> None:
-        """Close an engine that is lost or not needed, in the background. Its errors are ignored."""
+        """Close a lost or unneeded engine in the background. Its errors are ignored."""
 
         def close() -> None:
             with contextlib.suppress(Exception):  # whatever it says
@@ -120,7 +124,7 @@ class Ending:
         self.do(close, "rollpacker-lost-engine")
 
     def do(self, work: Callable[[], None], name: str) -> None:
-        """Do work that closes engines, in a thread of this name."""
+        """Run a function that closes engines in a thread of this name."""
         thread = threading.Thread(target=work, name=name, daemon=True)
         thread.start()
         self._threads = [*(one for one in self._threads if one.is_alive()), thread]
@@ -128,38 +132,38 @@ class Ending:
 
 @dataclass(eq=False, slots=True)
 class AssignedSample:
-    """A sample that was given to an engine and has not ended."""
+    """A sample that is assigned to an engine and has not ended."""
 
     request: GenerationRequest
-    """The request that the core's launch (its submission of the sample) made."""
+    """The request with which the core submitted the sample."""
     at: Handle | None
     """The engine that has the sample. None if that engine is lost."""
     moves_to: int | None = None
-    """Number of the engine in which the sample is to go on, once the engine that has it has stopped
-    it. None if it stays."""
+    """Number of the engine in which the sample goes on once its present engine has stopped it. None
+    if it is not to move."""
     anew: bool = False
-    """Whether the sample starts in the other engine from what its launch gave it, instead of from
-    the tokens that it has by now."""
+    """Whether a sample that moves starts again from its original request, without the tokens
+    generated since."""
     is_unwanted: bool = False
-    """Whether the core has aborted the sample since it told the sample to move, so that it does not
-    start in the other engine."""
+    """Whether the core has aborted the sample while it was to move, so that it ends instead."""
     num_kept: int | None = None
-    """Number of carried tokens, from an earlier launch, that an engine which the sample has left
-    found valid. None if no such engine has looked at them."""
+    """Number of tokens from an earlier step that a former engine of this sample found valid. None
+    if no engine has checked them."""
     preemptions: int = 0
-    """Number of times that engines which the sample has left had preempted it."""
+    """Number of times that this sample was preempted in engines that it has left."""
 
 
 def stamped(event: EngineEnd, handle: Handle) -> EngineEnd:
-    """Returns the event with the number and incarnation of the engine that reported it. Both are 0,
-    the default, for the first engine of a run."""
+    """Returns the event with the number of the engine that reported it, and its incarnation (how
+    many engines had this number before). Both are 0, the default, for the first engine of a run."""
     if not (handle.number or handle.incarnation):
         return event
     return structs.replace(event, engine=handle.number, incarnation=handle.incarnation)
 
 
 def with_earlier(event: EngineEnd, held: AssignedSample) -> EngineEnd:
-    """Returns the event with the preemptions and kept tokens of engines that the sample left."""
+    """Returns the event, with what the sample's former engines counted: preemptions, and tokens of
+    an earlier step that were valid."""
     if isinstance(event, SampleFailed):
         return event
     if held.num_kept is None and not held.preemptions:
@@ -173,13 +177,10 @@ def with_earlier(event: EngineEnd, held: AssignedSample) -> EngineEnd:
 def taken_along(
     held: AssignedSample, event: SampleAborted, response: Response | None
 ) -> GenerationRequest:
-    """Returns the request from which another engine goes on, with the tokens so far, which stay
-    valid together with their log-probs.
-
-    It is the launch's own request, so that the sample starts again, if no engine has looked at its
-    carried tokens yet, or if an end of the response may have been refused: how often it was refused
-    is known to the old engine alone.
-    """
+    """Returns the request for the sample's next engine, with the tokens generated so far and their
+    log-probs. It is the original request, so that the sample starts again, if no engine has checked
+    the tokens of an earlier step yet, or if tokens may have been drawn again because the response
+    ended too early or grew too long (only the old engine knows how often they were)."""
     carried = held.request.carried
     unseen = carried is not None and carried.verify and event.num_kept is None
     unseen = unseen and held.num_kept is None
@@ -195,7 +196,7 @@ def taken_along(
 
 
 def moved(sample: SampleId, to: Handle, num_tokens: int) -> SampleMoved:
-    """The event that the sample goes on in engine `to` with so many tokens."""
+    """Returns the event that the sample goes on in engine `to`, with `num_tokens` tokens so far."""
     return SampleMoved(
         time_s=0.0,
         sample=sample,

@@ -1,7 +1,7 @@
-"""The main task does what takes long, one piece (a *deed*) at a time, in the order of asking.
+"""The main task does slow work, one piece (a *deed*) at a time, in the order of asking.
 
 any thread --later(deed)--> inbox --next()--> the controller's loop runs it to its end
-any thread --fail(error)--> inbox, or what the main task waits for from the engine
+any thread --fail(error)--> inbox, or the future that the main task waits for
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ Deed = Callable[[], Awaitable[None]]
 
 
 class MainTask:
-    """Passes work from other threads, and from the ports of slow commands, to the event loop."""
+    """Queues slow work from ports and other threads for the main task on the event loop."""
 
     def __init__(self) -> None:
         self.awaited: asyncio.Future[Any] | None = None
-        """A result that the main task waits for and that no command brings, such as an
-        evaluation's; it gets the error if the run fails. None if no such result is awaited."""
+        """A future that the main task awaits and that no command of the core brings, such as an
+        evaluation's responses. It gets the error if the run fails. None if none is awaited."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
         self._why_at_once: BaseException | None = None
         self._lock = threading.Lock()
         self._together: list[tuple[Callable[..., object], tuple[object, ...]]] = []
-        """Functions, each with its arguments, that the loop is to call when it next wakes up. The
-        loop was woken when the first was added."""
+        """Functions, each with its arguments, that the event loop is to call when it next wakes up.
+        Adding the first one wakes it."""
         self._inbox: asyncio.Queue[Deed | Finish | BaseException] = asyncio.Queue()
 
     def open(self) -> None:
-        """Use the running loop and task from now on."""
+        """Use the running event loop and its current task from now on."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             self._together = []  # what the one before did not come to is lost with it
@@ -51,14 +51,13 @@ class MainTask:
         return {Finish: self._put}
 
     def post(self, function: Callable[..., object], *arguments: object) -> None:
-        """Call the function on the event loop, soon. Thread-safe."""
+        """Have the event loop call this function soon. Thread-safe."""
         assert self._loop is not None, "the run has not begun"
         self._loop.call_soon_threadsafe(function, *arguments)
 
     def post_together(self, function: Callable[..., object], *arguments: object) -> None:
-        """Call the function on the event loop, after all that were posted by this method before.
-        The loop is woken once for all that come until it looks, as waking is a system call.
-        Thread-safe."""
+        """Have the event loop call this function, after all others posted by this method. The loop
+        is woken once for all of them, as waking is a system call. Thread-safe."""
         with self._lock:
             self._together.append((function, arguments))
             is_first = len(self._together) == 1
@@ -75,12 +74,13 @@ class MainTask:
                 self.fail(error)
 
     def later(self, deed: Deed) -> None:
-        """Do this piece of work after all that was asked for before. Thread-safe."""
+        """Have the main task do this piece of work after all that was asked for before.
+        Thread-safe."""
         self._put(deed)
 
     def fail(self, error: BaseException) -> None:
-        """End the run with the error that a part died of, whatever the main task waits for. Used on
-        the event loop only; other threads `post` it."""
+        """End the run with this error, whatever the main task waits for. Used on the event loop;
+        other threads `post` it."""
         if self.awaited is not None and not self.awaited.done():
             self.awaited.set_exception(error)
         else:
@@ -94,16 +94,13 @@ class MainTask:
                 self.post(self._task.cancel)
 
     def raise_why(self) -> None:
-        """Raise the error with which the run was to end at once, if there is one."""
+        """Raise the error given to `end_at_once`, if there was a call."""
         if self._why_at_once is not None:
             raise self._why_at_once from None
 
     async def next(self, within_s: float) -> Deed | Finish | None:
-        """Wait for the next piece of work (deed), or for the command `Finish`. None if nothing was
-        asked for within these seconds.
-
-        Raises what a part died of.
-        """
+        """Returns the next piece of work (a function), or the command `Finish`. None if nothing
+        comes within `within_s` seconds. Raises the error given to `fail`."""
         try:
             item = await asyncio.wait_for(self._inbox.get(), within_s)
         except TimeoutError:
@@ -116,7 +113,7 @@ class MainTask:
         self.post(self._inbox.put_nowait, item)
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """End the run if a callback of ours raised; other complaints are only logged."""
+        """End the run if a posted function has raised; other problems are only logged."""
         error = context.get("exception")
         if "handle" in context and error is not None:
             self.fail(error)

@@ -1,5 +1,5 @@
-"""Episodes under way: the tokens and messages of each sample, and its turns with an environment.
-Nothing here knows the core or the bus, so that training and evaluation play alike."""
+"""Plays episodes (samples that take turns with an environment), and keeps the tokens and messages
+of each. The core is not used here, so that training and evaluation play alike."""
 
 from __future__ import annotations
 
@@ -32,70 +32,71 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Spent:
-    """Seconds and tokens that an episode has cost so far."""
+    """Seconds and tokens that one episode has taken so far."""
 
     answer_s: list[float] = field(default_factory=list)
-    """Seconds that the environment took to answer, by turn."""
+    """Seconds that the environment took to answer each turn."""
     policy_s: list[float] = field(default_factory=list)
-    """Seconds from asking for a turn to its last token, by turn."""
+    """Seconds that the engine took for each of the model's turns."""
     asked_s: float | None = None
-    """When the turn under way was asked for (`time.monotonic`). None if no turn is under way."""
+    """When the engine was asked for the current turn (`time.monotonic`). None between turns."""
     kept_tokens: int = 0
-    """Number of context tokens, over all turns, that the engine had kept since an earlier turn."""
+    """Number of context tokens, over all turns, that engines had in their caches."""
     recomputed_tokens: int = 0
-    """Number of context tokens, over all turns, that the engine had to compute again."""
+    """Number of context tokens, over all turns, that engines had to compute again."""
 
     def ask(self) -> None:
-        """Note the time: an engine is about to be asked for the next turn."""
+        """Note that an engine is asked for the next turn now."""
         self.asked_s = time.monotonic()
 
     def hear(self) -> None:
-        """Note that an engine has finished the turn, and how long that took."""
+        """Note that an engine has finished the turn now."""
         self.policy_s.append(0.0 if self.asked_s is None else time.monotonic() - self.asked_s)
         self.asked_s = None
 
 
 @dataclass(slots=True)
 class Play:
-    """The episode of one sample, as far as it has been played."""
+    """The state of one sample's episode (all its turns with an environment)."""
 
     sample: SampleId
     row: PromptRow
     trajectory: Trajectory
     prompt: tuple[Message, ...] | None = None
-    """The prompt that the environment gave. None if the prompt is the data row's own."""
+    """Messages of the prompt that the environment gave. None if the data row's prompt is used."""
     dialogue: Dialogue | None = None
-    """Message format with this episode's tools. None if it has the tools of every episode."""
+    """Chat format with the tools of this episode. None if the episode has the tools that all
+    episodes have."""
     is_begun: bool = False
-    """Whether the environments have begun this episode."""
+    """Whether the environment has begun this episode."""
     said: list[Message] = field(default_factory=list)
-    """The model's messages that were given to the environment so far, by turn."""
+    """The model's messages that the environment was given, one per turn."""
     drawn: tuple[int, ...] = ()
     """Tokens that the model generated in the latest turn."""
     num_drawn: list[int] = field(default_factory=list)
-    """Number of tokens that the model generated, by turn."""
+    """Number of tokens that the model generated in each turn."""
     num_tokens: int = 0
-    """Length of the trajectory in tokens, as limits count it: all that were generated and given, or
-    how much the next turn's prompt is longer than the first one's, if that is more."""
+    """Length of the trajectory in tokens, for limits: all tokens generated and given; or the growth
+    of the prompt since the first turn, if that is more."""
     num_given: int = 0
-    """Number of the trajectory's tokens that the model was given after its latest turn."""
+    """Number of tokens that were given to the model after its latest turn."""
     messages: list[Message] = field(default_factory=list)
-    """All messages after the prompt, the model's and the environment's."""
+    """All messages after the prompt, of model and environment."""
     rewards: list[float | None] = field(default_factory=list)
-    """Rewards that the environment gave, by turn. None for a turn without a reward."""
+    """Reward that the environment gave each turn; None for a turn without one."""
     spent: Spent = field(default_factory=Spent)
     metrics: Counter[str] = field(default_factory=Counter)
-    """Sums of the numbers that the environment counts, by name."""
+    """Sums of the environment's own metrics over the turns, by name."""
     version: int = 0
     """Version of the weights that generated the latest turn."""
 
     @property
     def seconds(self) -> float:
-        """Seconds that the environment took so far."""
+        """Seconds that the environment has taken so far, over all turns."""
         return sum(self.spent.answer_s)
 
     def heard(self, response: Response) -> None:
-        """Append the turn that the engine has generated."""
+        """Append a turn that an engine has generated."""
         self.spent.hear()
         self.trajectory = self.trajectory.and_then(Segment(response.tokens, response.log_probs))
         self.drawn, self.version = response.tokens, response.version
@@ -104,7 +105,7 @@ class Play:
 
     @property
     def num_turns(self) -> int:
-        """Number of the model's turns."""
+        """Number of turns that the model has had."""
         return len(self.num_drawn)
 
     def grown(self, given: tuple[int, ...]) -> None:
@@ -112,12 +113,13 @@ class Play:
         self._goes_on(self.trajectory.and_then(Segment(given)), len(given))
 
     def prompted(self, prompt: tuple[int, ...], given: tuple[int, ...] = ()) -> None:
-        """Give the next turn this whole prompt, whatever came before; see `Trajectory.prompted`."""
+        """Replace the context of the next turn by this whole prompt, as where the chat template
+        changes earlier turns. `given`: the part of it that is new since the latest turn."""
         self._goes_on(self.trajectory.prompted(prompt, given), len(given))
 
     def overflowed(self, most: int) -> None:
-        """Mark the trajectory as full, with `most` tokens: what is given is more than it may have.
-        How many tokens that would be is not counted."""
+        """Count the trajectory as full, at its limit of `most` tokens, since the environment's
+        answer does not fit."""
         self.num_given = max(most - self.num_tokens, 0)
         self.num_tokens += self.num_given
 
@@ -128,9 +130,8 @@ class Play:
         self.trajectory = trajectory
 
     def count_kept(self, num_reused: int) -> None:
-        """Count the tokens before the turn that was just generated: the engine had kept
-        `num_reused` of them and computed the rest again. A first turn is not counted, since nothing
-        could be kept for it."""
+        """Count, for the turn just generated, the context tokens that the engine had cached
+        (`num_reused`) and those it recomputed. A first turn has none to count."""
         if self.num_turns:
             before = max(self.trajectory.num_context - self.num_given, 1)
             kept = min(num_reused, before - 1)  # the latest drawn one was never fed
@@ -140,8 +141,8 @@ class Play:
     def request(
         self, sampling: SamplingParams, noise: SampleId | None, *, keep: bool = False
     ) -> GenerationRequest:
-        """Returns the request for the next turn. `keep`: whether the engine is to keep what it
-        computes, for the turn after that."""
+        """Returns the request for the next turn. `noise`: the sample whose random numbers are used;
+        None: its own. `keep`: whether the engine is to keep its cache for the turn after that."""
         self.spent.ask()
         return GenerationRequest(
             sample=self.sample,
@@ -153,8 +154,8 @@ class Play:
         )
 
     def response(self, reason: str) -> Response:
-        """Returns the whole trajectory as a response that ended for this reason. Tokens given after
-        the last turn are left out."""
+        """Returns the whole trajectory as a response with this finish reason. Tokens given after
+        the model's last turn are left out."""
         whole = self.trajectory.ended()
         return Response(
             sample=self.sample,
@@ -169,8 +170,8 @@ class Play:
 
 
 class Player:
-    """Plays the turns of samples with the environments of a run, on one event loop. Calls for the
-    same sample come one after another."""
+    """Plays episodes with a run's environments, on one event loop. Calls for one sample must not
+    overlap."""
 
     def __init__(
         self,
@@ -183,11 +184,10 @@ class Player:
         max_prompt_tokens: int,
         takes_rewrites: bool = False,
     ) -> None:
-        """`limits`: limits of a trajectory, the same as the core's. `timeout_s`: seconds that an
-        answer may take in an evaluation, or the final reward of an episode. `max_prompt_tokens`:
-        most tokens of a prompt that an environment gives. `takes_rewrites`: whether each turn's
-        prompt is what the chat template makes of all messages, as where the model is served, if the
-        template changes earlier turns."""
+        """`limits`: a trajectory's limits, as the core has them. `timeout_s`: seconds for an answer
+        in an evaluation, and for a final reward. `max_prompt_tokens`: most tokens of an
+        environment's prompt. `takes_rewrites`: whether each turn's prompt is the chat template
+        applied to all messages anew, if the template changes earlier turns."""
         self.environments = environments
         self.limits = limits
         self.timeout_s = timeout_s
@@ -196,15 +196,16 @@ class Player:
         self._takes_rewrites = takes_rewrites
         self._seed = seed
         self._prompts: dict[PromptId, tuple[int, ...]] = {}
-        """Prompt that the environments gave the first sample of each prompt in this step."""
+        """Prompt tokens that the environment gave the first sample of each prompt in this step, to
+        be compared with those of its other samples."""
         self._warn_once = WarnOnce(logger)
 
     def new(self, sample: SampleId, row: PromptRow) -> Play:
-        """Returns a new episode. Its prompt is the row's, unless the environments give another."""
+        """Returns a new episode with the data row's prompt, which the environment may replace."""
         return Play(sample, row, Trajectory(row.tokens))
 
     def launched(self, play: Play, request: GenerationRequest) -> GenerationRequest:
-        """Returns the core's request for a first turn, with the play's own prompt and limits."""
+        """Returns the core's request for a first turn, with the episode's prompt and limits."""
         play.spent.ask()
         return replace(
             request,
@@ -216,26 +217,27 @@ class Player:
     def request(
         self, play: Play, sampling: SamplingParams, noise: SampleId | None
     ) -> GenerationRequest:
-        """Returns the request for the next turn, bounded by the tokens left to the trajectory."""
+        """Returns the request for the next turn, within the trajectory's limits. `noise`: the
+        sample whose random numbers are used; None: its own."""
         return play.request(self._bounded(play, sampling), noise, keep=self._is_kept(play))
 
     def _is_kept(self, play: Play) -> bool:
-        """Whether engines are to keep what they compute in the next turn: not if it must be the
-        last."""
+        """Whether the engine is to keep its cache after the next turn, as another turn may
+        follow."""
         max_turns = self.limits.max_turns
         return max_turns is None or play.num_turns + 1 < max_turns
 
     def _bounded(self, play: Play, sampling: SamplingParams) -> SamplingParams:
-        """Returns the settings with at most as many response tokens as the trajectory may still
-        get, and at least one."""
+        """Returns the settings with the response length limited to what is left to the trajectory,
+        but at least one token."""
         most = self.limits.max_trajectory_tokens
         if most is None or play.num_tokens + sampling.max_response_tokens <= most:
             return sampling
         return replace(sampling, max_response_tokens=max(most - play.num_tokens, 1))
 
     async def begin(self, play: Play, *, timeout_s: float | None = None) -> Begun | Lost:
-        """Have the environments begin the episode, and use the prompt and the tools that they give.
-        Returns `Lost` if they fail, or give what cannot be used."""
+        """Have the environment begin the episode, and use the prompt and tools that it gives.
+        Returns `Lost` if it fails or gives something unusable."""
         sample = play.sample
         row = {**play.row.columns, "prompt": play.row.prompt}
         begun = await self.environments.begin(
@@ -271,9 +273,9 @@ class Player:
     async def act(
         self, play: Play, turn: int, *, anew: bool = False, timeout_s: float | None = None
     ) -> Answered | Lost:
-        """Give the model's message of this turn, the latest, to the environment, and append the
-        answer unless the episode is over. Returns `Lost` if the environment fails. `anew`: whether
-        the episode was lost, so that the turns before are played again first."""
+        """Give the model's latest message (of turn `turn`) to the environment, and append its
+        answer unless the episode is over. `anew`: whether the environment's episode was lost, so
+        that earlier turns are replayed first. Returns `Lost` if the environment fails."""
         assert turn == play.num_turns, f"{play.sample}: turn {turn} of {play.num_turns}"
         if anew or not play.is_begun:
             begun = await self.begin(play, timeout_s=timeout_s)
@@ -304,8 +306,8 @@ class Player:
     async def _again(
         self, play: Play, said: Sequence[Message], timeout_s: float | None
     ) -> Lost | None:
-        """Give these messages to an episode that was begun again. Returns `Lost` if the environment
-        fails."""
+        """Replay these messages in an episode that was begun again. Returns `Lost` if the
+        environment fails, else None."""
         for turn, message in enumerate(said, start=1):
             answer = await self.environments.act(play.sample, turn, message, timeout_s=timeout_s)
             if isinstance(answer, Lost):
@@ -313,14 +315,14 @@ class Player:
         return None
 
     def must_finish(self, play: Play, reason: str) -> bool:
-        """Whether the environment still has to give a final reward, given why the episode ended."""
+        """Whether the environment has a final reward to give. `reason`: why the episode ended."""
         asked = self.environments.scores_at_end and play.is_begun
         return asked and reason not in ("done", "truncated")
 
     async def finish(self, play: Play) -> Lost | None:
-        """Ask the environment for the final reward of an episode that a limit has ended, and add it
-        to the last turn's reward. If the episode was lost and environments are deterministic, it is
-        played again first. Returns `Lost` if the environment fails."""
+        """Ask the environment for the final reward of an episode that a limit ended, and add it to
+        the last turn's reward. An episode lost meanwhile is replayed first if environments are
+        deterministic. Returns `Lost` if the environment fails, else None."""
         environments, timeout_s = self.environments, self.timeout_s
         worth = await environments.finish(play.sample, timeout_s=timeout_s)
         if isinstance(worth, Lost) and worth.cause == "infrastructure":
@@ -339,9 +341,8 @@ class Player:
         return None
 
     def _answered(self, play: Play, said: Message, told: Sequence[Message]) -> None:
-        """Append the environment's messages, so that the next turn comes after them. Raises
-        `ValueError` if the chat template refuses them, and `TooLong` if they surely exceed a
-        trajectory's limit."""
+        """Append the environment's messages `told` to the tokens. Raises `ValueError` if the chat
+        template refuses them, and `TooLong` if they exceed the trajectory's limit."""
         dialogue, most = self._dialogue_of(play), self.limits.max_trajectory_tokens
         room = None if most is None else most - play.num_tokens
         if not self._takes_rewrites or dialogue.rewritten() is None:
@@ -361,8 +362,8 @@ class Player:
         play.prompted(prompt, given)
 
     def episode(self, play: Play) -> Episode:
-        """Returns the record of the episode. A last turn that was cut off is one of its messages,
-        though no environment was given that message."""
+        """Returns the record of the episode: messages, rewards, times. It includes a last turn that
+        was cut off and that the environment never got."""
         messages = list(play.messages)
         if len(play.said) < play.num_turns:
             messages.append(self._dialogue_of(play).message(play.drawn, play.num_turns))
@@ -378,7 +379,8 @@ class Player:
         )
 
     def _with_tools(self, tools: Sequence[ToolSchema]) -> Dialogue:
-        """Returns the dialogue with these tools. Raises `ValueError` if it cannot be trained on."""
+        """Returns the chat format with these tools. Raises `ValueError` if it changes earlier turns
+        and the run does not accept that."""
         dialogue = self._dialogue.with_tools(tools)
         if not self._takes_rewrites and (why := dialogue.rewritten()) is not None:
             raise ValueError(
@@ -391,25 +393,25 @@ class Player:
         return self._dialogue if play.dialogue is None else play.dialogue
 
     def end(self, play: Play) -> None:
-        """End an episode that is not needed any more, even if it never began or was lost."""
+        """End an episode in the environment; also one that was never begun, or is lost."""
         play.is_begun = False
         self.environments.end(play.sample)
 
     def forget_prompts(self) -> None:
-        """Forget the prompts that the environments gave, at the end of a step."""
+        """Forget the prompts that environments gave in this step."""
         self._prompts.clear()
 
 
 def seed_of(seed: int, prompt: PromptId) -> int:
-    """Returns the seed of a prompt's environments, the same for all its samples and attempts: 31
-    bits, which every random generator accepts."""
+    """Returns the seed for a prompt's environments, which all its samples and retries share: 31
+    bits, as every random generator accepts."""
     digest = hashlib.blake2b(f"{seed}|{prompt}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def ends_of(plays: Sequence[Play]) -> dict[str, float]:
-    """Metrics of finished episodes: means of turns, seconds, tokens kept and computed again, and
-    what environments count; also the most turns and seconds. Empty without episodes."""
+    """Returns metrics of finished episodes: turns, environment seconds, tokens cached and
+    recomputed, and the environments' own. Empty without episodes."""
     if not plays:
         return {}
     count = len(plays)
@@ -430,6 +432,7 @@ def ends_of(plays: Sequence[Play]) -> dict[str, float]:
 
 
 def _rows_of(plays: Sequence[Play]) -> dict[str, float]:
-    """Metric: mean number of training rows of a trajectory. Empty if each trajectory is one row."""
+    """Returns the metric of the mean number of training rows per trajectory (parts with a context
+    of their own). Empty if all have one row."""
     numbers = [len(play.trajectory.rows) for play in plays]
     return {"episodes/rows/mean": sum(numbers) / len(numbers)} if max(numbers) > 1 else {}

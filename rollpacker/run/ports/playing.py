@@ -1,4 +1,4 @@
-"""Plays samples to the end of their trajectories without the core, for an evaluation."""
+"""Plays the multi-turn samples of an evaluation to their ends, without the core."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ async def play_all(
     sampling: SamplingParams,
     let_go: StopKeeping,
 ) -> tuple[list[Response], dict[SampleId, Episode]]:
-    """Play these samples to their end. Returns the trajectories, and the episodes by sample.
-    Samples whose environment was lost, or on which the engine failed, are left out. All play a turn
-    at a time: the engine draws the next turns of all that go on, then the environments answer.
-    `let_go` is told of samples of which engines need not keep anything any more."""
+    """Play these samples to their ends, one turn of all samples at a time: engines generate, then
+    environments answer. Returns the trajectories, and the episodes by sample. Samples whose
+    environment or engine failed are left out. `let_go` is told of samples whose caches engines need
+    not keep."""
     limits, timeout_s = player.limits, player.timeout_s
     plays = {sample: player.new(sample, row) for sample, row in asked}
     reasons: dict[SampleId, str] = {}
@@ -65,8 +65,8 @@ async def _begun(player: Player, plays: Sequence[Play], timeout_s: float) -> lis
 async def _finished(
     player: Player, plays: Sequence[Play], reasons: dict[SampleId, str]
 ) -> set[SampleId]:
-    """Ask the environments for the final rewards of plays that a limit ended. Returns the samples
-    whose environment was lost by that."""
+    """Ask the environments for final rewards where a limit ended the episode. Returns the samples
+    whose environment failed."""
     asked = [one for one in plays if player.must_finish(one, reasons[one.sample])]
     found = await asyncio.gather(*map(player.finish, asked))
     return {one.sample for one, lost in zip(asked, found, strict=True) if lost is not None}
@@ -79,8 +79,8 @@ async def _answered(
     timeout_s: float,
     reasons: dict[SampleId, str],
 ) -> list[Play]:
-    """Have the environments answer. Returns the plays that go on, and adds to `reasons` why others
-    have ended."""
+    """Have the environments answer. Returns the episodes that go on; for those that ended, the
+    reason is put into `reasons`."""
     answers = await asyncio.gather(
         *(player.act(one, one.num_turns, timeout_s=timeout_s) for one in plays)
     )

@@ -1,14 +1,15 @@
-"""The port of device pools, which other jobs may use in between: `Enter`, `Leave` and `Remind` in,
-`Entered` and `Reminded` out.
+"""The port of device pools (groups of devices) that other jobs may use in between: carries out
+`Enter`, `Leave` and `Remind`, and answers with `Entered` and `Reminded`.
 
-    Leave(rollout)    engines let go of their devices  |
-    Leave(train)      the trainer does                 | -> the seat leaves the pool
-    Enter(pool)       the seat waits for the pool, its part wakes up, and engines load the weights
-                      that were published meanwhile -> Entered
+    Leave(rollout)    engines release their devices       |
+    Leave(train)      the trainer releases its devices    | -> the scheduler may give them away
+    Enter(pool)       waits for the scheduler; engines or trainer take their devices, and engines
+                      load the weights that were published meanwhile -> Entered
+    Remind(after_s)   waits for so many seconds -> Reminded
 
-Each of these begins when the one before is done, in a task of its own, since the main task itself
-may wait for a pool (`borrowed`). Before the main task asks something of a part whose pool was left,
-as for a checkpoint, it waits until that part has released its devices (`parked`).
+Enter and Leave run in tasks of their own, one after the other, since the main task itself may wait
+for a pool (`borrowed`). Before the main task needs engines or trainer in a pool that was left, as
+for a checkpoint, it waits until they have released their devices (`parked`).
 """
 
 from __future__ import annotations
@@ -39,11 +40,12 @@ from rollpacker.trainer.trainer import RanksLost
 
 
 class Pools:
-    """The pools of a run that shares them with no other job: always there, and never left."""
+    """The device pools (groups of devices) of a run that shares none with other jobs: it always has
+    them."""
 
     publish: Publish | None = None
-    """Brings weights to the engines' hosts while engines are off their devices. None if engines are
-    always there, and take weights at once."""
+    """Copies weights to the engines' hosts while engines are off their devices. None if no other
+    job uses the devices, so that engines load weights at once."""
 
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
@@ -53,28 +55,29 @@ class Pools:
 
     @property
     def waited_s(self) -> float:
-        """Seconds that the run has waited for pools so far."""
+        """Seconds that the run has waited for devices which it shares with other jobs."""
         return 0.0
 
     def has(self, pool: PoolName) -> bool:
-        """Whether the pool's devices may be used now."""
+        """Whether the run has the devices of this pool now."""
         return True
 
     @contextlib.asynccontextmanager
     async def borrowed(self, pool: PoolName, purpose: str) -> AsyncIterator[None]:
-        """Hold the pool for what no command of the core asks for, such as an evaluation. Used on
-        the main task."""
+        """A context that holds the pool for work that is no command of the core, such as an
+        evaluation. `purpose`: what the work is, in a word. Used on the main task."""
         yield
 
     async def parked(self) -> None:
-        """Wait until engines or trainer have released the devices of a pool that was left."""
+        """Wait until engines or trainer have released the devices of a pool that the run has
+        left."""
 
     def close(self) -> None:
-        """Stop waiting for anything. Used on the event loop. Further calls do nothing."""
+        """Stop waiting for device pools. Used on the event loop. Further calls do nothing."""
 
 
 class _Wait:
-    """A wait for a pool, which can be given up."""
+    """A wait for a pool of shared devices, which can be given up."""
 
     def __init__(self, command: Enter) -> None:
         self.pool, self.purpose = command.pool, command.purpose
@@ -82,7 +85,8 @@ class _Wait:
 
 
 class SharedPools(Pools):
-    """The pools of a run that shares them with other jobs, and waits for them at its seat."""
+    """The device pools (groups of devices) of a run that shares them with other jobs, for which it
+    waits."""
 
     def __init__(
         self,
@@ -96,20 +100,20 @@ class SharedPools(Pools):
         publish: Publish,
         tell: Callable[[], None],
     ) -> None:
-        """`tell`: shows observers new log entries; one of them tells the cluster of commits."""
+        """`tell`: shows observers new log entries. One observer reports steps to the cluster."""
         super().__init__(bus)
         self.publish, self._tell = publish, tell
         self._main, self._watch, self._seat = main, watch, seat
         self._devices, self._engines = devices, engines
         self._wait: _Wait | None = None
-        """The wait that `Entered` is still to answer. None if no pool is awaited. Used under the
-        bus's lock."""
+        """The wait for the pool that the core has asked for. None if no pool is awaited. Used under
+        the bus's lock."""
         self._reminder: asyncio.TimerHandle | None = None
         self._last: asyncio.Task[None] | None = None
         self._error: BaseException | None = None
         self._arrived: asyncio.Future[None] | None = None
-        """Ends when the pool that the main task has asked for is there. None if the main task has
-        asked for no pool."""
+        """Future that ends when the pool for which the main task waits is there. None if it waits
+        for no pool."""
 
     def routes(self) -> Routes:
         return {
@@ -120,17 +124,18 @@ class SharedPools(Pools):
 
     @property
     def waited_s(self) -> float:
-        """Seconds that the run has waited for pools so far, as the core counts them."""
+        """Seconds that the run has waited for devices which it shares with other jobs, as the core
+        counts them."""
         return getattr(self.bus.job, "waited_s", 0.0)
 
     def has(self, pool: PoolName) -> bool:
-        """Whether the run has entered this pool, as the core knows it."""
+        """Whether the run has the devices of this pool now, as the core knows it."""
         return getattr(self.bus.job, "pool", None) == pool
 
     @contextlib.asynccontextmanager
     async def borrowed(self, pool: PoolName, purpose: str) -> AsyncIterator[None]:
-        """Wait for the pool, and hold it in this context. Raises the error that ended the wait or
-        the waking up, and `EnginesLost` where the run ends meanwhile."""
+        """A context that waits for the pool and holds it. Raises the error that ended the wait or
+        the reloading, and `EnginesLost` if the run ends meanwhile."""
         if self.has(pool):
             yield
             return
@@ -147,8 +152,8 @@ class SharedPools(Pools):
         self.bus.take(PoolUnneeded(time_s=0.0))
 
     async def parked(self) -> None:
-        """Wait until the pool that was left is released; the core asks for no pool meanwhile.
-        Raises the error of the release."""
+        """Wait until the devices of the pool that the run has left are released. Raises the error
+        of the release."""
         await asyncio.sleep(0)  # what was just said is begun
         if self._last is not None:
             await asyncio.wait({self._last})
@@ -156,7 +161,8 @@ class SharedPools(Pools):
             raise self._error
 
     def close(self) -> None:
-        """Give up the wait for a pool and what was begun. Further calls do nothing."""
+        """Give up waiting for a device pool, and cancel what was begun. Further calls do
+        nothing."""
         with self.bus.lock:
             if self._wait is not None:
                 self._wait.given_up.set()
@@ -187,15 +193,15 @@ class SharedPools(Pools):
             self._main.post(self._begin, partial(self._park, command.pool))
 
     def _tell_that_none_comes(self) -> None:
-        """End the main task's wait for a pool with `EnginesLost`: the core has ended the run, for
-        it lost too many engines."""
+        """End the main task's wait for a pool with `EnginesLost`, since the core has ended the run
+        and no pool will come."""
         if self._arrived is not None and not self._arrived.done():
             fleet = self.bus.job.fleet
             why = None if fleet is None else fleet.given_up
             self._arrived.set_exception(EnginesLost(why or "the run ended"))
 
     def _begin(self, what: Callable[[], Awaitable[None]]) -> None:
-        """Do this in a task of its own, after what was begun before. Its error fails the run."""
+        """Run `what` in a task of its own, after those begun before. Its error ends the run."""
         before = self._last
 
         async def work() -> None:
@@ -233,8 +239,8 @@ class SharedPools(Pools):
             self._arrived.set_result(None)
 
     async def _granted(self, wait: _Wait) -> bool:
-        """Wait for the pool for as long as other jobs want it; no deadline of the run applies.
-        Returns False if the wait was given up."""
+        """Wait until other jobs leave the pool, without a deadline. Returns False if the wait was
+        given up."""
 
         def enter() -> bool:
             return self._seat.enter(wait.pool, wait.purpose, given_up=wait.given_up)
@@ -282,12 +288,12 @@ class SharedPools(Pools):
 
     @property
     def _within_s(self) -> float | None:
-        """Seconds that an engine may take to move its memory. None (no limit) if none can replace
-        it."""
+        """Seconds that an engine may take to release or take its device. None (no limit) if engines
+        cannot be replaced."""
         return None if self._engines.make is None else self._watch.deadlines.sync_s / 2
 
     def _lose(self, failed: dict[Handle, BaseException]) -> None:
-        """Lose the engines that failed, or raise the error if no engine can replace them."""
+        """Mark the engines that failed as lost; raise the error if engines cannot be replaced."""
         for handle, error in failed.items():
             if self._engines.make is None:
                 raise error
@@ -306,8 +312,8 @@ def open_pools(
     devices: SharedDevices,
     engines: Engines,
 ) -> Pools:
-    """Returns the pools of a run with this seat; with the seat None, those of a run that shares
-    none."""
+    """Returns the device pools that the run shares through this seat (its connection to the
+    scheduler); for `seat` None, pools that the run has for itself."""
     if seat is None:
         return Pools(bus)
     return SharedPools(
@@ -323,8 +329,8 @@ def open_pools(
 
 
 def _wake_up(handle: Handle, weights: Weights) -> None:
-    """Wake the engine up and bring it to the current weights, since it may have slept through
-    several versions. Used in a thread of its own."""
+    """Give an engine its device back and load the current weights, if it has older ones. Used in a
+    thread of its own."""
     asyncio.run(handle.engine.reload())
     if handle.version != weights.version:
         bring_up_to_date(handle.engine, weights)

@@ -1,4 +1,5 @@
-"""Why samples were of no use: a new reason is logged; the commonest end up in the error."""
+"""Counts why samples could not be used: logs each new reason, and names the commonest at the
+end."""
 
 from __future__ import annotations
 
@@ -17,28 +18,27 @@ logger = logging.getLogger(__name__)
 
 _NUMBER = re.compile(r"(?<=\bpid )\d+")
 MAX_REASONS = 100
-"""Most different reasons that are counted, since free texts could go on for ever."""
+"""Number of different reasons from which on new ones are not counted, as texts can be endless."""
 
 MAX_TOLD_REASONS = 3
-"""Most different reasons that are logged at once; later ones are only counted."""
+"""Number of different reasons that are logged when they first come; later ones are only counted."""
 
 
 class Reasons:
-    """Counts why samples were of no use, under the bus's lock alone, in the engine's thread and on
-    the event loop."""
+    """Counts why samples could not be used. Used under the bus's lock."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._counts: Counter[str] = Counter()
-        """Number of samples that were of no use, by the first reason of each kind."""
+        """Number of samples that could not be used, by reason."""
         self._first: dict[str, str] = {}
-        """First reason of each kind. Reasons are of one kind if they differ only by a process's
-        number."""
+        """First reason of each kind, by kind. Reasons that differ only in a process id are of one
+        kind."""
         bus.add_sink(self._saw)
 
     def reason_of(self, finish: Finish) -> str:
-        """Why the run ended. Raises `RewardsFailed` if it cannot do what it is for, `EnginesLost`
-        if no engine stays there, `TrainerProcessError` if no trainer does."""
+        """Returns why the run ended. If it ended in failure, raises `EnginesLost` (no engine is
+        left), `TrainerProcessError` (no trainer is left) or `RewardsFailed` (no usable samples)."""
         if not finish.failed:
             return finish.reason
         fleet = self._bus.job.fleet

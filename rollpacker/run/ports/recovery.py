@@ -1,11 +1,11 @@
-"""Brings a lost trainer back: `TrainerLost` out, `RestoreTrainer` in, `TrainerReady` out.
+"""Restarts a lost trainer: tells `TrainerLost`, carries out `RestoreTrainer`, tells `TrainerReady`.
 
-    a deed of the main task -> RanksLost -> TrainerLost -> the core -> RestoreTrainer
-        new processes, last checkpoint, the updates since -> TrainerReady -> the deed, from its
+    work on the main task -> RanksLost -> TrainerLost -> the core -> RestoreTrainer
+        new processes, last checkpoint, the updates since -> TrainerReady -> the work, from its
         beginning
 
-The main task does nothing else meanwhile, so whatever is to be asked of the trainer waits; engines
-and checks go on. The desk keeps the step's samples until its commit.
+The main task does nothing else meanwhile, while engines and rewards go on. The desk keeps the
+step's samples until the step is committed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class Recovery:
-    """Brings the trainer back when its processes are lost. Used on the main task."""
+    """Restarts the trainer when its processes are lost. Used on the main task."""
 
     bus: Bus
     desk: Desk
@@ -40,9 +40,9 @@ class Recovery:
     checkpoints: Path
     _incarnation: int = field(default=0, init=False)
     _order: RestoreTrainer | None = field(default=None, init=False)
-    """The core's command after the last loss. None if there is none so far."""
+    """The core's command after the latest loss. None if there is no loss to mend."""
     _num_signs: int = field(default=0, init=False)
-    """Number of signs of life of a trainer on its way back."""
+    """Number of signs of progress that the restarting trainer has given."""
 
     def routes(self) -> Routes:
         return {RestoreTrainer: self._on_restore}
@@ -51,8 +51,8 @@ class Recovery:
         self._order = command
 
     async def through(self, deed: Deed) -> bool:
-        """Do the work (`deed`), and again from its beginning whenever the trainer was lost
-        meanwhile. Returns False if the core has ended the run instead."""
+        """Do this work on the main task; if the trainer is lost in it, restart the trainer and do
+        it again. Returns False if the core has ended the run instead."""
         while True:
             try:
                 await deed()
@@ -62,14 +62,14 @@ class Recovery:
                     return False
 
     async def look(self) -> None:
-        """Bring the trainer back if it was lost while the main task did nothing, and engines go on.
-        Nothing is done while other jobs may have its devices."""
+        """Restart the trainer if it was lost while the main task waited. Does nothing while other
+        jobs may have its devices."""
         reason = self.trainer.how_lost() if self.pools.has("train") else None
         if reason is not None:
             await self._bring_back(reason)
 
     async def _bring_back(self, reason: str) -> bool:
-        """Bring the trainer back, again and again. Returns False if the core has ended the run."""
+        """Restart the trainer until that succeeds. Returns False if the core has ended the run."""
         order = self._order_after(reason)
         if order is None:
             return False
@@ -89,7 +89,8 @@ class Recovery:
         return True
 
     def _order_after(self, reason: str) -> RestoreTrainer | None:
-        """Report a loss to the core. Returns the core's answer, or None if the run is over."""
+        """Tell the core that the trainer is lost. Returns the core's command to restore it, or None
+        if the run is over."""
         logger.warning("%s; the trainer is started anew", reason)
         self.bus.take(TrainerLost(time_s=0.0, incarnation=self._incarnation, reason=reason))
         order, self._order = self._order, None

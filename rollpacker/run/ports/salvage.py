@@ -1,5 +1,5 @@
 """Writes responses to a file as they finish, so that the resume of a killed run need not generate
-them again. The record of how one sample ended is called its *end*.
+them again. The record of how a sample ended is called its *end*.
 
 runs/NAME/salvage.bin     begun anew with each checkpoint; what its weights generated, in order
     head | end | end | ...          each: bytes and CRC-32 of what follows, a line of JSON, and of
@@ -9,13 +9,13 @@ runs/NAME/salvage.bin     begun anew with each checkpoint; what its weights gene
                      +-> a thread of its own -> salvage.bin -> a resume -> Launch of the same sample
                                                                 -> the same end, at once, in order
 
-An end is used for a sample of the same id that is launched with the same prompt, settings, noise
-and carried tokens, under the weights of the checkpoint that the head names. A file that is cut off
-in the middle counts as far as it is whole.
+An end is used for a sample of the same id that is launched with the same prompt, settings, random
+numbers and earlier tokens, under the weights of the checkpoint that the head names. A file that
+breaks off is used up to its last whole record.
 
-Where a run is to be equal bit for bit (`in_order`: one embedded engine) what is used ends where the
-engine had nothing under way: samples that are decoded beside fewer others come out different in
-their last bits, so those of a round that was under way are drawn again, all of them.
+If a run must be equal bit for bit (`in_order`: one embedded engine), ends are used only up to the
+last one after which the engine was idle. Samples that are decoded beside fewer others differ in
+their last bits, so a batch that was interrupted is generated again as a whole.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ FILE = "salvage.bin"
 FORMAT = 1
 _SIZES = struct.Struct("<II")
 CLOSE_S = 10.0
-"""Seconds that the last writes may take when the run ends."""
+"""Seconds that the last writes to the file may take when the run ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedEnd:
-    """How one sample ended, as the file records it."""
+    """How one sample's generation ended, as recorded in `salvage.bin`."""
 
     event: SampleGenerated | SampleAborted
     key: str
-    """Digest of the sample's request (see `_key`): the end is used only for an equal request."""
+    """Digest of the sample's request (`_key`). The record is used only for an equal request."""
     response: Mapping[str, Any] | None
-    """Finish reason, weights' version and redraws of the response. None if there was no
+    """The response's finish reason, version of weights and `redraws`. None if there was no
     response."""
     arrays: bytes
 
@@ -83,39 +83,40 @@ class RecordedEnd:
 
 
 class Salvage:
-    """The finished responses under the current weights. Methods are called under the bus's lock;
-    the file, once it is open, is written by a thread of its own."""
+    """Records the finished responses under the current weights, and replays those of a killed run.
+    Methods are called under the bus's lock; a thread of its own writes the file."""
 
     def __init__(
         self, folder: Path, checkpoint: Path | None = None, version: int = 0, *, in_order: bool
     ) -> None:
-        """`folder`: the run's folder. `checkpoint`: the checkpoint that a resume goes on from,
-        whose weights have this `version`; None for a new run, which keeps nothing before its first
-        checkpoint. `in_order`: whether the run has to be equal bit for bit."""
+        """`folder`: the run's folder. `checkpoint`: the one that a resume goes on from, whose
+        weights have this `version`; None for a new run, which records nothing before its first
+        checkpoint. `in_order`: whether the run must be equal bit for bit."""
         self.wake: Callable[[], None] = lambda: None
-        """Called when `outputs` has something to yield."""
+        """Called when `outputs` has recorded results to yield."""
         self._path = folder / FILE
         self._in_order = in_order
         self._version: int | None = None
-        """Version of the weights whose samples are kept. None if no samples are kept."""
+        """Version of the weights whose samples are recorded. None if none are recorded."""
         self._head: dict[str, Any] = {}
         self._found: dict[SampleId, tuple[int, RecordedEnd]] = {}
-        """By sample, how its generation ended before the run was killed, as a resume read it from
-        `salvage.bin`, and the number of its record in that file."""
+        """How samples ended before the run was killed, with the number of the record in the
+        file."""
         self._under_way: dict[SampleId, GenerationRequest] = {}
-        """Requests that were submitted under these weights and have not ended."""
+        """Requests under these weights that were submitted and have not ended."""
         self._waiting: dict[SampleId, tuple[Handle, GenerationRequest]] = {}
-        """Submitted requests whose end the file has, each with the engine that was to generate
+        """Submitted requests whose result the file has, each with the engine that would generate
         it."""
         self._order: list[tuple[int, SampleId]] = []
-        """A heap of the samples in `_waiting`, by their place in the file."""
+        """A heap of the samples in `_waiting`, ordered by the number of their record in the
+        file."""
         self._not_stopped: list[SampleId] = []
-        """Samples in `_waiting` that were stopped before the run was killed, and have not been
-        stopped again so far."""
+        """Samples in `_waiting` that were aborted before the run was killed, and have not been
+        aborted again."""
         self._unwanted: set[SampleId] = set()
-        """Samples in `_waiting` that are to be stopped."""
+        """Samples in `_waiting` that the core has aborted."""
         self._told: set[SampleId] = set()
-        """Samples whose end was taken from the file, which is not written again."""
+        """Samples whose result came from the file and is not written into the file again."""
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._file: BinaryIO | None = None
         self._thread: threading.Thread | None = None
@@ -125,7 +126,8 @@ class Salvage:
 
     @property
     def num_found(self) -> tuple[int, int]:
-        """Numbers of the finished responses that a resume has found, and of their tokens."""
+        """Number of finished responses that a resume found in the file, and number of their
+        tokens."""
         ends = [end.event for _, end in self._found.values()]
         sizes = [event.num_tokens for event in ends if isinstance(event, SampleGenerated)]
         return len(sizes), sum(sizes)
@@ -133,15 +135,15 @@ class Salvage:
     # -- what is launched ----------------------------------------------------------------
 
     def launched(self, version: int, requests: Sequence[GenerationRequest]) -> None:
-        """Note requests that engines with this version of the weights are about to be given."""
+        """Note requests that are about to be given to engines whose weights have this version."""
         if version == self._version:
             self._under_way.update({request.sample: request for request in requests})
 
     def keep_back(
         self, handle: Handle, requests: Sequence[GenerationRequest]
     ) -> Sequence[GenerationRequest]:
-        """Returns the requests that this engine has to generate. The ends of all other requests are
-        known, and come from `outputs`."""
+        """Returns the requests that this engine has to generate. The results of the others are in
+        the file, and come from `outputs`."""
         if not self._found:
             return requests
         rest = []
@@ -158,14 +160,14 @@ class Salvage:
         return rest
 
     def stop(self, samples: Sequence[SampleId]) -> Sequence[SampleId]:
-        """Returns the samples that the engine itself must stop, and notes the stop of the
-        others."""
+        """Returns those of these samples that the engine itself must abort. The others' results are
+        in the file, and their abort is noted."""
         self._unwanted.update(self._waiting.keys() & set(samples))
         return [sample for sample in samples if sample not in self._waiting]
 
     def outputs(self) -> Iterator[tuple[Handle, EngineOutput]]:
-        """Yield the ends of the requests that were kept back, in the order of the file, also of
-        requests that are kept back meanwhile. Samples that are not stopped again are left to
+        """Yields engine and recorded result of the requests that `keep_back` held back, in the
+        order of the file. Samples that were aborted before and are not now are left to
         `not_stopped`."""
         while self._order:
             _, sample = heapq.heappop(self._order)
@@ -181,8 +183,8 @@ class Salvage:
                 yield output
 
     def not_stopped(self) -> list[tuple[Handle, GenerationRequest]]:
-        """Returns, after `outputs`, the requests that were stopped before the run was killed and
-        are not stopped now, so that their engine has to generate them."""
+        """Returns, after `outputs`, the requests that were aborted before the run was killed and
+        are not aborted now. Their engines have to generate them."""
         left = [self._waiting.pop(one) for one in self._not_stopped if one in self._waiting]
         for _, request in left:
             del self._found[request.sample]
@@ -190,8 +192,8 @@ class Salvage:
         return [(handle, request) for handle, request in left if handle.lives]
 
     def _take(self, sample: SampleId) -> tuple[Handle, EngineOutput] | None:
-        """Returns a waiting sample's engine and how the sample ended, and forgets both. None if
-        that engine is lost: another engine will be given the sample."""
+        """Remove a waiting sample. Returns its engine and its recorded result; None if the engine
+        is lost, so that another will get the sample."""
         handle, request = self._waiting.pop(sample)
         self._unwanted.discard(sample)
         if not handle.lives:
@@ -203,8 +205,8 @@ class Salvage:
     # -- what ends -----------------------------------------------------------------------
 
     def ended(self, event: Event, response: Response | None) -> None:
-        """Write down how a sample ended, unless the file has that. A failed sample counts as still
-        under way, so that no later end passes for one after which nothing was under way."""
+        """Record how a sample ended, unless the file has its record. A failed sample counts as
+        still being generated, so that no later record claims that the engine was idle."""
         if not isinstance(event, SampleGenerated | SampleAborted):
             return
         request = self._under_way.pop(event.sample, None)
@@ -216,8 +218,8 @@ class Salvage:
         self._later(partial(self._write_end, request, event, response, is_quiet))
 
     def begin(self, checkpoint: Path, version: int) -> None:
-        """Begin the file anew, since a resume goes on from this checkpoint from now on. Ends
-        recorded before are of no use any more."""
+        """Empty the file, since a resume goes on from this checkpoint from now on. `version`: that
+        of its weights."""
         self._stand_at(checkpoint, version)
         self._found.clear()
         self._under_way.clear()
@@ -225,7 +227,7 @@ class Salvage:
         self._later(self._begin_file)
 
     def close(self) -> None:
-        """Write the ends that are known, and none after that. Further calls do nothing."""
+        """Finish writing the file, and record nothing any more. Further calls do nothing."""
         self._version = None
         self._under_way.clear()
         if self._thread is not None:
@@ -241,8 +243,8 @@ class Salvage:
         self._head = {"format": FORMAT, "checkpoint": digest, "version": version}
 
     def _read(self) -> None:
-        """Read the ends that may be used, and cut the file off behind them. A file that belongs to
-        another checkpoint or version is removed."""
+        """Read the records that may be used, and cut the file off after them. A file of another
+        checkpoint or format is removed."""
         frames = _frames(self._path)
         try:
             head, size = next(frames, (b"{}", 0))
@@ -320,7 +322,8 @@ class Salvage:
 
 
 def _end_of(body: bytes) -> tuple[RecordedEnd, bool]:
-    """Returns the end in this frame, and whether no sample was under way after it."""
+    """Returns the record in this frame of the file, and whether no sample was being generated when
+    it was written."""
     line, _, arrays = body.partition(b"\n")
     facts = json.loads(line)
     event: Any = from_plain(EVENTS[facts["event"]], {"time_s": 0.0, **facts["facts"]})
@@ -332,7 +335,8 @@ def _framed(body: bytes) -> bytes:
 
 
 def _frames(path: Path) -> Iterator[tuple[bytes, int]]:
-    """Yield each whole frame's content and end in the file, up to the first damaged frame."""
+    """Yields the content of each frame in the file, and where the frame ends (in bytes), up to the
+    first damaged frame."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -347,7 +351,7 @@ def _frames(path: Path) -> Iterator[tuple[bytes, int]]:
 
 
 def _key(request: GenerationRequest) -> str:
-    """A digest of the request. Requests with the same digest have the same response under the same
+    """Returns a digest of the request. Equal digests mean equal responses under the same
     weights."""
     digest = blake2b(digest_size=16)
     carried = request.carried

@@ -1,8 +1,8 @@
-"""The rewards' port: `Score` and `CancelScore` in, `SampleScored` out.
+"""The rewards' port: carries out `Score` and `CancelScore`, and answers with `SampleScored`.
 
-A check judges one sample. Checks of a kind with its own workers or deadline are tasks of their
-own: the core bounds how many there are. Checks without any bound are handed over in batches, a
-few at the same time; what is asked for meanwhile joins the next batch.
+A check is the rewards' judgement of one sample. Checks of tasks with their own workers or deadline
+run singly, and the core bounds their number. All others are passed to the rewards in batches, a few
+at a time; those that come meanwhile join the next batch.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from rollpacker.run.ports.evaluation import reward_input
 from rollpacker.run.ports.shared import Shared
 
 MAX_BATCHES = 8
-"""Most batches of checks that are under way at once."""
+"""Number of batches of reward checks that may run at once."""
 
 Verdict = Scored | Failed
 
 
 @dataclass(eq=False, slots=True)
 class Scoring:
-    """The rewards' port. Used on the event loop, but for commands, which come in any thread and
+    """The rewards' port. Used on the event loop, except for commands, which come in any thread
     under the bus's lock."""
 
     shared: Shared
@@ -41,14 +41,14 @@ class Scoring:
     rows: Sequence[PromptRow]
     decode: Decode
     num_steps: int
-    """Number of steps of the whole run."""
+    """Number of steps of the whole run; rewards are told of it."""
     _single: deque[Score] = field(default_factory=deque, init=False)
     _batched: deque[Score] = field(default_factory=deque, init=False)
     _tasks: dict[asyncio.Task[None], tuple[list[Score], set[SampleId], bool]] = field(
         default_factory=dict, init=False
     )
-    """Checks under way. A task has the commands that it answers, the samples whose verdicts are
-    still needed, and whether it is a batch."""
+    """Running reward checks: each task with its commands, the samples whose verdicts are still
+    wanted, and whether it is a batch."""
     _num_batches: int = field(default=0, init=False)
     _closed: bool = field(default=False, init=False)
 
@@ -60,15 +60,15 @@ class Scoring:
 
     @property
     def waits(self) -> bool:
-        """Whether checks were asked for that are not handed to the rewards yet."""
+        """Whether any reward checks are queued that have not been started."""
         return bool(self._single or self._batched)
 
     def waiting(self) -> list[SampleId]:
-        """Samples whose checks were asked for and are not handed to the rewards yet."""
+        """Returns the samples whose reward checks are queued and have not been started."""
         return [command.sample for command in (*self._single, *self._batched)]
 
     def start(self) -> None:
-        """Hand the checks that were asked for to the rewards. Used on the event loop only."""
+        """Start the queued reward checks. Used on the event loop only."""
         with self.shared.bus.lock:
             single = [[command] for command in self._single]
             self._single.clear()
@@ -83,7 +83,7 @@ class Scoring:
             self._start(batch, is_batch=True)
 
     def close(self) -> None:
-        """Cancel all checks that run, and report no verdict any more."""
+        """Cancel all running reward checks, and report no verdict any more."""
         self._closed = True
         for task in self._tasks:
             task.cancel()
@@ -92,7 +92,7 @@ class Scoring:
         (self._single if self._is_alone(command) else self._batched).append(command)
 
     def _is_alone(self, command: Score) -> bool:
-        """Whether the check is a task of its own, and not part of a batch."""
+        """Whether the reward check of this command's sample runs singly, and not in a batch."""
         known = self.shared.desk.get(command.sample)
         if known is not None and known.finish is not None:
             return True  # nobody else waits for its environment
@@ -100,8 +100,8 @@ class Scoring:
         return kind is not None and (kind.workers is not None or kind.deadline is not None)
 
     def _cancel(self, samples: Sequence[SampleId]) -> None:
-        """Note that these verdicts are not needed any more. Checks that serve no other sample are
-        ended."""
+        """Note that these samples' verdicts are not wanted any more. A reward check that serves no
+        other sample is cancelled."""
         unneeded = set(samples)
         with self.shared.bus.lock:
             for queue in (self._single, self._batched):
@@ -128,7 +128,7 @@ class Scoring:
         task.add_done_callback(self._done)
 
     def _read(self, sample: SampleId) -> RewardInput:
-        """Returns the sample in the form that rewards take."""
+        """Returns the input of reward functions for this sample."""
         known = self.shared.desk[sample]
         progress = Progress(self.shared.bus.job.step, self.num_steps)
         judged = reward_input(
@@ -142,8 +142,8 @@ class Scoring:
     async def _score_finished(
         self, commands: list[Score], judged: RewardInput, finish: Future[Episode | Lost]
     ) -> None:
-        """Check one sample once its environment has given the final reward. If the environment was
-        lost by that, the sample has no verdict."""
+        """Judge one sample after its environment has given the final reward. If the environment
+        fails, the sample has no verdict."""
         episode = await asyncio.wrap_future(finish)
         if isinstance(episode, Lost):
             cause = Cause.DEADLINE if episode.cause == "deadline" else Cause.SAMPLE
@@ -164,7 +164,7 @@ class Scoring:
             self._answer(_event(command.sample, verdict, seconds), verdict)
 
     def _answer(self, event: SampleScored, verdict: Verdict | None) -> None:
-        """Keep a verdict, and report it to the core. `verdict`: None if the check was cancelled."""
+        """Store the verdict and tell the core. `verdict`: None if the check was cancelled."""
         known = self.shared.desk.get(event.sample)
         if known is not None:
             if isinstance(verdict, Scored):

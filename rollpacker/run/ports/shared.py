@@ -1,4 +1,4 @@
-"""The four things that most ports of a run need."""
+"""The objects that most ports of a run need, in one record."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from rollpacker.run.ports.watch import Watch
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The core's bus, the main task, what is known of samples, and the run's deadlines."""
+    """The core's bus, the main task, the desk (what is known of samples), and the watch over
+    deadlines."""
 
     bus: Bus
     main: MainTask

@@ -1,14 +1,14 @@
-"""Devices that engines and the trainer's replicas share, one at a time (`train.colocate`).
+"""Lends devices to engines or to the trainer's replicas, which take turns (`train.colocate`).
 
     StartGradients, TrainOn, a checkpoint    engines offload, then the replicas reload
     SyncWeights, Launch, an evaluation       the replicas offload, then engines reload
-    Replace                                  a new engine loads on a device of the engines' alone
-    pools shared with other jobs             all engines let go of all devices, and take them back
+    Replace                                  a new engine loads on a device that engines have
+    devices shared with other jobs           all engines release all devices, and take them back
 
-Nothing is decided here: who is to have a device is what `core/fleet/devices.py` reads from the
-commands. Engine k has the devices from k times its degree on, process k of the trainer device k.
-Calls to an engine that is away wait (`Handle.told`), and make the engine come back. On a CPU there
-is nothing to move, and the same calls are made.
+Nothing is decided here: `core/fleet/devices.py` reads from the commands who is to have a device.
+Engine k has `degree` devices from number k * degree on, process k of the trainer has device k.
+Calls to an engine that is off its device wait (`Handle.told`), and cause it to come back. On a CPU
+there is nothing to move, and the same calls are made.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from rollpacker.run.ports.watch import Watch
 from rollpacker.trainer.trainer import Trainer
 
 LOOK_S = 0.005
-"""Seconds between two looks whether engines have let go of their samples, or a device is free."""
+"""Seconds between two looks whether an engine is empty, or a device is free."""
 
 
 MemoryMove = Callable[[Engine], Coroutine[Any, Any, None]]
-"""Makes an engine take, or release, its device's memory."""
+"""Function that makes an engine take, or release, its device's memory."""
 
 
 class SharedDevices:
-    """Moves engines and the trainer's replicas on and off the devices that they share. Methods that
-    are `async` are called by the main task, one after the other."""
+    """Moves engines and trainer replicas on and off the devices that they share. The main task
+    calls the `async` methods, one after the other."""
 
     def __init__(
         self,
@@ -50,7 +50,8 @@ class SharedDevices:
         trainer: Trainer,
         engines: Engines,
     ) -> None:
-        """`shares_pools`: whether other jobs have the engines' devices at first."""
+        """`shares_pools`: whether the run shares the engines' devices with other jobs, which have
+        them at first."""
         self._bus = bus
         self._watch = watch
         self.trainer = trainer
@@ -59,36 +60,35 @@ class SharedDevices:
         of_engines = config.rollout.engines * config.parallelism_planner.initial
         self._is_colocated = train.colocate
         self._all = range(of_engines if shares_pools or train.colocate else 0)
-        """Numbers of the devices that engines share with the trainer's replicas or other jobs."""
+        """Numbers of the devices that engines share with trainer replicas or other jobs."""
         self._group = (train.processes or 1) // train.replicas
         self._lent: set[int] = {*self._all} if shares_pools else set()
-        """Devices whose memory the trainer's replicas or other jobs have, or will have in a
-        moment."""
+        """Numbers of devices that trainer replicas or other jobs have, or are about to get."""
         for handle in engines.living if shares_pools else ():
             handle.is_away = True
         self._loading: set[int] = set()
-        """Devices on which a new engine loads."""
+        """Numbers of the devices on which a new engine is loading."""
         self._seconds = {"to_trainer": 0.0, "to_engines": 0.0}
 
     def replicas_of(self, devices: Sequence[int]) -> list[int] | None:
-        """Numbers of the trainer's replicas on these devices. None, meaning all, for no devices."""
+        """Returns the numbers of trainer replicas on these devices; None (all) for no devices."""
         return sorted({device // self._group for device in devices}) or None
 
     @property
     def are_awaited(self) -> bool:
-        """Whether calls to an engine that is away are waiting. Used under the bus's lock."""
+        """Whether calls wait for engines that are off their devices. Used under the bus's lock."""
         return any(handle.told for handle in self._engines.living)
 
     def take_seconds(self) -> dict[str, float]:
-        """Metrics: seconds that hand-overs since the last call took. Empty if no devices are
-        shared."""
+        """Returns metrics with the seconds that moving devices took since the last call. Empty if
+        trainer and engines share none."""
         found = {f"perf/devices/{name}_s": seconds for name, seconds in self._seconds.items()}
         self._seconds = dict.fromkeys(self._seconds, 0.0)
         return found if self._is_colocated else {}
 
     async def to_replicas(self, devices: Sequence[int] = ()) -> None:
-        """Have the trainer's replicas take these devices (empty: all); returns when they may begin.
-        Engines there finish what they have first; an engine that keeps its memory is lost."""
+        """Give these devices (empty: all) to the trainer's replicas, once the engines there have
+        finished their samples. An engine that does not release its memory is lost."""
         if not self._is_colocated:
             return
         wanted = {d for d in self._all if not devices or d // self._group in self._groups(devices)}
@@ -103,8 +103,8 @@ class SharedDevices:
             await self._watch.by("train_s", reload, "the trainer to take its devices")
 
     async def to_engines(self) -> None:
-        """Have the trainer's replicas release all devices, and the engines take them back, with the
-        weights that they had. An engine that cannot is lost."""
+        """Give all devices back to the engines, which keep the weights that they had. An engine
+        that cannot take its device is lost."""
         if not self._lent or not self._is_colocated:
             return
         with self._timing("to_engines"):
@@ -117,16 +117,16 @@ class SharedDevices:
         self.take_back()
 
     async def lend_all(self) -> list[Handle]:
-        """Lend all devices to other jobs, once nothing runs, loads or ends there. Returns the
-        engines that have to release their devices, which may be asked for nothing any more."""
+        """Lend all devices to other jobs, once no engine works, loads or closes on them. Returns
+        the engines that must release their devices now and get no more calls."""
         leaving = await self._claim({*self._all})
         while not self._engines.ending.is_over:
             await asyncio.sleep(LOOK_S)
         return leaving or []
 
     def take_back(self) -> None:
-        """Note that engines have all devices, and their memory there, and make the calls that
-        waited."""
+        """Note that the engines have all their devices again, and make the calls that waited for
+        that."""
         with self._bus.lock:
             self._lent.clear()
             for handle in [one for one in self._engines.living if one.is_away]:
@@ -137,8 +137,8 @@ class SharedDevices:
 
     @contextlib.contextmanager
     def loading(self, number: int) -> Iterator[None]:
-        """Wait until the devices of engine `number` are free for engines, and keep them so in this
-        context. Used in a thread of its own. Raises `EngineError` once the run is over."""
+        """A context in which engine `number` may load: waits until its devices are free, and keeps
+        them so. Used in a thread of its own. Raises `EngineError` once the run is over."""
         size = self._engines.layout.tensor_parallel
         devices = {*range(number * size, (number + 1) * size)} & {*self._all}
         while not self._keep(devices):
@@ -162,8 +162,8 @@ class SharedDevices:
         return {device // self._group for device in devices}
 
     async def _claim(self, wanted: set[int]) -> list[Handle] | None:
-        """Wait until no engine runs or loads on these devices, and let none begin there any more.
-        Returns the engines that have to leave. None if the devices were taken before."""
+        """Wait until no engine works or loads on these devices, and mark them as lent. Returns the
+        engines that must release them; None if all were lent before."""
         while True:
             with self._bus.lock:
                 numbers = {device // self._engines.layout.tensor_parallel for device in wanted}
@@ -181,7 +181,8 @@ class SharedDevices:
             await asyncio.sleep(LOOK_S)
 
     async def _each(self, handles: Sequence[Handle], do: MemoryMove) -> list[Handle]:
-        """Do this to all these engines at once. Returns those that failed, which are lost."""
+        """Await `do(engine)` for all these engines at once. Returns the engines that failed, now
+        lost."""
         within_s = self._watch.deadlines.sync_s / 2
         failed = await on_engines(handles, do, within_s)
         with self._bus.lock:
@@ -199,8 +200,8 @@ class SharedDevices:
 async def on_engines(
     handles: Sequence[Handle], do: MemoryMove, within_s: float | None = None
 ) -> dict[Handle, BaseException]:
-    """Await `do(engine)` for all engines, in threads of their own. Returns the errors of engines
-    that failed, or were not done within `within_s` seconds (None: no limit)."""
+    """Await `do(engine)` for all these engines at once. Returns the errors of engines that failed,
+    or took more than `within_s` seconds (None: no limit)."""
     arguments = {handle: (do, handle.engine) for handle in handles}
     return await failures(_hand_over, arguments, "hand its device over", within_s)
 
@@ -210,8 +211,8 @@ def _hand_over(do: MemoryMove, engine: Engine) -> None:
 
 
 async def let_go_of_all(engines: Engines) -> None:
-    """Have all engines release their devices before a run begins, for the trainer to load there.
-    Raises what an engine raises."""
+    """Have all engines release their devices before a run begins, so that the trainer can load
+    there. Raises an engine's error."""
     for handle in engines.living:
         handle.is_away = True
     for error in (await on_engines(engines.living, lambda engine: engine.offload())).values():
@@ -219,8 +220,8 @@ async def let_go_of_all(engines: Engines) -> None:
 
 
 async def take_all_back(trainer: Trainer, engines: Engines) -> None:
-    """Undo `let_go_of_all`: the trainer releases what it has loaded, and engines take the devices
-    back. Raises what an engine raises."""
+    """Reverse `let_go_of_all`: the trainer releases the devices, and the engines take them back.
+    Raises an engine's error."""
     away = [handle for handle in engines.living if handle.is_away]
     if away:
         await trainer.offload()

@@ -1,4 +1,4 @@
-"""The trainer's port: `StartGradients` and `TrainOn` in, `Trained` out."""
+"""The trainer's port: carries out `StartGradients` and `TrainOn`, and answers with `Trained`."""
 
 from __future__ import annotations
 
@@ -36,29 +36,31 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class Training:
-    """The trainer's port: trains on the main task. Groups whose gradients may begin early are noted
-    at once, in the thread of the command and under the bus's lock."""
+    """The trainer's port: trains on the main task. Groups of samples whose gradients may begin
+    before the step is complete are noted when the command comes, under the bus's lock."""
 
     shared: Shared
     _: KW_ONLY
     config: RunConfig
     devices: SharedDevices
     engines: Engines
-    """The engines. Only their status is asked for, and only metrics of `reward`."""
+    """The engines, of which only the status is asked."""
     reward: Reward
     asked: Sequence[Callable[[], Mapping[str, float]]]
-    """Functions that give further metrics of the step, called under the bus's lock."""
+    """Functions that return further metrics of the step. They are called under the bus's lock."""
     build_samples: BuildSamples
     rows: SampleRows | None
-    """Writes the samples' texts to files. None if texts are not kept."""
+    """Makes the rows of samples for parquet files. None if samples are not kept."""
     _to_stream: list[tuple[SampleId, ...]] = field(default_factory=list, init=False)
-    """Groups of samples whose gradients were asked for and have not begun."""
+    """Groups of samples whose gradients may begin before the step is complete, and have not
+    begun."""
     _devices: tuple[int, ...] = field(default=(), init=False)
-    """Devices for these early gradients, which engines have released. Empty for all devices."""
+    """Devices for gradients that begin before the step is complete. Engines have released them.
+    Empty for all devices."""
     _rows_of: int = field(default=0, init=False)
-    """The step whose rows were written; the step may be trained again if the trainer is lost."""
+    """The last step whose rows of samples were made. The step may be trained again if the trainer
+    is lost, and makes no rows then."""
     _warn_once: WarnOnce = field(default_factory=lambda: WarnOnce(logger), init=False)
-    """Logs each kind of warning only once in a run."""
 
     @property
     def trainer(self) -> Trainer:
@@ -77,8 +79,8 @@ class Training:
         self.shared.main.later(partial(self._train, command))
 
     async def _start_gradients(self, step: int) -> None:
-        """Begin the gradients of groups that the step will certainly train on, while other verdicts
-        are awaited. The weights are provisional, as the step's denominators are not known yet."""
+        """Begin the gradients of groups that the step is sure to train on, while rewards of others
+        are awaited. Loss weights are provisional, as the step's total is not known yet."""
         while self._to_stream:  # else an earlier call took them along, or the whole step is due
             devices = self._devices
             if self.config.train.colocate:
@@ -91,9 +93,9 @@ class Training:
                 await self._begin_gradients(step, groups, self.devices.replicas_of(devices))
 
     def _next_groups(self, devices: Sequence[int]) -> list[tuple[SampleId, ...]]:
-        """Take groups from those whose gradients may begin early: all, as large batches are
-        quicker; if only some devices are free, about a micro-batch for each, so that these are soon
-        there for the rest."""
+        """Take groups whose gradients may begin before the step is complete: all, as large batches
+        are faster. If only some devices are free, take about one micro-batch per device, so that
+        they are soon free again."""
         chosen, self._to_stream = self._to_stream, []
         if devices:
             budget, size = self.config.train.most_micro_batch_tokens() * len(devices), 0
@@ -177,8 +179,8 @@ class Training:
         )
 
     async def _update(self, parts: Sequence[Sequence[TrainSample]]) -> list[Mapping[str, float]]:
-        """Do all updates of the step, of which the first one's gradient is accumulated already.
-        Returns the metrics of each update."""
+        """Do all optimizer updates of the step; the first one's gradient is accumulated already.
+        Returns each update's metrics."""
         metrics = []
         try:
             for part in parts[1:]:
@@ -193,7 +195,8 @@ class Training:
         return metrics
 
     async def _accumulate(self, samples: Sequence[TrainSample]) -> None:
-        """Accumulate the gradient of these samples; what was begun early is only rescaled."""
+        """Accumulate the gradient of these samples. What was accumulated before the step was
+        complete is only rescaled to the final weights."""
         streamed = self.shared.desk.streamed()
         if not streamed:
             await self.trainer.accumulate(samples)
@@ -207,8 +210,8 @@ class Training:
     async def _ask_scores(
         self, groups: Sequence[Sequence[SampleId]], replicas: Sequence[int] | None = None
     ) -> dict[SampleId, TokenScores]:
-        """Returns what other models, such as a reference model, say of these samples' tokens, each
-        sample asked once. Empty if the algorithm's advantages need none of that."""
+        """Returns log-probs and values of these samples' tokens by other models, such as a
+        reference model; each sample is scored once. Empty if the algorithm needs none."""
         if not self.config.algorithm.needs_scores:
             return {}
         return await self._ask(groups, replicas)
@@ -216,8 +219,8 @@ class Training:
     async def _ask_old(
         self, groups: Sequence[Sequence[SampleId]], updates: Sequence[int]
     ) -> dict[SampleId, TokenScores]:
-        """Returns log-probs, under the policy that sampled, of the samples trained on after the
-        first update. Empty if the algorithm takes those of the engines."""
+        """Returns log-probs, before any update, of samples that are trained on after the first
+        update. Empty if the algorithm uses the engines' log-probs."""
         if self.config.algorithm.old_logprobs == "rollout":
             return {}
         return await self._ask([g for g, u in zip(groups, updates, strict=True) if u > 0])
@@ -258,7 +261,7 @@ class Training:
 
 @contextlib.contextmanager
 def _diverging(step: int) -> Iterator[None]:
-    """Add the step, and advice, to the error about numbers that are not finite."""
+    """A context that adds the step and advice to a `NonFiniteError`."""
     try:
         yield
     except NonFiniteError as error:
@@ -272,8 +275,8 @@ def _diverging(step: int) -> Iterator[None]:
 def _parts_of(
     samples: Sequence[TrainSample], groups: Sequence[Sequence[SampleId]], updates: Sequence[int]
 ) -> list[list[TrainSample]]:
-    """The samples of each update, in order. `updates`: number of the update of each group.
-    `samples` are in the order of `groups`."""
+    """Returns the samples of each of the step's updates. `updates`: number of the update of each
+    group. `samples` are in the order of `groups`."""
     of_sample = [u for u, group in zip(updates, groups, strict=True) for _ in group]
     parts: list[list[TrainSample]] = [[] for _ in range(max(updates, default=0) + 1)]
     for sample, update in zip(samples, of_sample, strict=True):
@@ -282,8 +285,8 @@ def _parts_of(
 
 
 def _check_same_advantage(early: TrainSample, whole: TrainSample) -> None:
-    """Check that a sample's advantage is the same in its group alone and in the whole step, but for
-    rounding by a function from outside. Raises `ValueError` if not."""
+    """Raise `ValueError` if a sample's advantage in the whole step is not that of its group alone,
+    except for rounding. `early` was computed with its group alone."""
     pair = [
         sample.advantage if isinstance(sample.advantage, tuple) else (sample.advantage,)
         for sample in (early, whole)
@@ -301,8 +304,8 @@ def _check_same_advantage(early: TrainSample, whole: TrainSample) -> None:
 def common_factor(
     samples: Sequence[TrainSample], streamed: Mapping[SampleId, TrainSample]
 ) -> float:
-    """Returns the factor that turns the provisional weights of samples whose gradients were begun
-    early into those of the whole step. 1.0 if none of these samples has a weight."""
+    """Returns the factor from provisional weights (`streamed`: samples whose gradients began early)
+    to the weights of the whole step. 1.0 if all these weights are 0."""
     factors = []
     for sample in samples:
         early = streamed.get(sample.sample)
@@ -321,24 +324,23 @@ _SUMS = (
     *("train/response_tokens", "train/tokens", "train/padded_tokens", "train/micro_batches"),
     "train/recomputed_micro_batches",
 )
-"""Metrics that are counts: a step's value is the sum over its updates."""
+"""Metrics that count something: a step's value is the sum over its updates."""
 _OF_EACH = ("actor/ppo_kl", "actor/ratio/mean", "actor/clip_ratio_low", "actor/clip_ratio_high")
-"""Metrics that grow from update to update: besides their mean, each update's value is shown as
-NAME/update_1 and so on."""
+"""Metrics of how far the policy is from the one that generated, which is farther after each update.
+Besides the mean, a step has each update's value as NAME/update_1 and so on."""
 _LAST = ("train/lora_merge_loss", "perf/pipeline/host_links")
 _LAST_ENDINGS = ("/layers", "/slow")
-"""Names, and endings of names, of metrics that describe the state at the end of the step: the last
-update's value counts."""
+"""Ends of names of metrics for the state after the step: the last update's value counts."""
 
 _FIRST = ("sampling/sampling_logp_difference/", "sampling/importance_sampling_ratio/")
-"""Beginnings of the names of metrics that compare engine and trainer: the first update's value
-counts, since only then have both the same weights."""
+"""Beginnings of names of metrics that compare engine and trainer. The first update's value counts,
+as only then both have the same weights."""
 
 
 def metrics_of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of a step from those of its updates. A single update's are returned as they are.
-    Of several, counts are added up, what compares engine and trainer is the first update's,
-    extremes stay extremes, and all else is the mean over the updates."""
+    """Returns a step's metrics from those of its updates; a single update's are kept. Counts are
+    added up, comparisons of engine and trainer are the first update's, extremes stay extremes, and
+    all others are means over the updates."""
     if len(updates) == 1:
         return dict(updates[0])
     names = dict.fromkeys(name for update in updates for name in update)

@@ -1,4 +1,4 @@
-"""Bridges from other threads to the event loop: work that may hang, and outputs to gather."""
+"""Connects threads to the event loop: runs calls that may hang, and gathers engine outputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Collecting:
-    """Gathers outputs for requests made outside of the core; `done` gets the responses."""
+    """Gathers the outputs of requests that are not the core's. `done`: future of all responses."""
 
     def __init__(self, count: int, loop: asyncio.AbstractEventLoop) -> None:
         self.done: asyncio.Future[list[Response]] = loop.create_future()
@@ -28,7 +28,7 @@ class Collecting:
         self._responses: list[Response] = []
 
     def add(self, event: Event, response: Response | None) -> None:
-        """Add an output, in an engine's thread. A sample that failed is left out, and logged."""
+        """Add an engine's output, in the engine's thread. A failed sample has no `response`."""
         self._missing -= 1
         if isinstance(event, SampleFailed):
             logger.warning("evaluation: %s: %s", event.sample, event.reason)
@@ -48,9 +48,9 @@ async def failures(
     what: str,
     within_s: float | None,
 ) -> dict[K, BaseException]:
-    """Call the function with each of these arguments at once, in threads of their own. Returns what
-    was raised where it failed, or an `EngineError` where it did not end within these seconds.
-    `within_s`: None for no limit."""
+    """Call `function` with each of these arguments at once, in threads. Returns, by key, the errors
+    of calls that failed, and an `EngineError` for those that took more than `within_s` seconds
+    (None: no limit). `what`: what the call does, for this error."""
     doing = {key: in_daemon_thread(function, *of_one) for key, of_one in arguments.items()}
     if doing:
         await asyncio.wait(doing.values(), timeout=within_s)
@@ -64,8 +64,8 @@ async def failures(
 
 
 def in_daemon_thread(function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
-    """Run the function in a thread. Returns a future of its result; a call that hangs does not keep
-    the process from ending."""
+    """Call the function in a thread. Returns a future of the result. A call that hangs does not
+    keep the process alive."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 

@@ -1,4 +1,4 @@
-"""Deadlines: whatever the run waits for must show signs of life, or the run ends with an error."""
+"""Deadlines: whatever the run waits for must show progress in time, or the run ends in an error."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ T = TypeVar("T")
 
 CHECK_S = 0.5
 STANDSTILL_HEARTBEATS = 12
-"""An engine is lost if it makes no progress for this many times `deadlines.heartbeat_s`, as over
-the prompts of a whole round, while others go on."""
+"""An engine is lost if it makes no progress for this many times `deadlines.heartbeat_s` (time
+enough to process all prompts of a batch) while others do."""
 
 
 @dataclass(eq=False, slots=True)
 class Watch:
-    """Checks deadlines, on the event loop; events in any thread are signs of life."""
+    """Checks deadlines on the event loop. An event of the core in any thread is a sign of life."""
 
     bus: Bus
     deadlines: DeadlineConfig
     engines: Engines
     reward: Reward
     num_worth: int = field(default=0, init=False)
-    """Number of environments that are asked for a final reward: checks wait for them, and
-    `deadlines.generation_s` applies."""
+    """Number of environments that are computing a final reward. While there are any, the run may
+    stand still for `deadlines.generation_s` seconds, instead of `reward_s`."""
     _last_sign: float = field(init=False)
     _last_decode_steps: int = field(default=-1, init=False)
 
@@ -42,15 +42,13 @@ class Watch:
         self.bus.add_sink(self._saw)
 
     def sign(self) -> None:
-        """Note a sign of life now."""
+        """Note a sign of life: deadlines of generation and rewards count from now on."""
         self._last_sign = self.bus.clock.now()
 
     def check_rollout(self) -> None:
-        """Check that a rollout is alive: events come, engines decode, rewards wait for something
-        that is down, or other jobs have the pool.
-
-        Raises `DeadlineExceeded`, and `RewardsFailed` once the rewards have given up.
-        """
+        """Check that generation makes progress: events come, engines decode, rewards wait for a
+        service that is down, or other jobs have the devices. Raises `DeadlineExceeded`, or
+        `RewardsFailed` once the rewards have given up."""
         self.check_rewards()
         self.check_engines()
         if self.engine_works() or self.rewards_wait() or self.pool_is_awaited():
@@ -64,19 +62,20 @@ class Watch:
             raise DeadlineExceeded(what, limit, f"deadlines.{key}")
 
     async def check_engines_always(self) -> None:
-        """Check the engines every half second until cancelled, where nobody else does."""
+        """Call `check_engines` every half second until cancelled, as in an evaluation."""
         while True:
             await asyncio.sleep(CHECK_S)
             self.check_engines()
 
     def check_engines(self) -> None:
-        """Lose engines that stand still while others work, long before the rollout's deadline."""
+        """Mark engines as lost that make no progress for `STANDSTILL_HEARTBEATS` heartbeats while
+        others do."""
         with self.bus.lock:
             limit_s = STANDSTILL_HEARTBEATS * self.deadlines.heartbeat_s
             self.engines.check_progress(self.bus.clock.now(), limit_s)
 
     def check_rewards(self) -> None:
-        """Raise `RewardsFailed` if there will be no verdict any more."""
+        """Raise `RewardsFailed` if the rewards will give no more verdicts."""
         if (why := self.reward.broken()) is not None:
             raise RewardsFailed(
                 f"{why}. Mend it under the same name, then go on with --resume"
@@ -84,21 +83,23 @@ class Watch:
             )
 
     def rewards_wait(self) -> bool:
-        """Whether the rewards wait for something outside that is down."""
+        """Whether the rewards wait for an outside service that is down. If so, a sign of life is
+        noted."""
         if self.reward.outage() is None:
             return False
         self.sign()
         return True
 
     def pool_is_awaited(self) -> bool:
-        """Whether the run waits for devices that other jobs have, which has no deadline."""
+        """Whether the run waits for devices that other jobs have. If so, a sign of life is
+        noted."""
         if not waits_for_pool(self.bus.job):
             return False
         self.sign()
         return True
 
     def engine_works(self) -> bool:
-        """Whether the engines made progress since the last call, which is a sign of life."""
+        """Whether engines made progress since the last call. If so, a sign of life is noted."""
         steps = self.engines.status().decode_steps
         if steps == self._last_decode_steps:
             return False
@@ -113,12 +114,9 @@ class Watch:
         what: str | None = None,
         lives: Callable[[], bool] = lambda: False,
     ) -> T:
-        """Await, but for no longer than `deadlines.KEY` without a sign of life; `lives` looks for
-        one whenever that time is over. `what`: what is awaited, for the error; None: what the job
-        waits for.
-
-        Raises `DeadlineExceeded`.
-        """
+        """Await this, and return its result. Each time that `deadlines.KEY` seconds have passed
+        (`key`), `lives` is called, and `DeadlineExceeded` is raised unless it returns True (a sign
+        of life). `what`: what is awaited, for the error; None: what the core waits for."""
         limit = self._limit(key)
         future = asyncio.ensure_future(awaitable)
         while True:

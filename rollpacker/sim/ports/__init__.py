@@ -1,1 +1,1 @@
-"""The ports of a simulation, which obey the core's commands in virtual time."""
+"""The ports of a simulation: the objects that carry out the core's commands in simulated time."""

@@ -1,7 +1,6 @@
-"""The environments of trajectories: every environment answers after the seconds drawn for the turn.
-
-The core limits how many answer at once (`core/checks/acting.py`); an `Act` begins at once.
-"""
+"""The simulated environments of trajectories: each environment answers after the seconds drawn for
+its turn. The core limits how many answer at once (`core/checks/acting.py`), so an `Act` command
+begins at once."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from rollpacker.sim.trajectories import Trajectories
 
 
 class _Answer:
-    """An answer that an environment is going to give."""
+    """An answer that an environment is going to give, and the second when it comes."""
 
     __slots__ = ("event", "next_finish")
 
@@ -29,7 +28,7 @@ class _Answer:
 
 
 class Environments:
-    """The port that obeys `Act`, `CancelAct` and `Conclude`: it answers for the environments."""
+    """Carries out the commands `Act`, `CancelAct` and `Conclude`: gives environments' answers."""
 
     def __init__(
         self,
@@ -38,15 +37,16 @@ class Environments:
         trajectories: Trajectories,
         concluded: Callable[[], None],
     ) -> None:
-        """`concluded` is called when a trajectory is over."""
+        """`concluded` is a function that is called whenever a trajectory is over."""
         self.hangs: Callable[[SampleId, int], bool] = lambda sample, turn: False
-        """Function of a sample and a turn that returns whether the turn is never answered."""
+        """Function that returns whether an environment never answers this turn (from 1) of a
+        sample."""
         self._clock = clock
         self._responses = responses
         self._trajectories = trajectories
         self._concluded = concluded
         self._asked: dict[SampleId, _Answer] = {}
-        """Answers that have not been given yet, by sample."""
+        """Answers still to be given, by the sample that awaits them."""
 
     def routes(self) -> Routes:
         return {Act: self._act, CancelAct: self._cancel, Conclude: self._conclude}

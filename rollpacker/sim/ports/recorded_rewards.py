@@ -2,8 +2,8 @@
 
 The core limits how many checks run at once if their kind has workers or a deadline; such a check
 takes the seconds of a recorded check. Other checks are put together as in a real run
-(`run/ports/scoring.py`): checks that come while no further call can begin join one batch, and every
-batch is one call of the reward, whose workers run a few calls at once.
+(`run/ports/scoring.py`): checks that come while no further call of the reward can begin join one
+batch. Every batch is one call, and the reward's workers run a few calls at once.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from rollpacker.sim.responses import Responses
 from rollpacker.sim.workload import Workload
 
 HANDED_OVER_S = 1e-6
-"""Seconds from the end of a response to the call that checks it: responses that end in the same
-step of the engine share a call."""
+"""Seconds from the end of a response to the call of the reward that checks it, so that responses
+that end in the same decode step share a call."""
 
 
 class RecordedRewards(Rewards):
-    """The port that obeys `Score` and `CancelScore` with the checks of a recorded run."""
+    """Carries out the commands `Score` and `CancelScore` with verdicts that a run recorded."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class RecordedRewards(Rewards):
         checks: RecordedChecks,
         is_generating: Callable[[], bool],
     ) -> None:
-        """`is_generating` returns whether an engine still generates."""
+        """`is_generating` is a function that returns whether any engine still generates."""
         super().__init__(clock, machine, workload, responses, max_response_tokens)
         self._checks = checks
         self._luck = random.Random(workload.seed)
@@ -70,8 +70,8 @@ class RecordedRewards(Rewards):
 def _scored(
     sample: SampleId, check: Check | None, timeout_s: float | None
 ) -> tuple[SampleScored, float]:
-    """The verdict of a recorded check (None: no verdict), and the seconds until it is given. A
-    check that takes longer than `timeout_s` has timed out; None: no limit."""
+    """The verdict of a recorded check (`check` None: a verdict without a value), and the seconds
+    until it comes. A check longer than `timeout_s` seconds has timed out; None: no limit."""
     if check is None:
         return SampleScored(time_s=0.0, sample=sample, value=None, cause="sample"), 0.0
     seconds, value, timed_out = check.seconds, check.value, check.timed_out
@@ -93,7 +93,7 @@ def _scored(
 
 
 class _Batches:
-    """Groups checks into calls of the reward, of which a few run at a time; a `clock.Moving`."""
+    """Groups checks into calls of the reward, a few of which run at a time."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class _Batches:
         is_generating: Callable[[], bool],
         passes_over: Callable[[Event], bool],
     ) -> None:
-        """`passes_over` returns True for a verdict that was cancelled."""
+        """`passes_over` is a function that returns True for a verdict that was cancelled."""
         self._is_generating = is_generating
         self._passes_over = passes_over
         self._clock = clock
@@ -111,23 +111,24 @@ class _Batches:
         self._luck = luck
         self._asked: list[SampleScored] = []
         self._free = [0.0] * calls.num_workers
-        """Heap of the times in seconds at which the workers become free."""
+        """Heap of the seconds of the clock at which each worker of the reward becomes free."""
         self._running: list[tuple[float, int, Sequence[SampleScored]]] = []
-        """Heap of the running calls: (time of the end, number of the call, verdicts)."""
+        """Heap of running calls: (seconds at which the call ends, number of the call, its
+        verdicts)."""
         self._done: deque[SampleScored] = deque()
         self._begins = math.inf
-        """Time at which the checks in `_asked` begin as one call; inf: not known yet."""
+        """Time in seconds at which the checks in `_asked` begin as one call; inf: not known yet."""
         self._num_begun = 0
 
     @property
     def next_finish(self) -> float:
-        """Time in seconds at which a call begins or a verdict is given next; inf: never."""
+        """Time in seconds at which a call begins or a verdict is given next; inf: none is due."""
         if self._done:
             return self._clock.time_s
         return min(self._begins, self._running[0][0] if self._running else math.inf)
 
     def ask(self, verdict: SampleScored) -> None:
-        """Queue a check, whose `verdict` is given when the check's call has ended."""
+        """Queue a check, whose `verdict` is given when the call that makes the check has ended."""
         self._asked.append(verdict)
         if self._begins == math.inf and len(self._running) < MOST_AT_ONCE:
             self._begins = self._clock.time_s + HANDED_OVER_S

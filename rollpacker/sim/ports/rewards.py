@@ -1,7 +1,6 @@
-"""Checks of answers: every check keeps a worker for the seconds that the workload has drawn.
-
-The core limits how many run at once (`core/checks/reward_schedule.py`); a `Score` begins at once.
-"""
+"""Checks of responses: every check keeps a worker for the seconds that the workload has drawn. The
+core limits how many run at once (`core/checks/reward_schedule.py`), so a `Score` command begins at
+once."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ _NO_PARTS: Mapping[str, float | None] = {}
 
 
 class Rewards:
-    """The port that obeys `Score` and `CancelScore`: it gives the verdicts."""
+    """Carries out the commands `Score` and `CancelScore`: gives verdicts on responses."""
 
     def __init__(
         self,
@@ -41,7 +40,7 @@ class Rewards:
         self._skips = workload.skip_truncated
         self._cap = math.inf if max_response_tokens is None else max_response_tokens
         self._cancelled: set[SampleId] = set()
-        """Samples whose check was cancelled, while the check's end is still on the clock."""
+        """Samples whose check was cancelled while its verdict, to be ignored, is still to come."""
 
     def routes(self) -> Routes:
         return {Score: self._score, CancelScore: self._cancel}
@@ -76,7 +75,7 @@ class Rewards:
         self._clock.after(seconds, scored)
 
     def _cancel(self, command: CancelScore) -> None:
-        """End these checks now. Their verdicts, still on the clock, are ignored when they come."""
+        """End these checks now. The verdicts that are still on the clock will be ignored."""
         self._cancelled.update(command.samples)
         self._clock.passes_over = self._was_cancelled
         for sample in command.samples:

@@ -39,7 +39,7 @@ from rollpacker.sim.tally import Tally
 
 
 class Lane:
-    """One engine with its number in the core."""
+    """One simulated engine, with the number by which the core knows the engine."""
 
     __slots__ = ("engine", "finish", "last_busy_s", "number")
 
@@ -48,14 +48,14 @@ class Lane:
     ) -> None:
         self.engine = engine
         self.number = number
-        """The engine's number in the core."""
+        """Number by which the core knows the engine."""
         self.last_busy_s = 0.0
         self.finish = partial(finish, self)
-        """Function that takes out the response that finishes at `engine.next_finish`."""
+        """Function that takes out the response that is finished next and returns its event."""
 
 
 class Rollout:
-    """The port that obeys `Launch`, `Abort`, `Release` and the other commands to engines."""
+    """Carries out the core's commands to engines, such as `Launch`, `Abort` and `Release`."""
 
     def __init__(
         self,
@@ -68,8 +68,8 @@ class Rollout:
         num_engines: int,
         turns: Turns | None = None,
     ) -> None:
-        """`num_engines`: number of the core's engines at the start. `turns`: progress of samples
-        that take turns with environments; None: samples are single responses."""
+        """`num_engines`: number of engines that the core has at the start. `turns`: progress of
+        samples that take turns with environments; None: samples are single responses."""
         self._clock = clock
         self._machine = machine
         self._responses = responses
@@ -78,28 +78,29 @@ class Rollout:
         self._cap = math.inf if max_response_tokens is None else max_response_tokens
         self._num_engines = num_engines
         self._incarnations = [0] * machine.gpus
-        """By an engine's number, how often the engine was started again after the first start."""
+        """How often each engine was started again after its first start, by engine number."""
         self.life_s: Callable[[int, int], float] = lambda engine, incarnation: math.inf
-        """Function from an engine's number, and from how often it was started again, to the seconds
-        until it is lost."""
+        """Function from an engine's number, and how often the engine was started again, to the
+        seconds until it is lost."""
         self.start_s = 0.0
-        """Seconds from the order to replace a lost engine until the replacement is ready."""
+        """Seconds from the order to replace a lost engine until its replacement is ready."""
         self._fleets: dict[tuple[int, bool], list[Lane]] = {}
-        """Engines by (degree of tensor parallelism, whether they decode speculatively)."""
+        """Lists of engines, by (tensor-parallel degree, whether they decode speculatively)."""
         self._fleet: list[Lane] = []
-        """Engines of the current round. All fields below are the current round's too."""
+        """Engines of the current round of generation. All fields below are of that round."""
         self._launch: Launch | None = None
         self._lane_of: dict[int, Lane] = {}
-        """Engine of each sample, by the sample's key. A sample that no engine has is missing."""
+        """By a sample's key: the engine that has it. Samples that no engine has are missing."""
         self._carried: dict[int, int] = {}
-        """Tokens that a sample had when its launch or its current message began, by key. A sample
-        without such tokens may be missing."""
+        """Number of tokens that a sample had when its launch or its current message began, by the
+        sample's key. Samples without such tokens may be missing."""
         self._turns = turns
         self._num_generating = 0
         self._empty_from_s = 0.0
-        """Time when the engines released the last response, in seconds."""
+        """Time in seconds at which the engines were rid of the last response."""
         self._released: tuple[float, list[Lane]] | None = None
-        """Time when devices were released, and their engines. None: no devices were released."""
+        """Time in seconds when engines were released to the trainer, and these engines; else
+        None."""
 
     def routes(self) -> Routes:
         return {
@@ -116,11 +117,12 @@ class Rollout:
 
     @property
     def released(self) -> list[Lane]:
-        """Engines whose devices were released, which get no samples until the next round."""
+        """Engines whose devices were released to the trainer, without samples until the next
+        round."""
         return [] if self._released is None else self._released[1]
 
     def is_busy(self) -> bool:
-        """Whether an engine still generates, or has not yet ended samples that it must stop."""
+        """Whether some engine still generates, or still has samples to abort."""
         return self._num_generating > 0 or self._clock.time_s < self._empty_from_s
 
     # -- launch ------------------------------------------------------------------------
@@ -158,7 +160,8 @@ class Rollout:
         self._give(keys, command.engines or (0,) * len(keys), now)
 
     def _give(self, keys: Sequence[int], engines: Sequence[int], now: float) -> None:
-        """Submit each sample to its own engine."""
+        """Submit the sample of each key to the engine whose number has the same place in
+        `engines`."""
         by_engine = defaultdict[int, list[int]](list)
         for key, number in zip(keys, engines, strict=True):
             by_engine[number].append(key)
@@ -171,8 +174,9 @@ class Rollout:
     def _submit(
         self, lane: Lane, keys: Sequence[int], carried: int, now: float, *, is_new: bool = True
     ) -> None:
-        """Submit samples to this engine, which must first compute `carried` tokens, the sum over
-        all samples. `is_new` False: the engine already has the samples' prompts in its cache."""
+        """Submit samples to this engine, which first computes the cache of `carried` tokens, the
+        sum over all samples. `is_new` False: the engine has the samples' prompts in its cache
+        already."""
         assert self._launch is not None
         lengths, done = self._responses.lengths, self._responses.done
         latency, degree = self._machine.latency, self._launch.tensor_parallel
@@ -189,8 +193,7 @@ class Rollout:
     # -- turns -------------------------------------------------------------------------
 
     def _continue(self, command: Continue) -> None:
-        """Begin the next message of these samples, behind the tokens that their environments
-        gave."""
+        """Let engines generate the next message of samples whose environments have answered."""
         assert self._launch is not None and self._turns is not None
         now = self._clock.time_s
         if not self._num_generating:
@@ -242,8 +245,8 @@ class Rollout:
     # -- what comes out ----------------------------------------------------------------
 
     def _finish(self, lane: Lane) -> Event | None:
-        """Take the response out that finishes now and return its event. None: the response's end is
-        refused and drawn once more."""
+        """Take the response out that finishes now and return its event. None: it goes on, since its
+        end came too early or too late (`tail_batching.complement`) and another was drawn."""
         key, length, preemptions = lane.engine.pop()
         responses, step, number = self._responses, self._tally.step, lane.number
         lane.last_busy_s = self._clock.time_s
@@ -320,8 +323,7 @@ class Rollout:
             )
 
     def _rollout_ends(self, now: float) -> None:
-        """Note that the last engine is empty, so that every device waits for verdicts from now
-        on."""
+        """Note that the last engine is empty, so that all devices wait for verdicts from now on."""
         machine, launch = self._machine, self._launch
         assert launch is not None
         self._empty_from_s = now
@@ -337,12 +339,12 @@ class Rollout:
     # -- engines that are lost -----------------------------------------------------------
 
     def begin(self) -> None:
-        """Begin the run: schedule when each engine is lost, if ever."""
+        """Begin the run: schedule the time at which each engine is lost, if ever."""
         for number in range(self._num_engines):
             self._live(number, 0.0)
 
     def _live(self, number: int, after_s: float) -> None:
-        """Schedule the loss of an engine that is ready in `after_s` seconds."""
+        """Schedule the loss, if any, of an engine that will be ready in `after_s` seconds."""
         incarnation = self._incarnations[number]
         life_s = self.life_s(number, incarnation)
         if life_s < math.inf:
@@ -370,7 +372,7 @@ class Rollout:
         self._is_ready(number, command.version, start_s)
 
     def _resize(self, command: Resize) -> None:
-        """Start all engines, which are empty, anew. The next launch has their new size in GPUs."""
+        """Start all engines, which are empty, anew. The next launch has their new size."""
         machine = self._machine
         self._tally.bubble["sync"] += machine.resize_s * machine.gpus
         for number, incarnation in enumerate(command.incarnations):
@@ -386,7 +388,7 @@ class Rollout:
         )
 
     def _place(self, command: Place) -> None:
-        """Start samples anew on other engines. An end that was drawn in place of another stands."""
+        """Start samples anew on other engines. A response keeps the length last drawn for it."""
         keys = [self._responses.keys[sample] for sample in command.samples]
         self._give(keys, command.engines, self._clock.time_s)
 
@@ -426,7 +428,7 @@ class Rollout:
     # -- release -----------------------------------------------------------------------
 
     def _release(self, command: Release) -> None:
-        """Release these engines. Their samples leave with the moves that follow."""
+        """Release the engines on these devices to the trainer. `Move` then takes their samples."""
         now, launch = self._clock.time_s, self._launch
         assert launch is not None
         degree = launch.tensor_parallel

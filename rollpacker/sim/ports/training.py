@@ -1,4 +1,4 @@
-"""The trainer: gradients of finished groups, optimizer steps, weight sync and commits."""
+"""The simulated trainer: gradients of groups, optimizer steps, weight sync and commits."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from rollpacker.sim.tally import Tally
 
 
 class GradientWork:
-    """Gradients that the trainer computes while a round goes on, as device-seconds of work on the
-    devices that it has then."""
+    """Gradients that the trainer computes while other responses are generated: device-seconds of
+    work, shared by the devices that the trainer has then."""
 
     def __init__(self) -> None:
         self.backlog_s = 0.0
         self.done_s = 0.0
-        """Device-seconds worked since the round began."""
+        """Device-seconds of gradient work done since the round of generation began."""
         self._devices = 0
         self._since_s = 0.0
 
@@ -36,19 +36,19 @@ class GradientWork:
         self._since_s = now_s
 
     def have(self, now_s: float, devices: int, *, after_s: float = 0.0) -> None:
-        """Let the trainer have `devices` devices in all, from `after_s` seconds after now on."""
+        """Give the trainer `devices` devices in all, from `after_s` seconds after `now_s` on."""
         self.advance(now_s)
         self._devices = devices
         self._since_s = max(self._since_s, now_s + after_s)
 
     def begin_round(self, now_s: float) -> None:
-        """Take all devices back, since every device generates now."""
+        """Take all devices away from the trainer, since every device generates now."""
         self.have(now_s, 0)
         self.done_s = 0.0
 
 
 class Training:
-    """The port that obeys `StartGradients`, `TrainOn`, `SyncWeights` and `Commit`."""
+    """Carries out the commands `StartGradients`, `TrainOn`, `SyncWeights` and `Commit`."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Training:
         work: GradientWork,
         step_done: Callable[[Event], None],
     ) -> None:
-        """`step_done` is called with the event that ends a step, for every step that trained."""
+        """`step_done` is called with the event that commits a step, for every step that trained."""
         self._clock = clock
         self._machine = machine
         self._responses = responses
@@ -67,7 +67,7 @@ class Training:
         self._work = work
         self._step_done = step_done
         self._streamed: set[SampleId] = set()
-        """The first sample of every group of this step whose gradients were begun."""
+        """First sample of each group in this step whose gradients have begun already."""
         self._version = 0
 
     def routes(self) -> Routes:
@@ -79,7 +79,7 @@ class Training:
         }
 
     def _work_s(self, lengths: list[int]) -> float:
-        """Device-seconds of the gradients of responses of these lengths."""
+        """Device-seconds that the gradients of responses of these lengths (tokens) take."""
         tokens = sum(lengths) + len(lengths) * self._machine.prompt_tokens
         return self._machine.latency.train_s(tokens, 1)
 
@@ -110,8 +110,9 @@ class Training:
         )
 
     def _swept_s(self, pipeline: Pipeline, lengths: list[int]) -> float:
-        """Seconds in which responses of these lengths pass the trainer's stages; counts the stages'
-        idle time. Responses whose gradients began in the rollout made no stage wait."""
+        """Seconds that responses of these lengths (tokens) take to pass the trainer's pipeline
+        stages. Counts the stages' idle time, as if gradients begun during generation caused
+        none."""
         if not lengths:
             return 0.0
         prompt_tokens = self._machine.prompt_tokens

@@ -1,4 +1,4 @@
-"""Progress of each trajectory of a round: its number of messages, and the engine it was on."""
+"""Progress of each trajectory of a round: its number of messages, and its latest engine."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Home(NamedTuple):
 
 
 class Turns:
-    """For each sample of a round, by key: how many messages have ended, which engine generated the
-    last message, and where the current message begins."""
+    """For each sample of a round of generation, by key: how many of its messages have ended, which
+    engine generated the last one, and how many tokens come before the current one."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Turns:
         self._ended: dict[int, int] = {}
         self._homes: dict[int, Home] = {}
         self._starts: dict[int, int] = {}
-        """Number of tokens before the current message, by key of the sample."""
+        """Number of the trajectory's tokens before its current message, by the sample's key."""
 
     @classmethod
     def of(
@@ -48,21 +48,21 @@ class Turns:
         responses: Responses,
         carried: CarriedTurns | None,
     ) -> Turns | None:
-        """Makes the turns of a run. Returns None if samples are single responses."""
+        """Make the object for a run. Returns None if the run's samples are single responses."""
         trajectories = workload.trajectories
         if trajectories is None:
             return None
         return cls(trajectories, responses, keep_rows=machine.keep_rows, carried=carried)
 
     def clear(self) -> None:
-        """Forget all trajectories, since another round begins."""
+        """Forget all trajectories, since another round of generation begins."""
         self._ended.clear()
         self._homes.clear()
         self._starts.clear()
 
     def launch(self, keys: Iterable[int], version: int) -> dict[int, int]:
-        """Begin the first message of these samples. Returns a mapping from key to the tokens of the
-        message that need not be generated; samples without such tokens are missing."""
+        """Begin the first message of these samples under weights of this version. Returns, by key,
+        how many tokens of it are kept from an earlier launch; samples without any are missing."""
         if self._carried is not None:
             self._carried.launch(keys, version)
         found = {}
@@ -72,19 +72,19 @@ class Turns:
         return found
 
     def start(self, key: int) -> int:
-        """Number of tokens before the sample's current message."""
+        """Number of the trajectory's tokens before the sample's current message."""
         return self._starts[key]
 
     def end(self, key: int, home: Home) -> bool:
-        """Count a message that this engine has ended. Returns whether the message was cut off."""
+        """Count a message that the engine `home` has ended. Returns whether it was cut off."""
         turn = self._ended[key] = self._ended.get(key, 0) + 1
         self._homes[key] = home
         noise = self._responses.noises[key]
         return self._trajectories.turns(noise)[turn - 1].is_cut_off
 
     def begin(self, key: int) -> int:
-        """Begin the sample's next message, behind the tokens that the environment gave. Returns the
-        tokens of the trajectory that need not be generated, those of the new message included."""
+        """Begin the sample's next message, after the environment's answer. Returns how many tokens
+        of the trajectory need not be generated, kept tokens of the new message included."""
         responses = self._responses
         turns, turn = self._trajectories.turns(responses.noises[key]), self._ended[key]
         has = responses.lengths[key] + turns[turn - 1].given
@@ -92,9 +92,9 @@ class Turns:
         return has + self._take_up(key, has)
 
     def to_compute(self, key: int, home: Home) -> int | None:
-        """Tokens that this engine must compute before it generates the message: those of the
-        environment's answer, and those of the message that are kept. None: all of the trajectory's
-        tokens and the prompt, since the engine does not have the sample in its cache."""
+        """Number of tokens that the engine `home` must compute before it generates the sample's
+        message: those of the environment's answer and those kept of the message. None: the prompt
+        and the whole trajectory, since the engine does not have the sample in its cache."""
         if not self._keep_rows or self._homes[key] != home:
             return None
         turns = self._trajectories.turns(self._responses.noises[key])
@@ -102,8 +102,7 @@ class Turns:
         return turns[self._ended[key] - 1].given + left
 
     def _take_up(self, key: int, start: int) -> int:
-        """Begin a message behind `start` tokens. Returns how many tokens of the message are
-        kept."""
+        """Begin a message after `start` tokens. Returns how many tokens of the message are kept."""
         responses = self._responses
         self._starts[key] = start
         same = 0 if self._carried is None else self._carried.same[key]

@@ -1,1 +1,1 @@
-"""Brings weights to engines on other hosts."""
+"""Brings the policy's weights from the trainer's hosts to engines on other hosts."""

@@ -1,13 +1,13 @@
-"""Takes a version of the weights that goes to several hosts at once, and passes it on.
+"""Receives a version of the weights that goes to several hosts at once, and passes it on.
 
-    the trainer's hosts          hosts that take it
-        a  --shard 0--> 0 --+--> 1, 2
-           --shard 1--> 1 --+--> 0, 2      each shard crosses from pool to pool once,
-           --shard 2--> 2 --+--> 0, 1      and is passed on as it comes in
+    trainer's host --shard 0--> host 0 --> hosts 1, 2
+                   --shard 1--> host 1 --> hosts 2, 0
+                   --shard 2--> host 2 --> hosts 0, 1
 
-If a host is lost, the hosts that waited for its shards ask the next one in the order of the shard,
-which gets what it lacks from the trainer. So a host waits only for those before it in that order,
-and never in a circle.
+A shard is a range of bytes. It leaves the trainer's hosts once, to one receiving host, which passes
+it on as it comes in. For each shard the receiving hosts have an order: if the first is lost, the
+others ask the second, which gets the rest from the trainer's host, and so on. As a host waits only
+for hosts before it in that order, none wait in a circle.
 """
 
 from __future__ import annotations
@@ -27,44 +27,44 @@ from rollpacker.weights.buffer import ALIGNMENT, BufferLayout, StaleWeightsError
 from rollpacker.workers.loop import at_once
 
 PASS_ON_BYTES = 256 << 10
-"""Number of bytes of a shard after which hosts that wait for more of it are woken."""
+"""Number of arrived bytes of a shard after which hosts that want them from this host are woken."""
 RETRY_S = 0.5
-"""Seconds before a trainer's host that did not answer is asked again."""
+"""Seconds before a host of the trainer that did not answer is asked again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shipment:
-    """A version of the weights that is sent to several hosts, as each of them is told of it."""
+    """One version of the weights on its way from the trainer's hosts to several others."""
 
     number: int
-    """Number of the shipment, one more with each in a run."""
+    """Number of this sending of a version, counted up from 1 in a run."""
     layout: BufferLayout
-    """Layout of the trainer's buffer. If it wrote several equal buffers, that of the first."""
+    """File, size and places of tensors of the trainer's buffer, on the first of `sources`."""
     head: bytes
-    """First bytes of that buffer, which identify what was written."""
+    """First bytes of the trainer's buffer, which tell one written version from another."""
     sources: tuple[PortAddress, ...]
-    """Ports of the hosts that have a buffer written by the trainer."""
+    """Addresses of the hosts on which the trainer has written the version."""
     takers: tuple[PortAddress, ...]
-    """Ports of the hosts that take the version."""
+    """Addresses of the hosts that are to receive the version."""
     patience_s: float
-    """Seconds without a byte of a shard after which the shard is given up."""
+    """Seconds without a new byte of a shard after which its transfer fails."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A range of bytes of the buffer, from `start` to before `end`."""
+    """A shard: the bytes of the weights' buffer from `start` to before `end`."""
 
     start: int
     end: int
     source: PortAddress
-    """Port of the trainer's host that sends the shard."""
+    """Address of the trainer's host that sends the shard."""
     first: int
-    """Number of the taker that gets the shard straight from the trainer's host."""
+    """Index among the receiving hosts of the one that gets the shard from the trainer's host."""
 
 
 def shards_of(shipment: Shipment) -> list[Shard]:
-    """Return the shards of a shipment. There are as many for each taker as there are sources, so
-    that a taker receives from all sources at once."""
+    """Return the shards (ranges of bytes) of a shipment. For each receiving host there are as many
+    as there are sources, so that the host receives from all sources at once."""
     num_sources, num_takers = len(shipment.sources), len(shipment.takers)
     count = num_sources * num_takers
     begin, size = ALIGNMENT, shipment.layout.size_bytes - 2 * ALIGNMENT
@@ -76,43 +76,43 @@ def shards_of(shipment: Shipment) -> list[Shard]:
 
 
 class Arriving:
-    """One shipment on a host that takes it. It is also a `Streamed`, which the host passes on."""
+    """One version of the weights that arrives on a host, which passes it on meanwhile."""
 
     def __init__(self, shipment: Shipment, own: int, there: BufferLayout) -> None:
-        """`own`: this host's number among the takers. `there`: the memory in which the version is
-        put."""
+        """`own`: this host's index among the receiving hosts. `there`: the memory for the
+        version."""
         self.shipment = shipment
         self._own, self._there = own, there
         self._shards = shards_of(shipment)
         self._ends = [shard.start for shard in self._shards]
-        """For each shard, the byte before which all of it has arrived."""
+        """For each shard, the end of the bytes that have arrived, as a position in the buffer."""
         self._changed = threading.Condition()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="weights arrive", daemon=True)
 
     def begin(self) -> None:
-        """Begin to take the shipment, in a thread of its own."""
+        """Begin to receive the version, in a thread of its own."""
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until the version is complete. Raises `OSError` if a shard does not come, and
+        """Wait until the version is complete here. Raises `OSError` if a part does not come, and
         `StaleWeightsError` if the trainer has begun to write the next version."""
         self._thread.join()
         self._check()
 
     def give_up(self) -> None:
-        """Stop taking the shipment. Its memory is not written any more once this returns."""
+        """Stop receiving the version. Its memory is not written any more once this returns."""
         self._fail(OSError("it was given up"))
         self._thread.join()
 
     # -- for the hosts after this one --------------------------------------------------------------
 
     def open(self) -> IO[bytes]:
-        """Open the memory in which the version arrives, for reading; see `Streamed`."""
+        """Open the memory in which the version arrives, as a file for reading."""
         return opened(self._there)
 
     def arrived(self, start: int, end: int, within_s: float) -> int:
-        """Return up to where the bytes from `start` have arrived by now; see `Streamed`."""
+        """Wait up to `within_s` for bytes from `start`. Returns their end so far, at most `end`."""
         number = next(n for n, shard in enumerate(self._shards) if start < shard.end)
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._ends[number] > start, within_s)
@@ -140,7 +140,7 @@ class Arriving:
             self._fail(error)
 
     def _bring(self, number: int, whole: memoryview) -> None:
-        """Take one shard, from the first host that can give it."""
+        """Receive one shard, from the first host that can give it."""
         shard = self._shards[number]
         try:
             for address in self._takers_before(shard):
@@ -153,21 +153,21 @@ class Arriving:
             self._fail(error)
 
     def _takers_before(self, shard: Shard) -> list[PortAddress]:
-        """Return the hosts that get the shard before this one does, in that order."""
+        """Return the hosts before this one in the order in which hosts receive the shard."""
         takers = self.shipment.takers
         place = (self._own - shard.first) % len(takers)
         return [takers[(shard.first + n) % len(takers)] for n in range(place)]
 
     def _take(self, address: PortAddress, number: int, whole: memoryview) -> None:
-        """Take what is still missing of a shard from this host."""
+        """Receive what is still missing of shard `number` from the host at this address."""
         start, end = self._ends[number], self._shards[number].end
         took = partial(self._took, number, start)
         if start < end:
             take(address, self.shipment.number, whole[start:end], start, took)
 
     def _patiently(self, take: Callable[[], None], progress: Callable[[], int]) -> None:
-        """Take from a trainer's host, repeatedly if it is cut off, until there was no progress for
-        `patience_s` seconds."""
+        """Receive from a host of the trainer, again and again if it is cut off, until there has
+        been no progress for `patience_s` seconds."""
         before, since_s = progress(), time.monotonic()
         while True:
             try:
@@ -190,7 +190,7 @@ class Arriving:
                 self._changed.notify_all()
 
     def _check(self, _: int = 0) -> None:
-        """Raise the error that has ended the shipment, if there was one."""
+        """Raise the error that has ended the transfer, if there was one."""
         if isinstance(self._error, StaleWeightsError):
             raise StaleWeightsError("the weights changed on their way") from self._error
         if self._error is not None:

@@ -1,9 +1,9 @@
-"""A port at which a host streams weights to other hosts of the run, and the side that takes them.
+"""A network port at which a host sends weights to other hosts of the run, and their side of it.
 
-    hello     token, number of the shipment, from which byte to which
-    answer    pieces, each after its length: as they come to this host themselves
-              0: nothing yet; said every `BEAT_S`, so that silence means a host that is lost
-              CHANGED or FAILED: the rest never comes
+    request: token, number of the shipment (version on its way), first byte, end.
+    answer: bytes in pieces as they arrive at the sending host, the length before each piece.
+        In place of a length comes 0 every `BEAT_S` seconds if there is nothing new, so that silence
+        means a lost host; CHANGED (a newer shipment is there) or FAILED: the rest never comes.
 
 Bytes go from memory to the socket and from the socket to memory; no copy of the model is made.
 """
@@ -24,12 +24,12 @@ from rollpacker.workers.line import Line, LineEnded
 from rollpacker.workers.listener import Listener, connect
 
 PIECE_BYTES = 1 << 20
-"""Largest number of bytes that are sent in one piece."""
+"""The most bytes of weights that are sent in one piece."""
 BEAT_S = 1.0
 SILENT_S = 5.0
-"""Seconds of silence after which the asked host counts as lost."""
+"""Seconds without a byte after which the host that was asked for weights counts as lost."""
 UNKNOWN_S = 5.0
-"""Seconds for which an early request waits until its shipment is known on this host."""
+"""Seconds for which a request for a shipment (version) that this host does not know yet waits."""
 _REQUEST = struct.Struct(">QQQ")
 _LENGTH = struct.Struct(">I")
 _FAILED, _CHANGED = 0xFFFFFFFF, 0xFFFFFFFE
@@ -37,7 +37,7 @@ _FAILED, _CHANGED = 0xFFFFFFFF, 0xFFFFFFFE
 
 @dataclass(frozen=True, slots=True)
 class PortAddress:
-    """Where another host can ask a host for weights, with the token that it must show."""
+    """The address at which a host sends weights, and the token that others must show there."""
 
     host: str
     port: int
@@ -45,26 +45,26 @@ class PortAddress:
 
 
 class Streamed(Protocol):
-    """Weights of one version, complete or still arriving on this host."""
+    """One version of the weights on this host, complete or still arriving."""
 
     def open(self) -> IO[bytes]:
-        """Open the memory of the weights for reading. Raises `OSError` and `StaleWeightsError`."""
+        """Open the memory of the weights as a file. Raises `OSError` and `StaleWeightsError`."""
         ...
 
     def arrived(self, start: int, end: int, within_s: float) -> int:
-        """Return up to where the bytes from `start` have arrived: `start` if none came within these
-        seconds, and `end` at most. Raises `OSError` and `StaleWeightsError` if the rest never
-        comes."""
+        """Return the end of the bytes from `start` that have arrived: `end` at most, and `start` if
+        none came within these seconds. Raises `OSError` or `StaleWeightsError` if they never
+        come."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Weights that a trainer has written on this host, as a `Streamed`."""
+    """A complete version of the weights, which the trainer has written on this host."""
 
     layout: BufferLayout
     head: bytes
-    """First bytes of the buffer, which change before any others when a new version is written."""
+    """First bytes of the buffer, which change first when a new version is written."""
 
     def open(self) -> IO[bytes]:
         file = opened(self.layout)
@@ -78,7 +78,7 @@ class Written:
 
 
 class WeightPort:
-    """The port of one host, at which it sends the newest shipment to hosts that ask."""
+    """A host's port, at which it sends the newest shipment (version of the weights) on request."""
 
     def __init__(self, host: str) -> None:
         """Listen on any free port of this address. Raises `OSError`."""
@@ -91,13 +91,13 @@ class WeightPort:
         threading.Thread(target=self._listen, name="weights", daemon=True).start()
 
     def stream(self, number: int, streamed: Streamed) -> None:
-        """Send these weights to hosts that ask for the shipment of this number."""
+        """From now on, send these weights to hosts that ask for shipment `number`."""
         with self._changed:
             self._newest, self._streamed = number, streamed
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Accept no more requests. Further calls do nothing."""
+        """Accept no more requests for weights. Further calls do nothing."""
         self._is_closed = True
 
     def _listen(self) -> None:
@@ -113,8 +113,8 @@ class WeightPort:
             connection.sendall(_LENGTH.pack(self._send(connection, number, start, end)))
 
     def _send(self, connection: socket.socket, number: int, start: int, end: int) -> int:
-        """Send bytes of a shipment once it is known here. Returns 0, or the code for an end before
-        the last byte. Raises `OSError` if the connection fails."""
+        """Send bytes `start` to `end` of a shipment once it is known here. Returns 0 at the end, or
+        a code if the rest never comes. Raises `OSError` if the connection fails."""
         until = time.monotonic() + UNKNOWN_S
         while time.monotonic() < until:
             with self._changed:
@@ -129,8 +129,8 @@ class WeightPort:
 
 
 def _send(connection: socket.socket, streamed: Streamed, start: int, end: int) -> int:
-    """Send bytes of a version as they arrive here. Returns 0, or the code for an end before the
-    last byte. Raises `OSError` if the connection fails."""
+    """Send bytes `start` to `end` of a version as they arrive here. Returns 0 at the end, or a code
+    if the rest never comes. Raises `OSError` if the connection fails."""
     try:
         file = streamed.open()
     except StaleWeightsError:
@@ -160,9 +160,9 @@ def take(
     start: int,
     took: Callable[[int], None],
 ) -> None:
-    """Receive bytes of a shipment from `start` on until `into` is full. `took` is called with the
-    number of bytes so far, again and again; what it raises ends this. Raises `OSError`, and
-    `StaleWeightsError` if there are newer weights."""
+    """Receive bytes of shipment `number` from position `start` on, until `into` is full. `took` is
+    called now and then with the number of bytes so far; an error of it ends this. Raises `OSError`,
+    and `StaleWeightsError` if there are newer weights."""
     num_taken = 0
     request = _REQUEST.pack(number, start, start + len(into))
     try:

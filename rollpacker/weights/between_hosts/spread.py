@@ -1,10 +1,10 @@
 """Brings the trainer's weights to other hosts.
 
-    publish     a version to several hosts at once, before any asks: each shard leaves the
-                trainer's host once, straight to one of them, which passes it on (`arriving.py`)
-    bring       to one host whose engine asks, if the version has not been published there
+    publish: a version is sent to several hosts at once, before any asks: each range of its bytes
+        leaves the trainer's host once, to one of them, which passes it on (`arriving.py`).
+    bring: a version is sent to one host whose engine asks for it, unless it is there already.
 
-Both ship it from port to port (`port.py`), one shipment at a time.
+Both send the version from host to host (`port.py`), one version at a time.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from rollpacker.workers.host import ThisHost
 from rollpacker.workers.loop import at_once
 
 PATIENCE_S = 20.0
-"""Seconds without a byte of a shard from the trainer's host after which the shard is given up."""
+"""Seconds without a byte from the trainer's host after which a transfer of weights fails."""
 PORT_S = 10.0
-"""Seconds within which a host must answer where others can ask it, to take part."""
+"""Seconds within which a host must open its port for weights; else it gets no version now."""
 
 
 class Call(Protocol):
-    """Calls a method of a host's agent, and returns its answer."""
+    """Calls a method of a host's agent (the run's process there), and returns its answer."""
 
     def __call__(self, method: str, *arguments: Any) -> Any: ...
 
 
 class Member(Protocol):
-    """A host as the source or the target of weights."""
+    """A host that weights are sent from or to."""
 
     name: str
     address: str
     """The network address at which other hosts reach this one."""
 
     def agent(self) -> tuple[object, Call]:
-        """Return an object that stands for the host's present agent, and the function that calls
-        this agent and raises `OSError`. Raises `OSError` if the host has no agent."""
+        """Return an object that stands for the host's present agent (the run's process there), and
+        the function that calls the agent. Both raise `OSError` if the agent is gone."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Taker:
-    """A host that a version of the weights is sent to."""
+    """A host that one version of the weights is sent to, and its port for weights."""
 
     name: str
     agent: object
@@ -59,39 +59,39 @@ class _Taker:
 
 
 class _Held(NamedTuple):
-    """The version of the weights that a host has."""
+    """The version of the weights that one host has received."""
 
     source: WeightSource
-    """The buffer in which the trainer wrote the version."""
+    """The version, and the trainer's buffer in which it was written."""
     head: bytes
-    """First bytes of the trainer's buffer when the version was sent."""
+    """First bytes of the trainer's buffer at that time, which tell versions apart."""
     there: WeightSource
-    """The memory of the version on the host that took it."""
+    """The version, and the memory with it on the host that received it."""
 
     def of(self, source: WeightSource, head: bytes) -> bool:
-        """Whether the version is that of `source`, whose buffer begins with `head` now."""
+        """Whether this is the version in `source`, a buffer that begins with `head` now."""
         return (self.source, self.head) == (source, head)
 
 
 class Spread:
-    """Brings the weights of one run to its hosts. Threads may use it at the same time."""
+    """Brings each version of a run's weights to its hosts. Threads may use it at the same time."""
 
     def __init__(self) -> None:
         self._held: weakref.WeakKeyDictionary[Any, _Held] = weakref.WeakKeyDictionary()
-        """The version that each host has, by the host's agent. A host that is receiving a version
-        is absent."""
+        """By each host's agent, the version that the host has. A host that is receiving one is
+        absent."""
         self._members: dict[str, Member] = {}
         self._shipping = threading.Lock()
         self._num_shipments = 0
 
     def add(self, name: str, member: Member) -> None:
-        """Add a host under the name by which layouts refer to it. Empty for the run's own host."""
+        """Add a host under its name in buffer layouts, which is empty for the run's own host."""
         self._members[name] = member
 
     def publish(
         self, sources: Sequence[WeightSource], hosts: Sequence[Member]
     ) -> dict[str, Exception]:
-        """Bring a version to all of these hosts at once, before their engines ask for it.
+        """Send a version to all of these hosts at once, before their engines ask for it.
 
         `sources`: the buffers that the trainer has written, the same bytes on each of its hosts.
         Returns, by name, the errors of hosts that do not have the version; `bring` tries these
@@ -119,8 +119,8 @@ class Spread:
         return failed
 
     def bring(self, source: WeightSource, agent: object, call: Call, address: str) -> WeightSource:
-        """Return the version's memory on the host of this agent, to which it is sent first if
-        necessary. `address` is where other hosts reach that host. Raises what `call` raises,
+        """Return the version in the memory of the host of this agent, after sending it there if
+        need be. `address` is where other hosts reach that host. Raises what `call` raises,
         `OSError` and `StaleWeightsError`."""
         if (found := self._found(source, agent)) is not None:
             return found
@@ -135,7 +135,7 @@ class Spread:
         return ended
 
     def _found(self, source: WeightSource, agent: object) -> WeightSource | None:
-        """Return the memory with this version on the agent's host, or None if it is not there."""
+        """Return this version in the memory of the agent's host, or None if it is not there."""
         try:
             head = self._head(source)
         except OSError:  # the trainer's host is lost: what was brought before is still whole
@@ -159,8 +159,8 @@ class Spread:
     def _ship(
         self, sources: Sequence[WeightSource], head: bytes, takers: Sequence[_Taker]
     ) -> list[WeightSource | Exception]:
-        """Send a version to all takers at once. Returns for each taker the memory with the version,
-        or the error."""
+        """Send a version to all these hosts at once. Returns by host the version in its memory, or
+        the error."""
         self._num_shipments += 1
         shipment = Shipment(
             number=self._num_shipments,
@@ -174,7 +174,7 @@ class Spread:
         return at_once([partial(take, own, taker) for own, taker in enumerate(takers)])
 
     def _offer(self, source: WeightSource) -> PortAddress:
-        """Have the trainer's host offer the buffer to other hosts, and return its port."""
+        """Have the trainer's host offer the version to other hosts. Returns its port."""
         writer = self._members[source.layout.host]
         _, call = writer.agent()
         port: PortAddress = call("port", writer.address)
@@ -197,8 +197,8 @@ def _reach(host: Member) -> _Taker:
 
 
 class OwnHost(ThisHost):
-    """The run's own host, in a run whose trainer or engines may be on other hosts. It is both a
-    `Host` (workers/host.py) and a `Member`."""
+    """The host of the run's own process, if trainer or engines may be on other hosts. Processes are
+    started on it (`Host`), and weights brought to and from it (`Member`)."""
 
     def __init__(self, spread: Spread, *, address: str = "127.0.0.1") -> None:
         """`address`: the network address at which other hosts reach this one."""
@@ -208,13 +208,13 @@ class OwnHost(ThisHost):
         spread.add("", self)
 
     def weights(self, source: WeightSource) -> WeightSource:
-        """Return where processes of this host can read these weights, once here; see `Host`."""
+        """Return where processes of this host can read this version, after bringing it here."""
         if not source.layout.host:
             return source
         return self._spread.bring(source, self, self._do, self.address)
 
     def agent(self) -> tuple[object, Call]:
-        """Return this object and the function that makes calls about weights here; see `Member`."""
+        """Return this object and the function by which weights are sent and received here."""
         return self, self._do
 
     def close(self) -> None:
@@ -222,5 +222,5 @@ class OwnHost(ThisHost):
         self._weights.close()
 
     def _do(self, method: str, *arguments: Any) -> Any:
-        """Call a method about weights here, in the way of an agent on another host."""
+        """Call a method of this host's `HostWeights`, as an agent on another host does."""
         return getattr(self._weights, method)(*arguments)

@@ -1,8 +1,8 @@
 """The processes of a run on other hosts.
 
-    the run                                             a host
-    RemoteHost --say(items), hear() -- ray --> Agent -- lines --> engines, the trainer's processes
-    Spread     --take -- ray --> HostWeights <-- WeightPort of the trainer's host, and of others
+The run's `RemoteHost` calls, through ray, `say` and `hear` of the `Agent` on the host, which talks
+to engines and trainer processes there over lines (sockets). For weights, the run's `Spread` calls
+`HostWeights` on the host, which receives them from the `WeightPort` of another host.
 
 Only `ray_*.py` import ray, for the agents of a run and for a process's one connection; the mailbox
 and the jobs of a cluster of many runs are in `cluster/on_ray/`. Ray knows the hosts, reserves their

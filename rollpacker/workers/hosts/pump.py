@@ -1,4 +1,4 @@
-"""Carries messages between a line on this host and its other end on another host."""
+"""Carries messages between a line (socket) on this host and its other end on another host."""
 
 from __future__ import annotations
 
@@ -11,31 +11,29 @@ from rollpacker.workers.loop import LoopUse
 
 
 class Pump:
-    """One line, in the loop of all lines. A line whose other side does not read holds up no other.
-
-    The methods may be called from any thread.
-    """
+    """Sends and receives the messages of one line. A line whose other side does not read holds up
+    no other line. The methods may be called from any thread."""
 
     def __init__(
         self, line: Line, heard: Callable[[Message], None], ended: Callable[[], None]
     ) -> None:
-        """`heard` is called in the loop with each message from the line, and must not wait; `ended`
-        once after the last message, in a thread that may wait. The line is closed then."""
+        """`heard` is called in the loop with each message from the line, and must not wait. `ended`
+        is called once after the last, in a thread that may wait; the line is closed then."""
         self._line, self._ended = line, ended
         self._ending: asyncio.Future[None] | None = None
         self._use = LoopUse()
         self._use.soon(line.attach, self._use.loop, heard, self._end)
 
     def post(self, message: Message) -> None:
-        """Send a message over the line, after those posted before."""
+        """Send a message over the line, after those posted earlier."""
         self._use.soon(self._line.post, *message)
 
     def finish(self) -> None:
-        """Hang up once all that was posted is sent."""
+        """Close the line once all messages posted so far are sent."""
         self._use.soon(self._line.finish)
 
     def hang_up(self) -> None:
-        """Hang up at once; what is still unsent is lost."""
+        """Close the line at once; messages not sent yet are lost."""
         self._line.hang_up()
 
     def _end(self) -> None:

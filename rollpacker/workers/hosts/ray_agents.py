@@ -1,9 +1,9 @@
 """Asks ray which hosts there are, for their devices, for an agent on each, and to carry calls.
 
-    join(address)                 connect, by token only (`ray_connection.py`)
-    RayCluster.nodes              address -> what ray knows of it
-    RayCluster.reserve(wanted)    so many devices on each of these hosts, or say who has them
-    RayCluster.connect(address)   a new agent there
+    join(address): connect to a cluster, by token only (`ray_connection.py`).
+    RayCluster.nodes: what ray knows of each host, by address.
+    RayCluster.reserve(wanted): reserve devices on hosts; the error tells how many are in use.
+    RayCluster.connect(address): return a function that makes a new agent on that host.
 
 Actors are never restarted by ray and no call is repeated by it. A placement group's bundle is tied
 to its host by the resource `node:ADDRESS` and not by the node's id: a raylet (ray's process on a
@@ -46,17 +46,17 @@ from rollpacker.workers.hosts.ray_connection import (
 from rollpacker.workers.hosts.remote_host import Answer, Calls, Gone, Unavailable
 
 LEASE_S = 12.0
-"""Seconds without a call after which an agent ends, with all its processes."""
+"""Seconds without a call from the run after which an agent ends, with all its processes."""
 PROBE_S = 1.0
 ASK_S = 60.0
-"""Seconds within which a host must report what it has; ray first starts a process there."""
+"""Seconds within which a host must report its cores and so on; ray first starts a process there."""
 GROUPS = {"say": "say", "hear": "hear"}
-"""Methods of an agent with threads of their own, which other calls (`bulk`) do not delay."""
+"""Methods of an agent with threads of their own in ray, so that other calls do not delay them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayNode:
-    """A host as ray knows it, with its numbers of CPU cores and GPUs."""
+    """A host of the ray cluster, with the numbers of CPU cores and GPUs that ray knows of."""
 
     address: str
     num_cpus: int
@@ -64,7 +64,7 @@ class RayNode:
 
 
 class RayCluster:
-    """A ray cluster that this process has joined (`join`)."""
+    """A ray cluster to which this process is connected (by `join`)."""
 
     def __init__(self) -> None:
         self._group: PlacementGroup | None = None
@@ -73,8 +73,8 @@ class RayCluster:
 
     @property
     def nodes(self) -> dict[str, RayNode]:
-        """The hosts that are alive now, by address: this process's own first, the others sorted by
-        address."""
+        """Return the cluster's live hosts by address: this process's own first, the others sorted
+        by address."""
         own = _own_address()
         alive = {node["NodeManagerAddress"]: node for node in ray.nodes() if node["Alive"]}
         found = {}
@@ -89,21 +89,21 @@ class RayCluster:
 
     @property
     def own_address(self) -> str:
-        """Address of this process's host."""
+        """Return the network address of this process's host, as ray knows it."""
         return _own_address()
 
     def facts(self, address: str) -> HostFacts:
-        """Return what the host at this address has. Raises `ValueError` if it cannot be asked."""
+        """Return the host's cores, memory and so on. Raises `ValueError` if it cannot be asked."""
         found: HostFacts = _ask(address, facts)
         return found
 
     def sees(self, address: str, path: str) -> bool:
-        """Whether this path exists on that host. Raises `ValueError` if it cannot be asked."""
+        """Return whether `path` exists on that host. Raises `ValueError` if it cannot be asked."""
         return bool(_ask(address, os.path.exists, path))
 
     def reserve(self, wanted: Mapping[str, Mapping[str, float]], *, within_s: float) -> None:
-        """Reserve these resources (`CPU`, `GPU`) of each host, by address, while this process is
-        connected. Raises `ValueError`, with how much is in use, if that takes too long."""
+        """Reserve these numbers of `CPU` and `GPU` on each host, by address, while this process is
+        connected. Raises `ValueError` after `within_s` seconds, with how much is in use."""
         bundles = [{**resources, f"node:{address}": 0.001} for address, resources in wanted.items()]
         self._bundles = {address: place for place, address in enumerate(wanted)}
         self._group = placement_group(bundles, strategy="SPREAD")
@@ -116,7 +116,8 @@ class RayCluster:
             )
 
     def connect(self, address: str) -> Callable[[int], Calls]:
-        """Return a function that makes a new agent on that host, on the reserved devices."""
+        """Return a function that makes a new agent on that host and its reserved devices
+        (`Connect`)."""
         place = self._bundles[address]
 
         def make(predecessor: int) -> Calls:
@@ -136,7 +137,7 @@ class RayCluster:
         return make
 
     def has_head(self) -> bool:
-        """Whether the cluster's head still takes connections."""
+        """Return whether the cluster's head still takes connections."""
         try:
             check_answers(self._head)
         except ValueError:
@@ -144,8 +145,8 @@ class RayCluster:
         return True
 
     def close(self) -> None:
-        """Release the devices and disconnect. If ray's head is gone, the devices are not released
-        one by one: ray would wait for a head until it ended this process."""
+        """Release the reserved devices and disconnect. If ray's head is gone, the devices are not
+        released one by one: ray would wait for a head until it ended this process."""
         with contextlib.suppress(Exception):
             if self._group is not None and self.has_head():
                 remove_placement_group(self._group)
@@ -154,8 +155,8 @@ class RayCluster:
 
 
 def _check_reached(address: str) -> None:
-    """Raises `OSError` if the host at this address cannot be reached. Ray itself would wait for
-    such a host, perhaps for longer than it is cut off."""
+    """Raise `OSError` if the host at this address cannot be reached. Ray itself would wait for such
+    a host, perhaps for longer than it is cut off."""
     error = OSError(f"ray has no host {address} now")
     for node in ray.nodes():  # where its raylet was started anew, the earlier one may be there, too
         if node["Alive"] and node["NodeManagerAddress"] == address:
@@ -177,7 +178,7 @@ _Actor: Any = ray.remote(
 
 
 class _RayCalls:
-    """An agent that is called through ray; see `Calls`."""
+    """An agent of the run whose methods are called through ray."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -199,7 +200,7 @@ class _RayCalls:
 
 
 class _RayAnswer:
-    """The answer of a call through ray; see `Answer`."""
+    """The answer of an agent to a call through ray, which may be still to come."""
 
     def __init__(self, reference: Any) -> None:
         self._reference = reference
@@ -220,8 +221,7 @@ class _RayAnswer:
 
 
 def _numbers(address: str) -> list[tuple[int, str]]:
-    """Return the key by which addresses are sorted: 10.0.0.9 comes before 10.0.0.10, and IPv6
-    addresses as they are written."""
+    """Return a key that sorts addresses by their numbers: 10.0.0.9 before 10.0.0.10."""
     return [(int(part) if part.isdigit() else 0, part) for part in re.split(r"[.:]", address)]
 
 

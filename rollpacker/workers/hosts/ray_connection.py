@@ -20,14 +20,14 @@ import ray
 from rollpacker.workers.hosts.token import PATH, is_demanded
 
 LOWEST = (2, 54)
-"""Ray's first version with token authentication that works without its dashboard."""
+"""First version of ray with token authentication that works without its dashboard."""
 REACH_S = 5.0
 CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 """The file in which `ray start` writes the address of the cluster that this machine belongs to."""
 _LONGEST = 1000
-"""Number of bytes read of the file with the head's address, which is shorter."""
+"""The most bytes read of the file with the head's address, which is shorter."""
 LOCAL = "local"
-"""In place of an address: a new cluster of this machine alone, as in ray itself."""
+"""Stands in place of an address for a new cluster of this machine alone, as in ray itself."""
 
 _lock = threading.Lock()
 _num_users = 0
@@ -47,7 +47,7 @@ def connect(address: str, *, log_to_driver: bool = False) -> None:
 
 
 def disconnect() -> None:
-    """Release one use of the connection, which ends with its last user."""
+    """Release one use of the connection to ray, which ends with its last user."""
     global _num_users
     with _lock:
         _num_users = max(_num_users - 1, 0)
@@ -74,19 +74,19 @@ def _init(address: str, log_to_driver: bool) -> None:
 
 
 def find_head() -> str | None:
-    """Return the address of the head of the cluster that RAY_ADDRESS names or that this machine
-    belongs to, or None. Raises `ValueError` if another user may have written that address."""
+    """Return the address of the head of the cluster that RAY_ADDRESS names or this machine belongs
+    to, or None without one. Raises `ValueError` if another user may have written that address."""
     return os.environ.get("RAY_ADDRESS") or _running()
 
 
 def head_address() -> str:
-    """Return the address, for all hosts, of the head that this process is connected to."""
+    """Return the address of the connected cluster's head, as all hosts reach it."""
     address: str = ray.get_runtime_context().gcs_address
     return address
 
 
 def check_version() -> None:
-    """Raises `ValueError` if the installed ray is too old for token authentication."""
+    """Raise `ValueError` if the installed ray is too old for token authentication."""
     found = tuple(int(part) for part in ray.__version__.split(".")[:2])
     if found < LOWEST:
         raise ValueError(
@@ -97,8 +97,8 @@ def check_version() -> None:
 
 
 def _running() -> str | None:
-    """Return the address of the head of the cluster that this machine belongs to, or None if none
-    answers. Raises `ValueError` as `find_head` does."""
+    """Return the address of the head of this machine's cluster; None if no head answers. Raises
+    `ValueError` as `find_head` does."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         found = _read_own(CURRENT_CLUSTER)
         with contextlib.suppress(ValueError):
@@ -134,7 +134,7 @@ def _read_own(path: Path) -> str:
 
 
 def check_answers(address: str) -> None:
-    """Raises `ValueError` if no server answers at this address. Ray itself would wait for twenty
+    """Raise `ValueError` if no server answers at this address. Ray itself would wait for twenty
     seconds, and report a wrong token in the same words."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
@@ -161,7 +161,7 @@ def _own_signals() -> Iterator[None]:
 
 
 def say_short(error: Exception) -> str:
-    """Return the one sentence of ray's long error text on what happened, cut if needed."""
+    """Return the sentence of ray's long error text that tells what happened, cut if it is long."""
     text = " ".join(str(error).split())
     found = re.search(r"The actor (?:is dead|died)[^.]*\.", text)
     return found.group() if found else text[:200]

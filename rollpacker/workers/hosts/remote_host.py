@@ -1,10 +1,9 @@
 """The run's side of another host, by which processes there look like those on the run's own host.
 
-    owner --line--> relay --> items --say--> Agent
-                          <-- news <--hear-- Agent
-
-One thread calls `say`, one calls `hear`. The processes of a host that is lost count as ended; a
-process that is begun later waits for a new agent there. How calls travel is left to `Calls`.
+The owner of a process talks over a line (socket), as with one of this host. A `Pump` here turns its
+messages into items, which one thread sends to the agent by `say`; another fetches the processes'
+messages by `hear`. The processes of a host that is lost count as ended; a process that is begun
+later waits for a new agent there. How calls travel is left to `Calls`.
 """
 
 from __future__ import annotations
@@ -38,28 +37,28 @@ from rollpacker.workers.hosts.pump import Pump
 from rollpacker.workers.line import Line
 
 SLICE_S = 0.25
-"""Seconds of each slice in which an answer is awaited: time in which this process was stopped is
-counted as at most two slices."""
+"""Seconds of one wait for an answer, after which it is waited for again. Time in which this process
+was stopped counts as two such waits at most."""
 REACH = (2, 24)
-"""Number of heartbeats for which a new agent's first answer is awaited, at the first try and at
-most: each try is twice as patient as the one before. The request may have been lost with a link, or
-the host may be busy."""
+"""Number of heartbeat intervals for which a new agent's first answer is awaited, at the first try
+and at most: each try is twice as patient as the one before. The request may have been lost with a
+link, or the host may be busy."""
 SILENT_S = 2 * HEAR_S
-"""Seconds without an answer after which an agent is silent, since every `hear` gets an answer."""
+"""Seconds without an answer after which an agent counts as silent: every `hear` is answered."""
 RETRY_S = 1.0
-"""Seconds between two attempts to get a new agent."""
+"""Seconds between two attempts to get a new agent on a host."""
 
 
 class Unavailable(Exception):
-    """Raised if it is unknown whether a call was carried out: the same call may be made again."""
+    """Raised if it is unknown whether an agent has carried out a call, which may be repeated."""
 
 
 class Gone(Exception):
-    """Raised if the agent is dead, or was never there; the message tells why."""
+    """Raised if a host's agent is dead, or was never there; the message tells why."""
 
 
 class Answer(Protocol):
-    """The answer of a call that is under way."""
+    """The answer of an agent to a call, which may be still to come."""
 
     def result(self, timeout_s: float) -> Any:
         """Return the answer, or raise `TimeoutError`, `Unavailable`, `Gone` or the call's error."""
@@ -67,7 +66,7 @@ class Answer(Protocol):
 
 
 class Calls(Protocol):
-    """An agent whose methods can be called."""
+    """An agent (the run's process on a host) whose methods can be called from here."""
 
     def begin(self, method: str, *arguments: Any) -> Answer: ...
 
@@ -77,12 +76,12 @@ class Calls(Protocol):
 
 
 Connect = Callable[[int], Calls]
-"""Makes a new agent and returns its calls. The argument is the process id of the host's last agent,
-or 0. Raises `Gone` at once if the host cannot be reached."""
+"""A function that makes a new agent on a host and returns it, ready for calls. The argument is the
+process id of the host's last agent, or 0. Raises `Gone` at once if the host cannot be reached."""
 
 
 class RemoteProcess:
-    """A process on another host; see `Process` (workers/host.py)."""
+    """A process of the run on another host, with the methods of `Process` (workers/host.py)."""
 
     def __init__(self, name: str, number: int, session: _Session) -> None:
         self.how = ""
@@ -124,7 +123,8 @@ class RemoteProcess:
 
 
 class RemoteHost:
-    """Another host, with processes of this run; see `Host` (workers/host.py) and `Member`."""
+    """Another host, on which this run starts processes (`Host`) and which gets weights
+    (`Member`)."""
 
     def __init__(
         self,
@@ -135,8 +135,8 @@ class RemoteHost:
         heartbeat_s: float,
         address: str | None = None,
     ) -> None:
-        """`heartbeat_s`: seconds without an answer after which the host's agent is lost, with all
-        its processes. `address`: where other hosts reach this one; None: at its name."""
+        """`heartbeat_s`: seconds without an answer after which the host's agent counts as lost,
+        with all its processes. `address`: where other hosts reach this one; None: at `name`."""
         self.name, self.address = name, address or name
         spread.add(name, self)
         self._connect, self._spread, self._heartbeat_s = connect, spread, heartbeat_s
@@ -146,11 +146,11 @@ class RemoteHost:
     def start(
         self, module: str, name: str, *, guarded: bool, environment: Mapping[str, str | None]
     ) -> tuple[RemoteProcess, Line]:
-        """Return a process and its line at once; it begins once the host can be reached."""
+        """Return a process and its line at once; the process begins once the host is reached."""
         return self._living().start(module, name, guarded=guarded, environment=environment)
 
     def hold(self, layout: BufferLayout) -> BufferLayout:
-        """Return memory of that host for weights that a process there will write; see `Host`."""
+        """Return the layout of memory of that host into which a process there will write."""
         wanted = replace(layout, host="", path="", inode=0)  # whatever was held before
         there: BufferLayout = self._call(self._living(), "copy", wanted)
         return replace(there, host=self.name)
@@ -162,26 +162,26 @@ class RemoteHost:
             raise OSError(f"{self.name} is lost: {error}") from error
 
     def weights(self, source: WeightSource) -> WeightSource:
-        """Return where processes of that host read these weights, once brought there (`Host`)."""
+        """Return where processes of that host read these weights, after bringing them there."""
         if source.layout.host == self.name:
             return source
         session = self._session
         return self._spread.bring(source, session, partial(self._call, session), self.address)
 
     def agent(self) -> tuple[object, Call]:
-        """Return the host's present agent and the function that calls it; see `Member`."""
+        """Return the host's present agent and the function that calls it. Raises `OSError`."""
         session = self._session
         if not session.is_there():
             raise OSError(f"{self.name} cannot be reached now")
         return session, partial(self._call, session)
 
     def facts(self) -> HostFacts:
-        """Return what the host has, after waiting until it can be reached. Raises `OSError`."""
+        """Return the host's cores, memory and so on, once it is reached. Raises `OSError`."""
         found: HostFacts = self._call(self._living(), "facts")
         return found
 
     def close(self) -> None:
-        """End all processes of this run on the host."""
+        """End all processes that this run has on the host."""
         self._session.close()
 
     def _living(self) -> _Session:
@@ -193,7 +193,7 @@ class RemoteHost:
 
 
 class _Session:
-    """The time of one agent of a host, from its making to its loss."""
+    """The run's connection to one agent of a host and its processes, until the agent is lost."""
 
     def __init__(self, host: str, connect: Connect, predecessor: int, heartbeat_s: float) -> None:
         self.host = host
@@ -209,7 +209,7 @@ class _Session:
         self._changed = threading.Condition()
         self._why = ""
         self._heard_s = time.monotonic()
-        """Time in seconds when the agent last answered."""
+        """The `time.monotonic` at which the agent last answered."""
         threading.Thread(target=self._run, args=(connect,), daemon=True).start()
 
     # -- what owners do ----------------------------------------------------------------------------
@@ -247,7 +247,7 @@ class _Session:
             self._changed.notify_all()
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the agent that may be repeated, and return its answer. Raises `Gone`."""
+        """Call this method of the agent, again if need be. Returns its answer. Raises `Gone`."""
         while not self._connected.wait(SLICE_S):
             if self.is_over:
                 raise Gone(self._why)
@@ -329,8 +329,9 @@ class _Session:
             self._ended(news.process, news.how)
 
     def _patiently(self, method: str, *arguments: Any, patience_s: float) -> Any:
-        """Call a method, again if the call may be lost, and return its answer. Raises `Gone` after
-        `patience_s` seconds without an answer, in which this process was not stopped."""
+        """Call a method of the agent, again if the call may be lost. Returns its answer. Raises
+        `Gone` after `patience_s` seconds without an answer, in which this process was not
+        stopped."""
         assert self._calls is not None
         silent_s = 0.0
         answer = self._calls.begin(method, *arguments)

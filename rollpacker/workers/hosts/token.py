@@ -1,4 +1,4 @@
-"""Makes ray demand a token: without the token it refuses all who reach its ports.
+"""Has ray demand a secret token: it then refuses all who reach its ports without the token.
 
 Ray decides about that when it is imported, so this module has to be used before.
 """

@@ -45,10 +45,8 @@ RIGHT, WRONG, UNKNOWN = "right", "wrong", "unknown"
 
 
 class Comparison:
-    """Compares a right answer ("gold") with another answer, under the options.
-
-    `strict`: equal text is not enough, the parser must also be able to read it.
-    """
+    """Compares a right answer ("gold") with another answer, under the options. `strict`: equal text
+    is not enough, the parser must also be able to read it."""
 
     def __init__(self, *, form: str, percent: str, min_digits: int, strict: bool = False) -> None:
         self.strict = strict
@@ -162,25 +160,26 @@ def _is_equation(value: Value) -> bool:
 
 
 def _vector(group: Group, other: Group) -> Group:
-    """The group; a matrix of one row or column as a tuple if the other group is no matrix."""
+    """Return the group of values, turned into a tuple if it is a matrix of one row or column and
+    the other group is no matrix."""
     if group.kind == "matrix" and other.kind != "matrix" and 1 in group.shape:
         return Group("()", group.items)
     return group
 
 
 def _is_product(name: str) -> bool:
-    """Whether the name may also be a product: xy may be a name, or x times y."""
+    """Whether a variable's name may also be a product: xy may be a name, or x times y."""
     return name.isalpha() and name.islower() and len(name) > 1
 
 
 def _is_named(group: Group) -> bool:
-    """Whether the values have different names, such as x = 1, y = 2: they form a tuple."""
+    """Whether a group's values have different names, such as x = 1, y = 2: they form a tuple."""
     names = [item.name for item in group.items if isinstance(item, Value)]
     return len(names) == len(group.items) > 1 and None not in names and len(set(names)) > 1
 
 
 def _is_choice(group: Group) -> bool:
-    """Whether all values have one name, such as x = 1, x = 2: they are alternatives."""
+    """Whether all values of a group have one name, such as x = 1, x = 2: they are alternatives."""
     names = [item.name for item in group.items if isinstance(item, Value)]
     return len(names) == len(group.items) > 1 and None not in names and len(set(names)) == 1
 
@@ -207,7 +206,8 @@ _STILL_TO_DO = re.compile(r"[\d)}!]\s*[-+]|[\d)}!]\s*\(|[\d)}!]\s+\d|\}\s*\d|\)\
 
 
 def _worked_out(gold: str, gold_number: Number | None, answer: str, min_digits: int) -> bool:
-    """Whether the answer has been worked out as far as the right one has."""
+    """Whether the answer has been worked out as far as the right one has. `gold_number`: the right
+    answer, None if it is no number. `min_digits`: fewest digits of a decimal."""
     if {m[0] for m in _CARRY_OUT.finditer(answer)} - {m[0] for m in _CARRY_OUT.finditer(gold)}:
         return False
     if gold_number is None or (gold_number.decimals and gold_number.digits >= min_digits):
@@ -219,7 +219,7 @@ def _worked_out(gold: str, gold_number: Number | None, answer: str, min_digits: 
 
 
 def judge(gold: str, answer: str, comparison: Comparison) -> tuple[str, str]:
-    """The verdict on one pair, and the reason if it is not "right" (else empty)."""
+    """Return "right", "wrong" or "unknown" for an answer, and the reason if it is not "right"."""
     try:
         expected = read(clean(gold))
     except (Unreadable, Undefined) as error:

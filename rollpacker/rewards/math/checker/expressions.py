@@ -152,7 +152,7 @@ def same_relation(gold: str, answer: str) -> bool:
 
 
 def _has_solution(difference: Any) -> bool:
-    """Whether the expression may be 0 for real values. With several variables it is assumed to."""
+    """Whether the expression may be 0 for real values. True if it has several variables."""
     import sympy
 
     symbols = difference.free_symbols
@@ -225,7 +225,7 @@ _converter_class: Any = None
 
 
 def _converter() -> Any:
-    """math-verify's parser, changed: decimals are exact, and 2(3) is 6, no mixed number."""
+    """math-verify's LaTeX parser, changed: decimals are exact, and 2(3) is 6, no mixed number."""
     global _converter_class
     if _converter_class is not None:
         return _converter_class

@@ -100,8 +100,8 @@ def _is_sorted(names: str) -> bool:
 
 
 def _joined_spaced(text: str) -> str:
-    """The text without thousands separators, where it is certain that commas are that: within
-    brackets only if other commas are followed by a space."""
+    """Return the text without thousands separators where it is certain that commas are such
+    separators: within brackets only if the other commas are followed by a space."""
     return joined_thousands(text) if re.search(r",\s", text) else text
 
 
@@ -303,8 +303,8 @@ _BASED = re.compile(r"\(?(?P<digits>\d[0-9A-Fa-f]*)\)?\s*_\s*\{?\s*(?P<base>\d+|
 
 
 def same_based(gold: str, answer: str) -> bool | None:
-    """Whether both have the same digits in the same base, which the answer may leave out. None if
-    the right answer names no base."""
+    """Whether two numbers have the same digits in the same base, which the answer may leave out.
+    None if the right answer names no base."""
     if (expected := _BASED.match(gold)) is None:
         return None
     found = _BASED.match(answer)
@@ -315,7 +315,8 @@ def same_based(gold: str, answer: str) -> bool | None:
 
 
 def same_words(gold: str, answer: str) -> bool | None:
-    """Whether two words, or two letters of a choice, are the same; None if gold is neither."""
+    """Whether two words, or two letters of a choice, are the same. None if the right answer is
+    neither a word nor a letter."""
     for text in (gold, answer):
         if re.sub(r"[^a-z]", "", re.sub(r"\\text", "", text).lower()) in _NOTHING:
             raise Undefined("not a number")

@@ -84,7 +84,7 @@ _SPACED_THOUSANDS = re.compile(r"(?<![\w.,/^}\u2063])\d{1,3}(?: \d{3})+(?![\w/.,
 
 
 def clean(text: str) -> str:
-    """The text with one spelling for things that are only written differently."""
+    """Return the text with one spelling for signs and commands that mean the same."""
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda m: "^{" + _plain_superscript(m[0]) + "}", text)
     text = re.sub(r"√\s*(\d+|[a-z])", r"\\sqrt{\1}", text)
     text = re.sub(r"√\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
