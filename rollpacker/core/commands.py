@@ -1,8 +1,6 @@
-"""Commands, which are all that the core gives out: what is to be done, as small frozen records.
-
-Each kind has exactly one port on every bus, which the bus checks when it is connected; a subclass
-of `BaseCommand` is one.
-"""
+"""Commands, the core's only output: small frozen records of what is to be done. Each kind is a
+subclass of `BaseCommand` and has exactly one port on every bus (the method that carries commands of
+this kind out), which the bus checks when it is connected."""
 
 from __future__ import annotations
 
@@ -17,54 +15,54 @@ class RoundKind(StrEnum):
     PLAIN = "plain"
     """Tail batching is off: the round waits for every sample that it launches."""
     SHORT = "short"
-    """More samples are launched than needed; the first to finish are kept."""
+    """A race: more samples are launched than needed, and the first to finish are kept."""
     CASCADE = "cascade"
-    """Prompts that an earlier race left unfinished race again, with their tier's own factors."""
+    """A race (the first to finish are kept) among prompts that an earlier race left unfinished."""
     LONG = "long"
-    """Prompts that a race left unfinished are launched again, and all of them are awaited."""
+    """Prompts that earlier rounds left unfinished are generated again, and all are awaited."""
     FLUSH = "flush"
     """A LONG round of any size that empties the queue at the end of an epoch or of the run."""
 
 
 NOWHERE = -1
-"""Stands in place of an engine's number for a sample that has no engine yet."""
+"""Stands in place of an engine's number for a sample that no engine has yet."""
 
 
 class FetchPrompts(BaseCommand, frozen=True, kw_only=True):
-    """Ask the dataset cursor for `count` fresh prompts; answered by `PromptsFetched`."""
+    """Ask the dataset cursor for `count` prompts of its next rows; answered by `PromptsFetched`."""
 
     count: int
 
 
 class Launch(BaseCommand, frozen=True, kw_only=True):
-    """Start generating these samples. Those of one prompt are adjacent and share their prompt's
-    prefill."""
+    """Start generating these samples in engines (one "launch" of each). Samples of one prompt are
+    adjacent and share its prefill."""
 
     round: int
     kind: RoundKind
     samples: tuple[SampleId, ...]
     version: int
     tensor_parallel: int = 1
-    """Devices per engine in this round. If it changes, and the core controls how devices are
-    grouped into engines, `Resize` is given first."""
+    """Number of devices of each engine in this round. If it changes, and the core controls how
+    devices are grouped into engines, `Resize` is given first."""
     speculate: Omitted[bool] = False
-    """True if the engine decodes speculatively in this round."""
+    """True if engines decode speculatively (by checking drafted tokens) in this round."""
     carried: Omitted[tuple[int, ...]] = ()
-    """Response tokens that an earlier launch of the prompt left for each sample, aligned with
-    `samples`; empty if there are none. The sample goes on from them (`tail_batching.carry`). In a
-    run of several turns they include those that the environment gave."""
+    """Number of response tokens that an earlier launch of the prompt left for each sample, aligned
+    with `samples`; empty if there are none. The sample goes on from them (`tail_batching.carry`).
+    In a run of several turns they include the environment's."""
     replaces: Omitted[tuple[SampleId, ...]] = ()
-    """Failed samples that these are launched to replace, aligned with `samples`: a replacement
-    samples with the random noise of the failed sample. Empty: nothing is replaced."""
+    """Failed samples that these replace, aligned with `samples`: a replacement draws its tokens
+    with the random numbers of the failed sample. Empty: nothing is replaced."""
     engines: Omitted[tuple[int, ...]] = ()
     """Number of the engine that each sample runs in, aligned with `samples`. Empty: all run in
     engine 0. `NOWHERE`: no engine is there yet, and `Place` follows once one is."""
 
 
 class Place(BaseCommand, frozen=True, kw_only=True):
-    """Start these samples again under their own ids, from the tokens that their `Launch`, or the
-    `Continue` of this turn, gave them, because their engine was lost or none was there to take
-    them. An unfinished `Move` of such a sample is void."""
+    """Start these samples again under their own ids, because their engine was lost or none was
+    there to take them. They begin with the tokens that their `Launch`, or this turn's `Continue`,
+    gave them. An unfinished `Move` of such a sample is void."""
 
     samples: tuple[SampleId, ...]
     engines: tuple[int, ...]
@@ -72,18 +70,18 @@ class Place(BaseCommand, frozen=True, kw_only=True):
 
 
 class Move(BaseCommand, frozen=True, kw_only=True):
-    """Let these samples go on in another engine, with the tokens that they have. The answer for a
-    sample is `SampleMoved`, or its end if it had just ended. A sample whose earlier move is not
-    done goes to this engine instead, which may be the one that it is still in."""
+    """Move these samples to another engine, with the tokens that they have. The answer for a sample
+    is `SampleMoved`, or the event of its end if it had just ended. A sample whose earlier move is
+    not done goes to this engine instead, which may be the one that it is still in."""
 
     samples: tuple[SampleId, ...]
     engine: int
-    """Number of the engine that the samples go to."""
+    """Number, from 0, of the engine that the samples go to."""
 
 
 class Replace(BaseCommand, frozen=True, kw_only=True):
-    """Let a new engine take the place of a lost one, with the weights of `version`; answered by
-    `EngineReady`. Given again if the engine came up with older weights, which it then updates."""
+    """Start a new engine in place of a lost one, with the weights of `version`; answered by
+    `EngineReady`. Given again if the engine came up with older weights, which are then updated."""
 
     engine: int
     incarnation: int
@@ -98,18 +96,16 @@ class Resize(BaseCommand, frozen=True, kw_only=True):
     has a sample; those of the `Launch` that follows wait for a `Place`."""
 
     tensor_parallel: int
-    """Devices of each engine."""
+    """Number of devices of each engine."""
     incarnations: tuple[int, ...]
-    """Incarnation (number of replacements) of each new engine, from engine 0 on. There are no
-    others."""
+    """Incarnation (how often it was replaced) of each new engine: of engine 0, 1, and so on."""
     version: int
 
 
 class Abort(BaseCommand, frozen=True, kw_only=True):
     """Stop these samples now. The answer for a sample is `SampleAborted`, or a late
     `SampleGenerated`. A sample that waits for an engine (`NOWHERE`, or its engine was lost) has
-    stopped already, without an answer; one whose `Move` is not done stays in its engine, which
-    answers."""
+    stopped already, without an answer; one whose `Move` is not done stays in its engine."""
 
     samples: tuple[SampleId, ...]
 
@@ -121,7 +117,7 @@ class Act(BaseCommand, frozen=True, kw_only=True):
 
     sample: SampleId
     turn: int
-    """Number of the model's messages so far."""
+    """Number of messages that the model has written in this episode so far."""
     timeout_s: float | None = None
     """Seconds that the environment may take for an answer. None: its own limit holds."""
     retry: Omitted[int] = 0
@@ -142,14 +138,14 @@ class Continue(BaseCommand, frozen=True, kw_only=True):
 
     samples: tuple[SampleId, ...]
     engines: Omitted[tuple[int, ...]] = ()
-    """Number of the engine of each sample, as in `Launch`: where possible the engine that generated
-    the turn before."""
+    """Number of the engine of each sample: where possible the one that generated the turn
+    before."""
 
 
 class LetGo(BaseCommand, frozen=True, kw_only=True):
-    """Engines may drop the keys and values of these samples, which are with their environments, to
-    make room for others; they are computed again when the samples go on. Samples of `Conclude` and
-    `CancelAct` are dropped without this command."""
+    """Allow engines to drop the keys and values of these samples, whose environments have the turn,
+    to make room for others; they are computed again when the samples go on. Samples of `Conclude`
+    and `CancelAct` are dropped without this command."""
 
     samples: tuple[SampleId, ...]
 
@@ -165,18 +161,18 @@ class Conclude(BaseCommand, frozen=True, kw_only=True):
 
 
 LIMITS = frozenset(("length", "tokens", "turns", "environment_s", "truncated"))
-"""Finish reasons for an end by a limit; "truncated" is a limit of the environment's own."""
+"""Finish reasons of trajectories that a limit ended; "truncated" is an environment's own limit."""
 
 OF_TURNS = (Act, CancelAct, Continue, LetGo, Conclude)
-"""Commands that are given only where samples take turns with environments (`JobConfig.acting`)."""
+"""Kinds of command given only where samples take turns with environments (`JobConfig.acting`)."""
 
 
 class Score(BaseCommand, frozen=True, kw_only=True):
-    """Judge this generated sample; answered by `SampleScored`."""
+    """Ask the reward for its verdict on this generated sample; answered by `SampleScored`."""
 
     sample: SampleId
     timeout_s: float | None = None
-    """Seconds that the check (a program's: each test) may take. None: the reward's own limit."""
+    """Seconds that the check, or each test of a program, may take. None: the reward's own limit."""
     retry: int = 0
     """How often this verdict was asked for before, because a worker or an endpoint failed."""
 
@@ -189,14 +185,14 @@ class CancelScore(BaseCommand, frozen=True, kw_only=True):
 
 
 class Defer(BaseCommand, frozen=True, kw_only=True):
-    """These unfinished prompts join the queue for a later round. Responses that were generated for
-    them in this round may be released."""
+    """Put these unfinished prompts into the queue for a later round. Responses that were generated
+    for them in this round may be released."""
 
     prompts: tuple[PromptId, ...]
 
 
 class Drop(BaseCommand, frozen=True, kw_only=True):
-    """This prompt will not be trained on, for this reason, which is recorded."""
+    """Give this prompt up: it will not be trained on. The reason, in words, is recorded."""
 
     prompt: PromptId
     reason: str
@@ -211,8 +207,7 @@ class Release(BaseCommand, frozen=True, kw_only=True):
 
 class StartGradients(BaseCommand, frozen=True, kw_only=True):
     """Accumulate the gradients of these groups now, while the round goes on, without an optimizer
-    step. The groups are listed again in the step's `TrainOn`, which asks for the rest and applies
-    the step."""
+    step. The step's `TrainOn` lists the groups again, asks for the rest and applies the step."""
 
     step: int
     groups: tuple[tuple[SampleId, ...], ...]
@@ -230,10 +225,10 @@ class TrainOn(BaseCommand, frozen=True, kw_only=True):
     step: int
     groups: tuple[tuple[SampleId, ...], ...]
     weights: tuple[tuple[float, ...], ...] | None = None
-    """Weight of each sample's loss, aligned with `groups`. The weights undo the selection by
-    length, and their mean is 1 over many steps, not in one. None: all are 1."""
+    """Weight of each sample's loss, aligned with `groups`. The weights undo that races favour short
+    responses; their mean is 1 over many steps, not in one. None: all are 1."""
     num_missing: int = 0
-    """Number of groups that the step lacks since dynamic sampling gave up replacing them."""
+    """Number of groups that the step lacks, because dynamic sampling gave up replacing them."""
     num_streamed: int = 0
     """Number of samples whose gradients were computed before, by `StartGradients`."""
     not_streamed: str = ""
@@ -241,7 +236,7 @@ class TrainOn(BaseCommand, frozen=True, kw_only=True):
 
 
 class SyncWeights(BaseCommand, frozen=True, kw_only=True):
-    """Bring the engines to `version`; answered by `WeightsSynced`."""
+    """Give all engines the weights of `version`; answered by `WeightsSynced`."""
 
     version: int
 
@@ -253,22 +248,19 @@ class RestoreTrainer(BaseCommand, frozen=True, kw_only=True):
     without being given again, but `StartGradients` is not: `TrainOn` has all groups."""
 
     incarnation: int
-    """Incarnation of the new processes: how often the trainer was brought back."""
+    """Incarnation of the new trainer processes: how often they have been started anew."""
     version: int
 
 
 class Commit(BaseCommand, frozen=True, kw_only=True):
-    """Make the step durable; answered by `Committed`.
-
-    The job's `state()` at this moment is what a checkpoint holds: a run restored from it continues
-    when it is given `Committed` again.
-    """
+    """Make the step part of the run for good; answered by `Committed`. The job's `state()` at this
+    moment is what a checkpoint holds: a restored run goes on when it is given `Committed` again."""
 
     step: int
     last: bool
     """True if no step follows, as far as is known now."""
     stopping: bool = False
-    """True if the run was asked to end here, and quickly."""
+    """True if the run was asked to end after this step, and quickly."""
     checkpoint: Omitted[bool] = False
     """True if a checkpoint is to be written, after the evaluation if that is due too."""
     evaluate: Omitted[bool] = False
@@ -277,12 +269,13 @@ class Commit(BaseCommand, frozen=True, kw_only=True):
 
 
 class Enter(BaseCommand, frozen=True, kw_only=True):
-    """Wait until the devices of this pool are the run's, and wake up the engines or the trainer
-    parked there; answered by `Entered`. Engines then have the weights that were published last."""
+    """Wait until the run may use this pool's devices, and wake up its engines or trainer parked
+    there; answered by `Entered`. Engines then have the weights that were published last."""
 
     pool: PoolName
     purpose: str
-    """Use that the run has for the pool: "round", "step", "turns", or that of a `PoolNeeded`."""
+    """Use of the pool: "round" (to begin one), "step" (to train), "turns" (to go on with samples
+    whose environments answered), or the purpose of a `PoolNeeded`."""
 
 
 class Leave(BaseCommand, frozen=True, kw_only=True):
@@ -294,18 +287,18 @@ class Leave(BaseCommand, frozen=True, kw_only=True):
 
 
 class Remind(BaseCommand, frozen=True, kw_only=True):
-    """Send the event `Reminded` after so many seconds. A new command takes the place of an earlier
-    one, whose `Reminded` may still come, or not. Given only where pools are shared."""
+    """Send the event `Reminded` after `seconds`. A newer command replaces an earlier one, whose
+    event may still come, or not. Given only where pools are shared."""
 
     after_s: float
 
 
 class Finish(BaseCommand, frozen=True, kw_only=True):
-    """The run is over; no command follows."""
+    """End the run: no command follows."""
 
     reason: str
     failed: bool = False
-    """True if the run ends because it cannot do its work, and going on would only waste time."""
+    """True if the run ends since it cannot do its work, so that going on would only waste time."""
 
 
 Command = (

@@ -1,10 +1,7 @@
-"""Events, which are all that the core is told: what has happened, in the past tense, as small
-frozen records.
-
+"""Events, the core's only input: small frozen records of what has happened, in the past tense.
 Events hold ids, counts and seconds; tokens and tensors stay with whoever made them. `time_s` is
-seconds since the run began (virtual seconds in a simulation), stamped by the driver when it takes
-the event in.
-"""
+seconds since the run began (virtual in a simulation), set by the driver when it takes the event
+in."""
 
 from __future__ import annotations
 
@@ -35,21 +32,20 @@ class PromptsFetched(BaseEvent, frozen=True, kw_only=True):
 
 
 class SampleGenerated(BaseEvent, frozen=True, kw_only=True):
-    """A response is complete; in a run of several turns, a message of the model."""
+    """The engine completed a response or, in a run of several turns, a message of the model."""
 
     sample: SampleId
     num_tokens: int
-    """Tokens of the response, with the end-of-sequence token; in a run of several turns, those of
-    this turn alone."""
+    """Number of tokens of the response, or this turn's message, with the end-of-sequence token."""
     finish_reason: str
-    """"stop" (end token or stop string) or "length" (the limit was reached)."""
+    """Why generation ended: "stop" (end token or stop string) or "length" (at the limit)."""
     version: int
     """Version of the weights that sampled every token of the response."""
     preemptions: int = 0
     """How often the engine put the sample back into its queue for lack of key-value cache."""
     num_kept: Omitted[int | None] = None
-    """Tokens carried over from an earlier launch that came out the same under the weights at hand.
-    None: nothing was carried over, or nothing was compared."""
+    """Number of carried-over tokens (left by an earlier launch of the prompt) that came out the
+    same under the current weights. None: nothing was carried over, or nothing was compared."""
     num_redraws: Omitted[int] = 0
     """How often the response's end was sampled anew, because it came before the place where an
     earlier launch had been cut off (`tail_batching.complement`)."""
@@ -57,15 +53,15 @@ class SampleGenerated(BaseEvent, frozen=True, kw_only=True):
     """Tokens before the response that the engine did not have to compute, since it had kept them
     from an earlier turn."""
     num_held: Omitted[int] = 0
-    """Tokens of the sample whose keys and values the engine keeps now for the next turn, the
-    prompt's among them."""
+    """Tokens, the prompt's too, whose keys and values the engine keeps for the sample's next
+    turn."""
     room: Omitted[int | None] = None
-    """Tokens that the engine can still keep for waiting samples, beside those that run. Negative:
-    so many kept tokens should be let go of to make room. None: the engine does not report it."""
+    """Tokens that the engine can still keep for samples that wait for environments. Negative: so
+    many kept tokens should be dropped to make room. None: the engine does not report it."""
     engine: Omitted[int] = 0
-    """Number of the engine that reports this."""
+    """Number of the engine that completed the response."""
     incarnation: Omitted[int] = 0
-    """How often that engine had been replaced when it was given the sample."""
+    """How often that engine had been replaced when it was given the sample (its incarnation)."""
 
 
 class SampleAborted(BaseEvent, frozen=True, kw_only=True):
@@ -73,26 +69,26 @@ class SampleAborted(BaseEvent, frozen=True, kw_only=True):
 
     sample: SampleId
     num_tokens: int
-    """Tokens generated so far: the response would be at least this long (a censored length)."""
+    """Number of tokens generated so far; the whole response would be at least this long."""
     preemptions: int = 0
     num_kept: Omitted[int | None] = None
-    """Tokens carried over from an earlier launch that came out the same. None: not compared."""
+    """Tokens, carried over from an earlier launch, that came out the same. None: not compared."""
     num_redraws: Omitted[int] = 0
     engine: Omitted[int] = 0
-    """Number of the engine that reports this."""
+    """Number of the engine that stopped the sample."""
     incarnation: Omitted[int] = 0
-    """How often that engine had been replaced when it was given the sample."""
+    """How often that engine had been replaced when it was given the sample (its incarnation)."""
 
 
 class SampleFailed(BaseEvent, frozen=True, kw_only=True):
-    """The engine could not produce this sample."""
+    """The engine failed on this sample, which has no response; `reason` says why, in words."""
 
     sample: SampleId
     reason: str
     engine: Omitted[int] = 0
-    """Number of the engine that reports this."""
+    """Number of the engine that failed on the sample."""
     incarnation: Omitted[int] = 0
-    """How often that engine had been replaced when it was given the sample."""
+    """How often that engine had been replaced when it was given the sample (its incarnation)."""
 
 
 class SampleMoved(BaseEvent, frozen=True, kw_only=True):
@@ -103,7 +99,7 @@ class SampleMoved(BaseEvent, frozen=True, kw_only=True):
     """Number of the engine that has the sample now."""
     incarnation: Omitted[int] = 0
     num_tokens: int = 0
-    """Response tokens that the sample brought along; they are not sampled again."""
+    """Number of response tokens that the sample brought along; they are not sampled again."""
 
 
 class EngineReady(BaseEvent, frozen=True, kw_only=True):
@@ -113,12 +109,12 @@ class EngineReady(BaseEvent, frozen=True, kw_only=True):
     engine: int
     incarnation: int
     version: int
-    """Version of the engine's weights."""
+    """Version of the weights that the engine came up with."""
 
 
 class EngineLost(BaseEvent, frozen=True, kw_only=True):
-    """The engine has ended, hangs, or computes what cannot be used. Events that still come from
-    this incarnation of the engine are ignored."""
+    """The engine has ended, hangs, or computes what cannot be used. Events that this incarnation of
+    the engine (counted by its replacements) still sends are ignored."""
 
     engine: int
     incarnation: int
@@ -130,7 +126,7 @@ class TrainerLost(BaseEvent, frozen=True, kw_only=True):
     Commands that they had not answered are begun again once they are back."""
 
     incarnation: int
-    """How often the trainer's processes had been brought back before."""
+    """How often the trainer's processes had been started anew before this loss."""
     reason: str
 
 
@@ -140,7 +136,7 @@ class TrainerReady(BaseEvent, frozen=True, kw_only=True):
 
     incarnation: int
     version: int
-    """Version of the trainer's weights."""
+    """Version of the weights that the trainer has now."""
 
 
 class ToolCall(NamedTuple):
@@ -152,34 +148,34 @@ class ToolCall(NamedTuple):
     """Seconds from the call to its result. None: the call was not run, since there is no such tool
     or its arguments were wrong."""
     is_well: bool
-    """False if the call was not run, or raised an error; the model was told so."""
+    """False if the call was not run, or raised an error, of which the model was told."""
 
 
 class Acted(BaseEvent, frozen=True, kw_only=True):
-    """Answer to `Act`: the environment's answer to a message of the model."""
+    """Answer to `Act`: what the environment said to the model's message, or its episode's loss."""
 
     sample: SampleId
     turn: int
     num_tokens: int = 0
-    """Tokens that the environment's answer adds after the sample's own."""
+    """Number of tokens that the environment's answer adds to the sample."""
     is_over: bool = False
     """True if the episode is over: the model is not asked again."""
     seconds: float | None = None
     """Seconds that the environment took for the answer, without waiting in a queue; limits and
-    adaptive deadlines go by them."""
+    adaptive deadlines go by them. None: not measured."""
     reason: str = ""
     """Why the episode is over, as a finish reason ("" means "done"), or why it was lost."""
     cause: str = ""
     """Cause of a lost episode: "environment" (it raised), "deadline" (it was too slow),
-    "infrastructure" (its process died: worth another try), "prompt" (its prompt cannot be used) or
+    "infrastructure" (its process died: worth a retry), "prompt" (the prompt is unusable) or
     "cancelled"."""
     calls: Omitted[tuple[ToolCall, ...]] = ()
-    """Calls of tools, in order, without those that an environment makes of a message by itself. If
-    the answer was too slow, the last call had not ended."""
+    """Tool calls that the model's message asked for, in order; calls that the environment makes of
+    a message by itself are left out. If the answer was too slow, the last call had not ended."""
 
 
 class SampleScored(BaseEvent, frozen=True, kw_only=True):
-    """The verdict on a sample. A `value` of None is no verdict, never 0; `reason` explains it."""
+    """The reward's verdict on a sample. No verdict: `value` is None, never 0; see `reason`."""
 
     sample: SampleId
     value: float | None
@@ -187,15 +183,14 @@ class SampleScored(BaseEvent, frozen=True, kw_only=True):
     """Value of each reward function, by name. None: that function gave no verdict."""
     reason: str = ""
     seconds: float | None = None
-    """Execution time of the check, without waiting; adaptive deadlines learn from it."""
+    """Seconds of the check, without waiting; deadlines adapt to them. None: not measured."""
     correct: bool | None = None
-    """True if the timed answer was correct. None: it counts as correct if `value` is above 0."""
+    """True if the reward found the response correct. None: it is correct if `value` is above 0."""
     timed_out: bool = False
-    """True if the answer ran into its time limit, and counts as wrong."""
+    """True if the checked response ran into its time limit, and so counts as wrong."""
     cause: str = ""
     """Cause of a missing verdict: "sample" (this response cannot be judged), "deadline" (the reward
-    was too slow), "infrastructure" (a worker or an endpoint failed: worth asking again) or
-    "cancelled"."""
+    was too slow), "infrastructure" (a worker or endpoint failed: worth a retry) or "cancelled"."""
 
 
 class Trained(BaseEvent, frozen=True, kw_only=True):
@@ -207,36 +202,36 @@ class Trained(BaseEvent, frozen=True, kw_only=True):
 
 
 class WeightsSynced(BaseEvent, frozen=True, kw_only=True):
-    """Every engine now samples from `version`."""
+    """Answer to `SyncWeights`: every engine now samples from the weights of `version`."""
 
     version: int
 
 
 class Committed(BaseEvent, frozen=True, kw_only=True):
-    """The step is part of the run for good (and on disk, if a checkpoint was due)."""
+    """The step is part of the run for good, and its checkpoint, if one was due, is on disk."""
 
     step: int
     checkpointed: bool = False
 
 
 class StopRequested(BaseEvent, frozen=True, kw_only=True):
-    """Somebody wants the run to end after the step at hand, such as a user who pressed Ctrl-C."""
+    """The run was asked to end after the current step, for example by Ctrl-C."""
 
     reason: str = "asked to stop"
 
 
 class Entered(BaseEvent, frozen=True, kw_only=True):
-    """Answer to `Enter`: the devices of this pool are the run's until `Leave`."""
+    """The run has the devices of this pool, which `Enter` asked for, until `Leave`."""
 
     pool: PoolName
     switch_s: float = 0.0
-    """Seconds that the processes parked there took to wake up, once the run had the pool."""
+    """Seconds that it took to wake up the engines or trainer that had been parked on the pool."""
 
 
 class PoolNeeded(BaseEvent, frozen=True, kw_only=True):
     """The driver needs a pool of devices for work that no command asks for. The answer is `Enter`,
-    once no other pool is held, or nothing if the run holds this pool already. Sent only where pools
-    are shared."""
+    once no other pool is held, or nothing if the run holds this pool. Sent only if pools are
+    shared."""
 
     pool: PoolName
     purpose: str
@@ -244,7 +239,7 @@ class PoolNeeded(BaseEvent, frozen=True, kw_only=True):
 
 
 class PoolUnneeded(BaseEvent, frozen=True, kw_only=True):
-    """The driver no longer needs the pool that `PoolNeeded` asked for; its purpose has ended."""
+    """The driver no longer needs the pool that it asked for by `PoolNeeded`."""
 
 
 class Reminded(BaseEvent, frozen=True, kw_only=True):

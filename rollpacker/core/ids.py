@@ -1,8 +1,8 @@
 """The names of prompts and samples.
 
-Ids are small frozen records: hashable, ordered, and printed in one stable form, so that a log of
-one run can be compared with the log of another byte by byte. Each keeps its hash once it was asked
-for, since every event of a sample looks it up in several tables.
+Ids are small frozen records: hashable, ordered, and printed in one stable form, so that the logs of
+two runs can be compared byte by byte. An id keeps its hash once computed, since every event of a
+sample looks its id up in several tables.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PoolName = Literal["rollout", "train"]
 
 
 class PromptId(msgspec.Struct, frozen=True, order=True, cache_hash=True, gc=False, array_like=True):
-    """One dataset row in one epoch. Two rows with the same text are two prompts."""
+    """Names one row of the dataset in one epoch. Two rows with the same text are two prompts."""
 
     source: str
     epoch: int
@@ -32,11 +32,9 @@ class PromptId(msgspec.Struct, frozen=True, order=True, cache_hash=True, gc=Fals
 
 
 class SampleId(msgspec.Struct, frozen=True, order=True, cache_hash=True, gc=False, array_like=True):
-    """One response to a prompt.
-
-    `attempt` counts how often the prompt was launched before (0 in its first round, 1 in the long
-    round that takes it up again), `index` counts the responses inside the attempt.
-    """
+    """Names one response to a prompt. `attempt` counts how often the prompt was launched before (0
+    in its first round, 1 in the long round after it); `index` counts the responses of an
+    attempt."""
 
     prompt: PromptId
     index: int

@@ -1,7 +1,7 @@
-"""A sample's life, as one table. Whatever is not in it is a bug and raises.
+"""The states of a sample, and the transitions between them; any other transition raises.
 
 A sample is `planned` when its round is made, and ends in one of the states of `FINAL`. The table
-does not know which policy plays; the policies do not repeat the table.
+holds for every kind of round; the rounds do not repeat it.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ class SampleState(StrEnum):
     PLANNED = "planned"
     LAUNCHED = "launched"
     ACTING = "acting"
-    """The environment has the turn; the engine does not have the sample."""
+    """The sample waits for its environment's answer, outside the engine."""
     GENERATED = "generated"
     SCORED = "scored"
     TRAINED = "trained"
     ABORTED = "aborted"
-    """The sample was surplus: its group was complete without it."""
+    """The sample was surplus: the group of its prompt was complete without it."""
     DEFERRED = "deferred"
-    """The prompt was left for a later round, which does not need this response."""
+    """The prompt was put off to a later round, which does not need this response."""
     FAILED = "failed"
     """The engine, or the sample's environment, could not go on with the sample."""
     DROPPED = "dropped"
-    """The sample has no verdict, or its group is not trained on."""
+    """The sample has no verdict, or the group of its prompt is not trained on."""
 
 
 _S = SampleState
@@ -50,15 +50,14 @@ class LifecycleError(AssertionError):
 
 
 def check(before: SampleState, after: SampleState) -> SampleState:
-    """Returns `after` if `TRANSITIONS` allows it after `before`, and raises `LifecycleError`
-    otherwise."""
+    """Returns `after` if `TRANSITIONS` has it after `before`; raises `LifecycleError` if not."""
     if after not in TRANSITIONS[before]:
         raise LifecycleError(f"a sample cannot go from {before} to {after}")
     return after
 
 
 def mermaid() -> str:
-    """`TRANSITIONS` as a Mermaid state diagram, for the docs."""
+    """Text of `TRANSITIONS` as a Mermaid state diagram, for the docs."""
     lines = ["stateDiagram-v2", "    [*] --> planned"]
     for before, following in TRANSITIONS.items():
         lines += [f"    {before} --> {after}" for after in sorted(following)]

@@ -1,8 +1,8 @@
-"""What events and commands are made of: frozen records, known by name.
+"""Base classes of events and commands, which are frozen records known by name.
 
 Millions of them are made in a simulation, so they are structs of msgspec, which take a tenth of the
-time of a frozen dataclass. They are also tagged with the names of their classes, so that bytes say
-of which kind a message is.
+time of a frozen dataclass. Each is encoded with the name of its class, so that bytes say of which
+kind a message is.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ EVENTS: dict[str, type[Any]] = {}
 class BaseCommand(
     msgspec.Struct, frozen=True, kw_only=True, gc=False, tag=True, forbid_unknown_fields=True
 ):
-    """A message that the core may give. Each kind is a subclass with `frozen=True, kw_only=True`.
-
-    The garbage collector does not look at messages: they hold ids, numbers and texts, so that no
-    cycle of references goes through one. `msgspec.structs.replace` makes a changed copy.
-    """
+    """Base of the commands that the core may give. Each kind is a subclass with `frozen=True,
+    kw_only=True`. The garbage collector skips messages: they hold ids, numbers and texts, and no
+    cycle of references goes through them. `msgspec.structs.replace` makes a changed copy."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -36,8 +34,8 @@ class BaseCommand(
 class BaseEvent(
     msgspec.Struct, frozen=True, kw_only=True, gc=False, tag=True, forbid_unknown_fields=True
 ):
-    """A message that the core may receive, at the time `time_s` in seconds since the run began.
-    Each kind is a subclass, made like those of `BaseCommand`."""
+    """Base of the events that the core may receive; `time_s` is seconds since the run began. Each
+    kind is a subclass, made like those of `BaseCommand`."""
 
     time_s: float
 

@@ -1,8 +1,8 @@
-"""Rows dealt out to ranks so that all have about the same work, not the same number, and a rank's
-rows put together into packs.
+"""Deals a step's rows (samples) to its training ranks, so that all have about the same work rather
+than the same number, and joins a rank's rows into packs.
 
-Ranks of a step wait for the slowest. What a sample costs grows faster than its length: attention
-looks back over all of it.
+Ranks of a step wait for the slowest. What a sample costs grows faster than its length, since
+attention looks back over all of it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkModel:
-    """Cost of a row of some length, in units of one token's cost without attention."""
+    """Cost of training on a row, by its length, in units of one token's cost without attention."""
 
     crossover_tokens: float = 48_000.0
     """Length in tokens at which attention costs as much as everything else.
@@ -31,14 +31,14 @@ class WorkModel:
 
 
 work = WorkModel()
-"""The work model of a model with a hidden size of 4,096."""
+"""The default cost model, that of a model with a hidden size of 4,096."""
 
 
 def assign(
     lengths: Sequence[int], num_ranks: int, *, work: Callable[[int], float] = work
 ) -> list[list[int]]:
-    """Indices of the rows of each rank, rising; every index once. With fewer rows than ranks, the
-    last ranks have none.
+    """Deals rows of these lengths to ranks. Returns the ascending indices of each rank's rows,
+    every index once; with fewer rows than ranks the last ranks have none.
 
     Longest processing time first (Graham 1969): each row, longest first, to the rank that has least
     so far. The largest rank has at most 4/3 - 1 / (3 x ranks) of what the best assignment has. The
@@ -56,12 +56,12 @@ def assign(
 
 
 def plan_packs(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Row numbers of each pack, rising, by best-fit decreasing. A pack has at most `max_tokens`
-    tokens, except that a longer row has a pack of its own. There are at most 11/9 of the fewest
-    packs, plus 1."""
+    """Joins rows of these lengths into packs by best-fit decreasing, and returns the ascending
+    indices of each pack's rows. A pack has at most `max_tokens` tokens, except that a longer row
+    has a pack of its own. There are at most 11/9 of the fewest packs, plus 1."""
     packs: list[list[int]] = []
     room: list[tuple[int, int]] = []
-    """Pairs of tokens left and pack number, sorted."""
+    """A pair for every pack: the tokens that it has room for, and its number; ascending."""
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         size = lengths[index]
         tightest = bisect_left(room, (size, 0))

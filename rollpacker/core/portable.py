@@ -5,16 +5,16 @@ on another to the same commands. Addition, subtraction, multiplication, division
 rounded correctly everywhere (IEEE 754). Three things are not, and the core and the simulator do
 without them:
 
-- `exp`, `log`, `pow`, `sin`, `erfc` of the C library and of numpy: both choose among kernels by
-  processor (fused multiply-add or not, AVX2, AVX-512), and these differ in the last digit;
-- sums whose order is the library's choice: `np.sum`, `np.mean`, `@`, LAPACK;
-- expressions in C such as `np.interp` and `NormalDist.inv_cdf`, whose multiplications and additions
-  a compiler for 64-bit Arm may fuse.
+    - `exp`, `log`, `pow`, `sin`, `erfc` of the C library and of numpy: both choose among kernels by
+      processor (fused multiply-add or not, AVX2, AVX-512), and these differ in the last digit;
+    - sums whose order is the library's choice: `np.sum`, `np.mean`, `@`, LAPACK;
+    - expressions in C such as `np.interp` and `NormalDist.inv_cdf`, whose multiplications and
+      additions a compiler for 64-bit Arm may fuse.
 
-What is here is made of correctly rounded operations in a fixed order. Functions with a singular
+The functions here are made of correctly rounded operations in a fixed order. Those with a singular
 name take and return a float, those with a plural name an array of float64; both give the same bits
-for the same argument. Where many numbers are added, `to_grid` makes every order of adding exact, so
-that a matrix product may stay what it is.
+for the same argument. Where many numbers are added, `to_grid` rounds them so that every order of
+adding is exact, and a matrix product may be used.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ FloatArray = NDArray[np.float64]
 FloatOrArray = TypeVar("FloatOrArray", float, FloatArray)
 
 LEAST_EXPONENT, GREATEST_EXPONENT = -708.0, 709.0
-"""Bounds of the argument of `exp`: below the first it is 0, and above the second it is that of the
-second."""
+"""Least and greatest argument for which `exp` is computed: below the first it is 0, and above the
+second it has the value that it has there."""
 _CHUNK = 8192
-"""Number of values whose `exps` are computed at once: they and what is made of them fit a cache."""
+"""Number of values that `exps` computes at once: these and what they need fit into a cache."""
 
 
 def _split(value: Decimal, bits: int) -> tuple[float, float]:
-    """`value` as the sum of a float that is a multiple of 2**-`bits` and of a small rest."""
+    """Splits `value` into the sum of a multiple of 2**-`bits` and a small rest, both floats."""
     high = int(value * 2**bits) / 2**bits
     return high, float(value - Decimal(high))
 
@@ -48,10 +48,11 @@ with localcontext() as _context:
     _context.prec = 60
     _LN2 = Decimal(2).ln()
     _LN2_HIGH, _LN2_LOW = _split(_LN2, 40)
-    """The logarithm of 2 in two parts; multiples of the high one by up to 11 bits are exact."""
+    """The logarithm of 2 as a sum of two floats; products of the first and whole numbers of up to
+    11 bits are exact."""
     _STEP_HIGH, _STEP_LOW = _split(_LN2 / 64, 42)
-    """The logarithm of 2 ** (1/64) in two parts; multiples of the high one by up to 17 bits are
-    exact."""
+    """The logarithm of 2 ** (1/64) as a sum of two floats; products of the first and whole numbers
+    of up to 17 bits are exact."""
     _STEPS_PER_UNIT = float(64 / _LN2)
 _SQRT_HALF = math.sqrt(0.5)
 _PER_SQRT_TURN = 1.0 / math.sqrt(2.0 * math.pi)
@@ -62,7 +63,6 @@ _COS = tuple((-1) ** n / math.factorial(2 * n) for n in range(8, 0, -1))
 
 
 def _polynomial(coefficients: Sequence[float], x: FloatOrArray) -> FloatOrArray:
-    """Value of a polynomial at `x`, coefficients from highest power to constant (Horner's rule)."""
     value = coefficients[0] * x + coefficients[1]
     for coefficient in coefficients[2:]:
         value = value * x + coefficient
@@ -74,7 +74,7 @@ def _polynomial(coefficients: Sequence[float], x: FloatOrArray) -> FloatOrArray:
 
 @cache
 def _powers() -> FloatArray:
-    """(64,) the numbers 2 ** (j / 64), correctly rounded."""
+    """(64,) the numbers 2 ** (j / 64) for j from 0 to 63, correctly rounded."""
     with localcontext() as context:
         context.prec = 40
         root = Decimal(2) ** (Decimal(1) / 64)
@@ -82,7 +82,7 @@ def _powers() -> FloatArray:
 
 
 def exp(x: float) -> float:
-    """e ** x, with a relative error below 3e-16."""
+    """e ** x as a float, with a relative error below 3e-16."""
     if x < LEAST_EXPONENT:
         return 0.0
     x = min(x, GREATEST_EXPONENT)
@@ -93,7 +93,7 @@ def exp(x: float) -> float:
 
 
 def exps(values: FloatArray) -> FloatArray:
-    """`exp` of each value."""
+    """`exp` of each value of an array."""
     values = np.ascontiguousarray(values, dtype=np.float64)
     found = np.empty_like(values)
     flat, out = values.ravel(), found.reshape(-1)
@@ -122,8 +122,8 @@ def _exps_into(values: FloatArray, out: FloatArray) -> None:
 
 
 def log(x: float) -> float:
-    """The natural logarithm of a positive normal number, with an error below 3e-16 of it or of
-    1e-16, whichever is larger."""
+    """The natural logarithm of a positive normal float. The error is below 3e-16 of the result or
+    below 1e-16, whichever is larger."""
     part, exponent = math.frexp(x)
     if part < _SQRT_HALF:
         part, exponent = part * 2.0, exponent - 1
@@ -131,7 +131,7 @@ def log(x: float) -> float:
 
 
 def logs(values: FloatArray) -> FloatArray:
-    """`log` of each value."""
+    """`log` of each value of an array."""
     part, exponent = np.frexp(values)
     is_low = part < _SQRT_HALF
     part = np.where(is_low, part * 2.0, part)
@@ -140,7 +140,7 @@ def logs(values: FloatArray) -> FloatArray:
 
 
 def _log_of_part(part: FloatOrArray) -> FloatOrArray:
-    """The logarithm of a number between sqrt(1/2) and sqrt(2), by that of (1 + s) / (1 - s)."""
+    """The logarithm of a number between sqrt(1/2) and sqrt(2), as that of (1 + s) / (1 - s)."""
     above = part - 1.0
     s = above / (above + 2.0)
     square = s * s
@@ -156,7 +156,7 @@ def log1p(x: float) -> float:
 
 
 def log1ps(values: FloatArray) -> FloatArray:
-    """`log1p` of each value."""
+    """`log1p` of each value of an array."""
     near = 1.0 + values
     lost = near - 1.0
     is_tiny = lost == 0.0
@@ -165,8 +165,8 @@ def log1ps(values: FloatArray) -> FloatArray:
 
 
 def power(base: float, exponent: float) -> float:
-    """base ** exponent for a positive base. A whole exponent (0 or more) multiplies, and allows
-    every base; another one has a relative error of up to 3e-16 * (1 + |exponent * log(base)|)."""
+    """base ** exponent for a positive base, with a relative error up to 3e-16 * (1 + |exponent *
+    log(base)|). A whole exponent (0 or more) multiplies instead, and allows every base."""
     if exponent != int(exponent) or exponent < 0:
         return exp(exponent * log(base))
     found, factor, left = 1.0, base, int(exponent)
@@ -179,7 +179,7 @@ def power(base: float, exponent: float) -> float:
 
 
 def on_circle(turns: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Cosine and sine of angles that are given in whole turns, from 0 to 1, to 2e-16."""
+    """Cosines and sines, to 2e-16, of angles given in whole turns of the circle, from 0 to 1."""
     eighths = np.rint(turns * 4.0)
     quarter = eighths.astype(np.int64) & 3
     angle = (turns - eighths / 4.0) * (2.0 * math.pi)
@@ -198,13 +198,14 @@ def on_circle(turns: FloatArray) -> tuple[FloatArray, FloatArray]:
 
 _SERIES_TERMS, _FRACTION_TERMS = 32, 72
 _SERIES_END = 2.5
-"""Up to this distance from the mean a series gives the tail, beyond it a continued fraction."""
+"""Distance from the mean, in standard deviations, up to which a series gives the tail of a normal
+distribution; beyond it a continued fraction does."""
 _FURTHEST = 40.0
-"""Beyond this distance the tail is 0 in float64."""
+"""Distance from the mean, in standard deviations, beyond which a normal tail is 0 in float64."""
 
 
 def normal_cdf(score: float) -> float:
-    """Share of a standard normal distribution below `score`, with an error below 3e-16, and below
+    """Share of a standard normal distribution below `score`. The error is below 3e-16, and below
     1e-13 of the share itself in the lower tail."""
     distance = min(abs(score), _FURTHEST)
     density = exp(-0.5 * distance * distance) * _PER_SQRT_TURN
@@ -214,7 +215,7 @@ def normal_cdf(score: float) -> float:
 
 
 def normal_cdfs(scores: FloatArray) -> FloatArray:
-    """`normal_cdf` of each score."""
+    """`normal_cdf` of each score of an array."""
     distance = np.minimum(np.abs(scores), _FURTHEST)
     density = exps(-0.5 * distance * distance) * _PER_SQRT_TURN
     is_near = distance <= _SERIES_END
@@ -225,8 +226,8 @@ def normal_cdfs(scores: FloatArray) -> FloatArray:
 
 
 def _near_tail(distance: FloatOrArray, density: FloatOrArray) -> FloatOrArray:
-    """Share of a standard normal distribution beyond a small distance from the mean, as the series
-    1/2 - density * (d + d**3 / 3 + d**5 / (3 * 5) + ...), whose terms are all positive."""
+    """Share of a standard normal distribution beyond a small `distance` d from the mean, by the
+    series 1/2 - density * (d + d**3 / 3 + d**5 / (3 * 5) + ...), whose terms are all positive."""
     square = distance * distance
     term = total = distance
     for number in range(1, _SERIES_TERMS):
@@ -236,7 +237,7 @@ def _near_tail(distance: FloatOrArray, density: FloatOrArray) -> FloatOrArray:
 
 
 def _far_tail(distance: FloatOrArray, density: FloatOrArray) -> FloatOrArray:
-    """Share of a standard normal distribution beyond a large distance from the mean, as the
+    """Share of a standard normal distribution beyond a large `distance` d from the mean, by the
     fraction density / (d + 1 / (d + 2 / (d + 3 / (d + ...))))."""
     value = distance
     for number in range(_FRACTION_TERMS, 0, -1):
@@ -285,7 +286,7 @@ _OUTMOST = (
 
 
 def normal_quantile(share: float) -> float:
-    """Standard normal score below which a share (0 to 1) lies; relative error below 1e-15."""
+    """Standard normal score below which this share (0 to 1) lies; relative error below 1e-15."""
     from_middle = share - 0.5
     if abs(from_middle) <= 0.425:
         rest = 0.180625 - from_middle * from_middle
@@ -297,7 +298,7 @@ def normal_quantile(share: float) -> float:
 
 
 def normal_quantiles(shares: FloatArray) -> FloatArray:
-    """`normal_quantile` of each share."""
+    """`normal_quantile` of each share of an array."""
     return np.array([normal_quantile(share) for share in np.asarray(shares).tolist()])
 
 
@@ -305,35 +306,35 @@ def normal_quantiles(shares: FloatArray) -> FloatArray:
 
 
 def total(values: FloatArray, axis: int = -1) -> FloatArray:
-    """Sum along one axis, from its first element to its last. (A running sum has no choice of
+    """Sums along one axis, each from its first element to its last. (A running sum has no choice of
     order, and `np.sum` has.)"""
     return np.asarray(np.cumsum(values, axis=axis, dtype=np.float64).take(-1, axis=axis))
 
 
 def total_of(values: FloatArray) -> float:
-    """Sum of all elements, row by row."""
+    """Sum of all elements of an array, added row by row."""
     return float(total(values.reshape(-1))) if values.size else 0.0
 
 
 def mean(values: FloatArray, axis: int = -1) -> FloatArray:
-    """Mean along one axis."""
+    """Means along one axis, of elements added from the first to the last."""
     return np.asarray(total(values, axis) / values.shape[axis])
 
 
 def mixed(weights: FloatArray, rows: FloatArray) -> FloatArray:
-    """(B,) sum of the rows (C, B), each times its weight (C,): `weights @ rows`."""
+    """(B,) sum of the `rows` (C, B), each multiplied by its weight (C,), as `weights @ rows`."""
     return total(weights[:, np.newaxis] * rows, axis=0)
 
 
 def dot(rows: FloatArray, values: FloatArray) -> FloatArray:
-    """Inner products along the last axis: `rows @ values` of (..., B) and (B,)."""
+    """Inner products along the last axis, `rows @ values`, of (..., B) with (B,)."""
     return total(rows * values)
 
 
 def to_grid(values: FloatArray, most: float) -> FloatArray:
-    """The values rounded to multiples of a power of two, chosen so that sums of them, each times a
-    whole number (0 or more), are exact in any order as long as those whole numbers add up to no
-    more than `most`. What is lost is at most 2**-52 of the largest possible sum."""
+    """Rounds the values to multiples of a power of two, so that sums of them, each times a whole
+    number (0 or more), are exact in any order as long as those whole numbers add up to no more than
+    `most`. At most 2**-52 of the largest possible sum is lost."""
     if not values.size:
         return values
     largest = max(float(values.max()), -float(values.min()))
@@ -350,8 +351,8 @@ def interpolated(
     below: float | None = None,
     above: float | None = None,
 ) -> FloatArray:
-    """Linear interpolation between points whose `known_x` rises; outside of them `below` and
-    `above`, or the outermost value where these are None."""
+    """Interpolates linearly between points whose `known_x` ascends. Outside of them the value is
+    `below` or `above`, or that of the outermost point where these are None."""
     at = np.clip(np.searchsorted(known_x, x, side="right") - 1, 0, max(known_x.size - 2, 0))
     after = np.minimum(at + 1, known_x.size - 1)
     width = known_x[after] - known_x[at]

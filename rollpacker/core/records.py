@@ -1,7 +1,7 @@
-"""The event log's entries and their one-line JSON form.
+"""The entries of an event log and their form as lines of JSON.
 
-A log is a history: what happened, what the core answered, when, and what the answer cost. `Record`
-is the part that replays; `Session` and `Note` say what happened around it.
+A `Record` holds an event, the commands that the core gave in answer, and what the answer cost;
+these are what a replay repeats. `Session` and `Note` say what happened around the events.
 """
 
 from __future__ import annotations
@@ -18,26 +18,25 @@ from rollpacker.core.events import Event
 from rollpacker.core.messages import COMMANDS, EVENTS
 
 POOL_SWITCH = "switch"
-"""Name of the note that reports how long parking took, in a run that shares its pools of devices.
-The time of waking up is in `Entered`."""
+"""Name of the note that says how long engines or trainer took to park, in a run that shares its
+pools of devices. The time of waking up is in `Entered`."""
 CALLBACK_SECONDS = "timing_s/callbacks"
-"""Metric of an evaluation's note: seconds, at the end of the evaluation, that the program's own
-callbacks took."""
+"""Metric of an evaluation's note: seconds that the program's own callbacks took at its end."""
 EVALUATION_ROLLOUT = "timing_s/testing_gen"
-"""Metric of an evaluation's note: seconds that the evaluation held the rollout pool, while it
-generated and environments answered."""
+"""Metric of an evaluation's note: seconds for which the evaluation held the rollout pool, while
+responses were generated and environments answered."""
 
 
 class LogError(ValueError):
-    """Raised for a line that is not an event log's."""
+    """Raised for a line that is not an entry of an event log."""
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Entry of a log which says that a process began or resumed the run: its first line, and one
-    more at every resume."""
+    """Entry that says that a process began or resumed the run: the first line of a log, and one
+    more line at every resume."""
 
     started_at: str
-    """Wall-clock time, ISO 8601, UTC."""
+    """Wall-clock time at which the process began or resumed the run, ISO 8601, UTC."""
     time_s: float
     """Seconds on the run's own clock at which this session begins."""
     step: int
@@ -45,19 +44,18 @@ class Session(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     job: Mapping[str, Any]
     """`JobConfig` as a plain mapping, so that a log replays without its config file."""
     slots: int | None = None
-    """Most samples that the engine decodes at the same time. None: no limit was set, or the log is
-    older than this field."""
+    """Maximum number of samples decoded at once, over all engines. None: no limit was set, or the
+    log is older than this field."""
     marks: tuple[str, ...] = ()
-    """Marks with which every number of this session must be read: "unsandboxed" if model-written
-    code ran without isolation."""
+    """Warnings with which every number of this session must be read: "unsandboxed" if model-written
+    code ran without isolation. Empty: there are none."""
     data_ended: Omitted[bool | None] = None
     """Whether the data has ended, in a resumed run that may have been given more epochs since.
     None: as the checkpoint says, also in older logs."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One event, the commands that the core gave in answer, and the seconds that the controller
-    needed for both."""
+    """An event, the commands that the core answered, and the seconds that the controller needed."""
 
     time_s: float
     event: Event
@@ -66,9 +64,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A span of time that the core does not know of; `time_s` is its end. Its name is "startup",
-    "evaluation", or "gradients" (of `StartGradients` commands; their number of groups is a
-    metric)."""
+    """Entry for a span of time of which the core knows nothing; `time_s` is its end. Its name is
+    "startup", "evaluation", "switch", or "gradients" (the work on `StartGradients` commands, with
+    their number of groups as a metric)."""
 
     time_s: float
     name: str
@@ -81,8 +79,8 @@ Entry = Session | Record | Note
 
 
 class Observer(Protocol):
-    """An interface for what watches a run: display, metrics or trace. Entries come in log order,
-    and `feed` must be quick."""
+    """Interface of what watches a run, such as display, metrics or trace. Entries come in log
+    order, and `feed` must return quickly."""
 
     def feed(self, entry: Entry) -> None: ...
 
@@ -90,7 +88,7 @@ class Observer(Protocol):
 
 
 def encode(entry: Entry) -> str:
-    """The entry as one line of JSON, without the newline."""
+    """Writes the entry as one line of JSON, without the newline."""
     if isinstance(entry, Record):
         event = to_plain(entry.event)
         del event["time_s"]
@@ -114,7 +112,7 @@ def encode(entry: Entry) -> str:
 
 
 def decode(line: str) -> Entry:
-    """The entry that `encode` wrote. Raises `LogError` for anything else."""
+    """Reads the entry that `encode` wrote as this line. Raises `LogError` for any other line."""
     try:
         raw = json.loads(line)
         time_s = raw.pop("t")

@@ -1,1 +1,1 @@
-"""Checks of responses and answers of environments: samples wait for them outside of an engine."""
+"""Schedules of reward checks and environments' answers: samples wait for them outside engines."""

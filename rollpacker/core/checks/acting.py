@@ -1,4 +1,4 @@
-"""Turns of samples with environments: the limits of a trajectory, and when each answer starts."""
+"""How samples take turns with environments: limits of a trajectory, when environments answer."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class TurnLimits:
     answer is there. None: no limit."""
 
     max_turns: int | None = None
-    """Most messages of the model. None: no limit."""
+    """Maximum number of messages of the model in a trajectory. None: no limit."""
     max_trajectory_tokens: int | None = None
-    """Most tokens, of the model and the environment, without the prompt. None: no limit."""
+    """Limit on a trajectory's tokens, with the environment's, not the prompt's. None: no limit."""
     max_environment_s: float | None = None
-    """Most seconds of the environment in all. None: no limit. A single answer has a deadline of its
-    own, and one that does not come is a failure, not an end."""
+    """Limit on the seconds that an environment takes for all answers of a trajectory. None: no
+    limit. Each answer has a deadline besides; one that comes too late is a failure, not an end."""
 
     def __post_init__(self) -> None:
         for name in ("max_turns", "max_trajectory_tokens"):
@@ -38,8 +38,7 @@ class TurnLimits:
             raise ValueError(f"max_environment_s must be more than 0, not {seconds}")
 
     def reached(self, turns: int, tokens: int, environment_s: float) -> str:
-        """Finish reason if a trajectory with these counts has reached a limit; empty if it has
-        not."""
+        """Finish reason if a trajectory with these counts is at a limit; empty if it is not."""
         if self.max_turns is not None and turns >= self.max_turns:
             return "turns"
         if self.max_trajectory_tokens is not None and tokens >= self.max_trajectory_tokens:
@@ -51,27 +50,29 @@ class TurnLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActingConfig:
-    """How samples take turns with environments."""
+    """Settings of a run whose samples take turns with environments (`JobConfig.acting`)."""
 
     limits: TurnLimits = field(default_factory=TurnLimits)
     begins: bool = False
-    """Whether environments give the prompt, so that an episode begins before its sample does."""
+    """True if environments write the prompts: an episode then begins before its sample's launch."""
     is_deterministic: bool = False
     """True if the same messages bring the same answers, so that a lost episode is played again.
     False: the sample of a lost episode has failed."""
     order: Order = "longest"
-    """Order in which waiting samples get an answer, where the number at a time is bounded; its
-    values are those of `RewardScheduleConfig.order`."""
+    """Which waiting sample's environment is asked next, where the number at a time is bounded.
+    "fifo": that of the oldest sample. "closest": one of the prompt that lacks the fewest samples.
+    "longest": the one that is expected to take longest, as in `RewardScheduleConfig.order`."""
     max_retries: int = 1
     """How often a lost episode is played again before its sample has failed."""
     kinds: Mapping[str, KindConfig] = field(default_factory=dict)
-    """How many samples act at a time, and the deadline of an answer, by source of prompts."""
+    """Limits of environments by source of prompts: how many samples act at a time, and the deadline
+    of an answer. A source that is not named has no limits."""
     work_by_turn: bool = field(default=True, metadata=absent(False))
-    """True: tokens that a trajectory carries are counted as work of the engine turn by turn. False:
-    all of them at its launch, as in older logs."""
+    """How many of a sample's tokens from an earlier launch count as its engine's work. True: at
+    most as many as a mean response has. False: all of them, as in older logs."""
     leaves_pool: bool = field(default=True, metadata=absent(False))
-    """Whether a round whose samples are all with environments for long leaves a rollout pool that
-    other jobs share (`stay.py`). False: it stays, as in older logs."""
+    """Whether a job gives a shared rollout pool back while all samples of its round wait for
+    environments for long (`stay.py`). False: it keeps the pool, as in older logs."""
 
     def __post_init__(self) -> None:
         if self.max_retries < 0:
@@ -80,32 +81,32 @@ class ActingConfig:
 
 @dataclass(slots=True)
 class Retracing:
-    """How far a trajectory has come out as an earlier launch of its prompt left it. Kept both by
-    the core and by the side that has the tokens, with the same result. Positions count tokens after
-    the prompt, with or without those that the environment gave, as long as all do so alike."""
+    """Compares a trajectory with the tokens that an earlier launch of its prompt left. The core has
+    one for each sample, and so has the driver, which holds the tokens; both come to the same
+    result. A position is a number of tokens after the prompt, with the environment's in all calls
+    or in none."""
 
     carried: int = 0
-    """Number of tokens that an earlier launch of the prompt left, up to the last sampled one."""
+    """Tokens that an earlier launch (submission to an engine) left, up to the last sampled one."""
     kept: int | None = None
-    """Number of the carried tokens that came out the same. None: none were left or compared yet."""
+    """Number of `carried` tokens that were sampled alike again. None: nothing was compared yet."""
     goes_on: bool = field(init=False)
-    """True if all tokens sampled so far came out the same, and more are left to compare."""
+    """True if all tokens so far were sampled as before, and more are left to compare."""
 
     def __post_init__(self) -> None:
         self.goes_on = self.carried > 0
 
     def drawn(self, start: int, num_tokens: int, num_kept: int | None) -> None:
-        """Records a turn that has ended: its number of tokens, the position where it began, and
-        how many of its tokens came out the same. None: tokens before it differ already."""
+        """Records a finished message that began at position `start`. `num_kept`: how many of its
+        tokens came out as before. None: not compared, since an earlier token was different."""
         if not self.goes_on:
             return
         self.kept = (self.kept or 0) if num_kept is None else start + num_kept
         self.goes_on = num_kept == num_tokens and self.kept < self.carried
 
     def stopped(self, start: int, num_tokens: int, num_kept: int | None) -> bool:
-        """Records a turn that was stopped before its end; `num_kept` is None if its tokens were not
-        compared. Returns whether the tokens of this turn count. If not, those that an earlier
-        launch left still stand for the turn."""
+        """Records a stopped message; `num_kept` is None if its tokens were not compared. Returns
+        whether the trajectory has its tokens now; if not, it keeps those of the earlier launch."""
         if num_kept is not None:
             self.drawn(start, num_tokens, num_kept)
         return num_tokens > 0 and not (self.goes_on and num_kept is None)
@@ -113,26 +114,27 @@ class Retracing:
 
 @dataclass(slots=True)
 class Episode:
-    """A sample's life with its environment, in the round at hand."""
+    """State of one sample's exchange with its environment, in the current round."""
 
     turns: int = 0
-    """Number of messages of the model so far."""
+    """Number of messages that the model has written in this episode so far."""
     tokens: int = 0
     """Number of tokens up to the end of the model's last message, the environment's included."""
     given: int = 0
     """Number of tokens that the environment gave after the model's last message."""
     environment_s: float = 0.0
     acts: bool = False
-    """True while the environment has the turn."""
+    """True while the environment is to answer, rather than the model to write."""
     is_open: bool = False
-    """True while the environment, or the queue before it, has the episode and it was not ended."""
+    """True from the first `Act` command until the environment is told of the episode's end."""
     replaces: tuple[SampleId, ...] = ()
-    """Failed sample whose noise this one uses, as in `Launch.replaces`; empty if there is none."""
+    """Failed sample that this one replaces, whose random numbers it uses; empty if there is
+    none."""
     retracing: Retracing = field(default_factory=Retracing)
 
 
 class Acting(Schedule[Acted]):
-    """The turns of environments in a run: started by `Act`, answered by `Acted`."""
+    """Decides when environments answer: `Act` commands ask them, `Acted` events are the answers."""
 
     def __init__(self, config: ActingConfig) -> None:
         super().__init__(
@@ -144,7 +146,7 @@ class Acting(Schedule[Acted]):
         )
         self.config = config
         self.episodes: dict[SampleId, Episode] = {}
-        """Episodes of the round at hand, by sample."""
+        """Episode of each sample of the current round."""
         self.kept = KeptRows()
 
     def begin_round(self) -> None:

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptiveDeadlineConfig:
-    """Bounds of the deadline of one check."""
+    """Settings of the time limit ("deadline") of one kind of check."""
 
     min_s: float = 2.0
-    """Fewest seconds of the deadline."""
+    """Least time limit that a check of this kind is given, in seconds."""
     factor: float = 1.5
     """The deadline is this factor times the longest execution of a correct answer."""
     max_s: float = 30.0
-    """Most seconds of the deadline, and its value before any answer was correct."""
+    """Greatest time limit of a check, in seconds; it holds until an answer was correct."""
     adaptive: bool = True
     """Whether the deadline adapts to what was seen. False: it is always `max_s`."""
 
@@ -38,25 +38,24 @@ class AdaptiveDeadlineConfig:
 
 
 class AdaptiveDeadline:
-    """The deadline of one kind of check: report every finished check to `observe`, and read
-    `timeout_s` for the next one."""
+    """Time limit of one kind of check. Report every finished check to `observe`, and read
+    `timeout_s` before the next one."""
 
     def __init__(self, config: AdaptiveDeadlineConfig) -> None:
         self.config = config
         self.anchor_s: float | None = None
         """Seconds of the longest execution of a correct answer. None before the first."""
         self.timeout_s = config.max_s
-        """Seconds that a check started now may take."""
+        """Time limit, in seconds, of a check that is started now."""
 
     def observe(self, seconds: float, *, correct: bool) -> None:
-        """Records a check of so many seconds. `correct`: it found the answer correct, in time."""
+        """Records how long a check took. `correct`: it found the response correct, in time."""
         assert math.isfinite(seconds) and seconds >= 0
         if correct and (self.anchor_s is None or seconds > self.anchor_s):
             self.set_anchor(seconds)
 
     def set_anchor(self, seconds: float | None) -> None:
-        """Sets the longest execution of a correct answer, from a checkpoint; None: there is
-        none."""
+        """Sets `anchor_s`, for example from a checkpoint. None: no answer was correct yet."""
         config = self.config
         self.anchor_s = seconds
         self.timeout_s = config.max_s

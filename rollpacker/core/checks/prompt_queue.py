@@ -1,9 +1,10 @@
 """A queue of samples that wait for a worker, ordered by the rank of their prompts.
 
-The prompt with the lowest rank comes first, of its samples the longest, and among equals whoever
-came first. A prompt's rank changes with events of its own samples, and is asked for again after
-these alone: a heap has what was found. Prompts of which nothing is known have the mean rank of all,
-which changes all the time, so that they have a heap of their own.
+The rank is a number that the caller computes for a prompt. The prompt with the lowest rank comes
+first, of its samples the longest, and among equals whichever came first. A rank changes only with
+events of the prompt's own samples; after these it is computed again and put into a heap. Prompts of
+which nothing is known have the mean rank of all, which changes all the time, so that they have a
+heap of their own.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ from rollpacker.core.ids import PromptId, SampleId
 
 
 class _Waiting:
-    """The samples of one prompt that wait."""
-
     __slots__ = ("arrival", "entry", "prompt", "tokens")
 
     def __init__(self, prompt: PromptId, arrival: int) -> None:
@@ -27,15 +26,15 @@ class _Waiting:
         self.tokens: dict[SampleId, int] = {}
         """Tokens of each sample that waits, in the order of arrival."""
         self.entry: _Entry | None = None
-        """The only entry of the heaps that counts for this prompt; None: none does."""
+        """The entry by which heaps order this prompt; they skip older ones. None: none yet."""
 
 
 _Entry = tuple[float, int, int, _Waiting]
-"""Rank, minus the tokens of the longest sample, and arrival of a prompt: the least is next."""
+"""A prompt's heap entry: rank, minus the tokens of its longest sample, arrival, and its samples."""
 
 
 class PromptQueue:
-    """The waiting samples by prompt. Call `look_again` for prompts of changed rank before `pop`."""
+    """Queue of samples by prompt. Call `look_again` for prompts of changed rank before `pop`."""
 
     __slots__ = ("_arrivals", "_changed", "_known", "_unknown", "_waiting")
 
@@ -43,14 +42,13 @@ class PromptQueue:
         self._waiting: dict[PromptId, _Waiting] = {}
         self._arrivals = count()
         self._changed: dict[_Waiting, None] = {}
-        """Prompts whose rank must be computed again: a dict, which keeps the order of arrival as a
-        set would not."""
+        """Prompts whose rank must be computed again, in the order in which they changed."""
         self._known: list[_Entry] = []
         self._unknown: list[_Entry] = []
-        """The heap of prompts without a rank; their entries have rank 0."""
+        """Heap of prompts without a known rank; their entries have 0 in place of the rank."""
 
     def __len__(self) -> int:
-        """Number of prompts with a sample that waits."""
+        """Number of prompts of which at least one sample waits."""
         return len(self._waiting)
 
     def add(self, sample: SampleId, num_tokens: int) -> None:
@@ -62,7 +60,7 @@ class PromptQueue:
         self._changed[waiting] = None
 
     def remove(self, sample: SampleId) -> None:
-        """Take out a sample that need not wait any more."""
+        """Removes a sample from the queue, since it need not wait any more."""
         self._remove(self._waiting[sample.prompt], sample)
 
     def _remove(self, waiting: _Waiting, sample: SampleId) -> None:
@@ -78,18 +76,18 @@ class PromptQueue:
             self._unknown.clear()
 
     def look_again(self, prompt: PromptId) -> None:
-        """Have the prompt's rank computed again, since it may have changed."""
+        """Marks the prompt's rank as possibly changed: `pop` computes it again."""
         waiting = self._waiting.get(prompt)
         if waiting is not None:
             self._changed[waiting] = None
 
     def look_at_all(self) -> None:
-        """Have all ranks computed again, since any may have changed."""
+        """Marks the ranks of all prompts as possibly changed: `pop` computes them again."""
         self._changed.update(dict.fromkeys(self._waiting.values()))
 
     def pop(self, rank: Callable[[PromptId], float | None], mean: float) -> SampleId:
-        """Take out and return the next sample. `rank` returns a prompt's rank; None means
-        `mean`."""
+        """Removes and returns the next sample. `rank` returns a prompt's rank, the lowest being
+        next, or None if it is unknown: `mean` then stands for it."""
         # Each check of a simulated run comes by here: benchmarks/sim_speed.py.
         known, unknown, changed = self._known, self._unknown, self._changed
         for waiting in changed:

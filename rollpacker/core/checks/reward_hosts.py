@@ -1,11 +1,10 @@
 """Processes that judge responses, one or more on each host: which one is next, and when one is
 given up.
 
-    deal -> the ready one with the fewest samples under way -> ended
-    lost -> begun again, or given up after so many losses without a finished check between them
-
-Samples under way on a lost process get no verdict, by no fault of the response; whether the verdict
-is asked for again is the reward schedule's business.
+Samples go to the ready process with the fewest under way. A lost process is started again, or given
+up after `max_losses` losses without a finished check between them. Samples under way on it get no
+verdict, by no fault of the response; whether the verdict is asked for again is the reward
+schedule's business.
 """
 
 from __future__ import annotations
@@ -14,18 +13,18 @@ MAX_LOSSES = 3
 
 
 class RewardHosts:
-    """The processes that judge responses ("hosts" below), numbered from 0 to `count` - 1."""
+    """The processes ("hosts" below) that judge responses: which are ready, busy, or given up."""
 
     def __init__(self, count: int, max_losses: int = MAX_LOSSES) -> None:
         assert count > 0 and max_losses > 0
         self.given_up: dict[int, str] = {}
         """Reason, in words, for each host that was given up, by its number."""
         self.num_lost = 0
-        """Number of losses so far, of all hosts."""
+        """Number of times that a host was lost, over all hosts."""
         self._count, self._max_losses = count, max_losses
         self._under_way = [0] * count
         self._reasons: list[list[str]] = [[] for _ in range(count)]
-        """Reasons of each host's losses since its last finished check, by its number."""
+        """Reasons, by host number, of the losses of that host since its last finished check."""
         self._ready: set[int] = set()
 
     @property
@@ -37,7 +36,7 @@ class RewardHosts:
         return len(self.given_up) == self._count
 
     def num_under_way(self, number: int) -> int:
-        """Number of samples that the host has to judge."""
+        """Number of samples that were dealt to this host and have not left it."""
         return self._under_way[number]
 
     def is_settled(self) -> bool:
@@ -45,7 +44,7 @@ class RewardHosts:
         return self.num_ready + len(self.given_up) == self._count
 
     def ready(self, number: int) -> None:
-        """Records that the host can judge."""
+        """Records that this host's process can judge responses."""
         self._ready.add(number)
 
     def hold(self, number: int) -> None:
@@ -53,7 +52,8 @@ class RewardHosts:
         self._ready.discard(number)
 
     def deal(self, num_samples: int) -> int | None:
-        """The host that is to judge these samples. None: no host is ready."""
+        """Assigns samples to the ready host with the fewest; returns its number. None: none is
+        ready."""
         if not self._ready:
             return None
         number = min(self._ready, key=lambda one: (self._under_way[one], one))
@@ -61,7 +61,7 @@ class RewardHosts:
         return number
 
     def ended(self, number: int, num_samples: int, *, judged: bool) -> None:
-        """Records that so many samples have left the host. `judged`: they have their verdicts."""
+        """Records that samples have left the host. `judged`: with verdicts, rather than lost."""
         self._under_way[number] -= num_samples
         if judged:
             self._reasons[number].clear()
@@ -82,6 +82,6 @@ class RewardHosts:
         return False
 
     def give_up(self, number: int, reason: str) -> None:
-        """Gives the host up: it judges no more."""
+        """Marks the host as given up for this reason: it is dealt no more samples."""
         self._ready.discard(number)
         self.given_up[number] = reason

@@ -1,4 +1,4 @@
-"""When each check starts, on which of a kind's workers, and how long it may run (`schedule`)."""
+"""Schedule of reward checks: when each starts, in which order, and for how long it may run."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ RewardKindConfig = KindConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardScheduleConfig:
-    """When checks of responses start, in which order, and how often a failed one is repeated."""
+    """Settings of reward checks: when they start, in which order, how often they are repeated."""
 
     overlap: bool = True
     """Whether a response is checked while others are still generated. False: all responses of a
     round are checked together, when the last one is generated."""
     order: Order = "fifo"
-    """Check that starts when a worker becomes free. "closest": a check of the prompt that lacks the
-    fewest verdicts, so that a race on verdicts completes prompts instead of beginning all of them.
-    "longest": the check that is expected to take longest, so that it does not end up last and
-    alone. The expectation is the longest check so far of the same prompt, before that the mean of
-    the kind; among equals the longest response comes first."""
+    """Which check starts when a worker becomes free. "fifo": the oldest. "closest": one of the
+    prompt that lacks the fewest verdicts, so that a race on verdicts completes some prompts instead
+    of beginning all. "longest": the one that is expected to take longest, so that it does not end
+    up last and alone. Expected is the longest check of the same prompt so far; before there is one,
+    the mean of all checks. Among equals the longest response comes first."""
     cancel: bool = True
     """Whether running checks of samples that are no longer needed are ended to free workers."""
     max_retries: int = 1
-    """Most repetitions of a check whose worker or endpoint failed; then there is no verdict."""
+    """How often a check whose worker or endpoint failed is repeated at most; then: no verdict."""
     kinds: Mapping[str, RewardKindConfig] = field(default_factory=dict)
-    """Kind of check by source of prompts. A source that is missing has no bound and no deadline."""
+    """Limits of checks by source of prompts. A missing source has no bound and no deadline."""
 
     def __post_init__(self) -> None:
         if self.max_retries < 0:
@@ -40,7 +40,7 @@ class RewardScheduleConfig:
 
 
 class RewardSchedule(Schedule[SampleScored]):
-    """The checks of responses: started by `Score`, answered by `SampleScored`."""
+    """Decides when reward checks start: by `Score` commands, which `SampleScored` events answer."""
 
     def __init__(self, config: RewardScheduleConfig) -> None:
         super().__init__(

@@ -1,15 +1,13 @@
-"""When checks of responses and answers of environments start, and how long they may take.
+"""Schedule of reward checks and environments' answers: when each starts, how long it may take.
 
-A check of a response and an environment's answer are both called a *deed* here. A kind of deed is
-the `source` of its prompts. A kind with a number of workers runs so many at a time and keeps the
-rest waiting; one that nobody needs any more leaves the queue without having run, or is cancelled. A
-kind that is not configured has no bound: its deeds start when they are asked for.
+Checks or answers for prompts of one `source` are of one kind. A kind with a number of workers runs
+so many at a time and keeps the rest waiting. A kind that is not configured has no bound: its checks
+or answers start when they are asked for.
 
-    ask -> started at once, or waits -> (free, start_waiting) -> started
-                                     -> forget: never started
-    started -> free -> its answer counts
-                    -> ask_again: the machinery failed, once more
-            -> forget: to be cancelled, then free
+`ask` starts a check or answer, or makes it wait until `free` (the end of another) and
+`start_waiting` bring its turn. `ask_again` repeats one whose machinery failed. `forget` is for
+those that nobody needs any more: a waiting one never starts, and a running one is to be cancelled,
+but keeps its worker until `free`.
 """
 
 from __future__ import annotations
@@ -29,13 +27,12 @@ Order = Literal["fifo", "closest", "longest"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindConfig:
-    """Limits of one kind of check, or of environments' answers."""
+    """Limits of one kind of reward check, or of one kind of environments' answers."""
 
     workers: int | None = None
     """Number of checks or answers that run at a time. None: no bound."""
     deadline: AdaptiveDeadlineConfig | None = None
-    """Bounds of the time limit of a check or answer. None: the reward or environment has its
-    own."""
+    """Bounds of a time limit that adapts. None: the reward function or environment has its own."""
 
     def __post_init__(self) -> None:
         if self.workers is not None and self.workers < 1:
@@ -43,7 +40,7 @@ class KindConfig:
 
 
 class Ended(Protocol):
-    """Interface of an event that ends a check, or an environment's answer."""
+    """Interface of an event that ends a reward check or an environment's answer."""
 
     @property
     def sample(self) -> SampleId: ...
@@ -65,33 +62,34 @@ class _Kind:
 
     def __init__(self, config: KindConfig) -> None:
         self.num_free = config.workers
-        """Number of free workers. None: there is no bound."""
+        """Number of workers of this kind that are free. None: their number is not bounded."""
         self.deadline = None if config.deadline is None else AdaptiveDeadline(config.deadline)
         self.queue: deque[SampleId] = deque()
-        """Samples that wait to be judged, the oldest first. It is used with the order "fifo" alone;
+        """Samples that wait for a worker, the oldest first. It is used with the order "fifo" alone;
         with the others they wait in `by_prompt`."""
         self.by_prompt = PromptQueue()
-        """Samples that wait to be judged, by prompt. It is used with every order but "fifo"."""
+        """Samples that wait for a worker, by prompt. It is used with every order but "fifo"."""
         self.dropped: set[SampleId] = set()
-        """Samples that are still in the queue, but not needed any more."""
+        """Samples in `queue` whose check or answer is not needed any more; they are skipped."""
         self.ranks: dict[PromptId, float] = {}
         """Minus the seconds of the longest check or answer so far of each prompt of this round: the
         prompt with the longest is expected to take longest again, and comes first. Empty unless the
         order is "longest"."""
         self.num_seen = 0
-        """Number of checks or answers that ended by themselves, where the order is "longest"."""
+        """Number of checks or answers that ended by themselves, counted with the order
+        "longest"."""
         self.total_s = 0.0
-        """Seconds that the checks or answers in `num_seen` took together."""
+        """Seconds that the checks or answers counted in `num_seen` took together."""
 
     def saw(self, prompt: PromptId, seconds: float) -> None:
-        """Records that a check or answer for the prompt ended by itself after so many seconds."""
+        """Records the seconds of a reward check, or environment's answer, that did not fail."""
         self.num_seen += 1
         self.total_s += seconds
         self.ranks[prompt] = min(-seconds, self.ranks.get(prompt, 0.0))
 
     @property
     def mean_s(self) -> float:
-        """Mean seconds of the checks or answers that ended by themselves. 0: none did."""
+        """Mean seconds of checks or answers that did not fail; 0 before there is one."""
         return self.total_s / self.num_seen if self.num_seen else 0.0
 
 
@@ -99,8 +97,8 @@ _UNBOUND = KindConfig()
 
 
 class Schedule(Generic[E]):
-    """The checks, or environments' answers, that run and that wait. A slow one may outlive its
-    round. A sample has one of them at a time."""
+    """Reward checks, or environments' answers, that run or wait for a worker. A slow one may
+    outlive its round. A sample has at most one check or answer at a time."""
 
     def __init__(
         self,
@@ -111,35 +109,36 @@ class Schedule(Generic[E]):
         say: Callable[..., Command],
         is_right: Callable[[E], bool],
     ) -> None:
-        """`say(sample=, timeout_s=, retry=)` makes the command that starts a check or answer;
-        `is_right` returns whether the seconds of one that ended by itself count for the time limit
-        of others."""
+        """`say(sample=, timeout_s=, retry=)` makes the command that starts a reward check or
+        environment's answer. `is_right` returns whether an event that is no failure was right; only
+        then can its seconds raise the time limit."""
         self.running: dict[SampleId, int] = {}
-        """How often each running check or answer was started before, by sample, in order of
-        starting."""
+        """Samples whose reward check or environment's answer runs, in order of starting, each with
+        the number of times that it was started before."""
         self.num_waiting = 0
-        """Number of checks or answers in all queues, including unneeded ones that are not removed
-        yet."""
+        """Number of reward checks or environments' answers in all queues, including unneeded ones
+        that are not removed yet."""
         self._configs = kinds
         self.max_retries = max_retries
-        """Most times that a check or answer is started again because a worker or an endpoint failed
-        (cause "infrastructure"), rather than the response."""
+        """How often a reward check or environment's answer is started again at most because a
+        worker or an endpoint failed (cause "infrastructure"), rather than the response."""
         self._say = say
         self._is_right = is_right
         self._kinds: dict[str, _Kind] = {}
         self._by_prompt = order != "fifo"
         self._longest = order == "longest"
         self._cancelled: set[SampleId] = set()
-        """Samples whose checks or answers run, and are not needed any more."""
+        """Samples whose reward check or environment's answer runs on although nobody needs it."""
 
     def begin_round(self) -> None:
-        """Forget what was learnt of the last round's prompts."""
+        """Forgets how long checks or environments' answers took for the last round's prompts."""
         for kind in self._kinds.values():
             kind.ranks.clear()
             kind.by_prompt.look_at_all()
 
     def ask(self, sample: SampleId, num_tokens: int = 0) -> list[Command]:
-        """Start the check or answer of a sample of so many tokens, or let it wait for a worker."""
+        """Command that starts the sample's reward check or environment's answer; none if it must
+        wait for a worker. `num_tokens`: the sample's length, for the order of those that wait."""
         source = sample.prompt.source
         kind = self._kinds.get(source) or self._add_kind(source)
         if kind.num_free is None or kind.num_free > 0:
@@ -152,8 +151,8 @@ class Schedule(Generic[E]):
         return []
 
     def free(self, event: E) -> int | None:
-        """Records the end of a check or answer: its worker is free, and the deadline learns.
-        Returns how often it had been started before, or None if it was not started at all."""
+        """Records the end of a reward check or environment's answer: its worker is free, and the
+        time limit adapts. Returns how often it was started before. None: it was not running."""
         sample = event.sample
         retry = self.running.pop(sample, None)
         if retry is None:
@@ -177,20 +176,19 @@ class Schedule(Generic[E]):
         return retry
 
     def look_again(self, prompt: PromptId) -> None:
-        """Records that the prompt lacks fewer samples now, so that its rank may change."""
+        """Records that the prompt needs fewer further samples now, so that its rank may change."""
         kind = self._kinds.get(prompt.source)
         if kind is not None:
             kind.by_prompt.look_again(prompt)
 
     def ask_again(self, sample: SampleId, retry: int) -> Command:
-        """The command that starts a check or answer again at once; its worker has just become
-        free."""
+        """Command that starts a failed reward check or environment's answer again on its worker."""
         return self._start(self._kinds[sample.prompt.source], sample, retry + 1)
 
     def start_waiting(self, source: str, missing: Callable[[PromptId], int]) -> list[Command]:
-        """Commands that start as many waiting checks or answers of this kind as there are free
-        workers. `missing` returns how many samples a prompt still lacks; it is called again for
-        prompts with new or ended checks, and after `look_again`."""
+        """Commands that start waiting reward checks or environments' answers of this source, as
+        many as workers are free. `missing` returns how many samples a prompt still needs, and is
+        asked anew as that changes."""
         kind = self._kinds[source]
         commands: list[Command] = []
         waiting = kind.by_prompt if self._by_prompt else kind.queue
@@ -209,8 +207,8 @@ class Schedule(Generic[E]):
         return commands
 
     def forget(self, samples: Iterable[SampleId]) -> list[SampleId]:
-        """Drops the checks or answers of samples that nobody needs any more. Returns those samples
-        whose check or answer runs and was needed so far."""
+        """Drops the reward checks or environments' answers of samples that nobody needs any more.
+        Returns the samples for which one is running and was needed until now."""
         running = []
         for sample in samples:
             if sample in self.running:
@@ -225,12 +223,12 @@ class Schedule(Generic[E]):
         return running
 
     def timeout_s(self, source: str) -> float | None:
-        """Seconds that a check or answer of this kind may take now. None: there is no deadline."""
+        """Time limit, in seconds, of checks or answers for this source. None: there is none."""
         kind = self._kinds.get(source)
         return None if kind is None or kind.deadline is None else kind.deadline.timeout_s
 
     def state(self) -> dict[str, Any]:
-        """What deadlines have learnt, by kind. Checks or answers under way are not saved."""
+        """State of the time limits by source, for a checkpoint, without what runs or waits."""
         return {
             source: {"anchor_s": kind.deadline.anchor_s}
             for source, kind in sorted(self._kinds.items())

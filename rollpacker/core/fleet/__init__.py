@@ -1,1 +1,1 @@
-"""The engines and devices of a run: which engine has which sample, and who replaces a lost one."""
+"""The engines and devices of a run: where each sample is generated, and what follows a loss."""

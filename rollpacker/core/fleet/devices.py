@@ -1,12 +1,12 @@
-"""Who has which device: an engine, a training replica, or nobody.
+"""Which device is used by an engine, by a training replica, or by nobody.
 
-    Launch of a round, Resize, SyncWeights    all are the engines'
-    Release                                   these are nobody's
-    StartGradients, TrainOn                   these, or all, are the replicas'
+The `Launch` of a round, `Resize` and `SyncWeights` give all devices to the engines. `Release` takes
+some from engines, for nobody yet. `StartGradients` and `TrainOn` give those that they name, or all,
+to training replicas. Where the trainer has devices of its own, they are not listed here: the listed
+ones are always the engines'.
 
-With a trainer apart replicas have devices of their own, and these are always the engines'. That no
-device is in two plans is asserted: nothing is given to an engine without its devices, and no
-replica begins on an engine's.
+It is asserted that no device has two uses: no engine is given samples without its devices, and no
+training replica begins on an engine's device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rollpacker.core.commands import (
 MOVERS = frozenset(
     {Launch, Place, Continue, Move, Release, Resize, StartGradients, TrainOn, SyncWeights}
 )
-"""Kinds of command that give devices to engines or trainer, or need them to have devices."""
+"""Kinds of command that hand devices to engines or trainer, or that need engines with devices."""
 
 
 class Owner(NamedTuple):
@@ -45,7 +45,7 @@ class Devices:
     def __init__(
         self, num_engines: int, degree: int, *, train_group: int = 1, trainer_apart: bool = False
     ) -> None:
-        """`degree`: number of devices of an engine. `train_group`: that of a training replica."""
+        """`degree`: number of devices of an engine; `train_group`: that of a training replica."""
         self.owners: list[Owner | None] = [None] * (num_engines * degree)
         self._degree = degree
         self._train_group = train_group
@@ -87,7 +87,7 @@ class Devices:
                 self._to_engines()
 
     def _have(self, engines: Iterable[int], command: Command) -> None:
-        """Assert that these engines have their devices."""
+        """Asserts that each of these engines has all of its devices."""
         for number in set(engines):
             if number == NOWHERE:
                 continue

@@ -1,26 +1,22 @@
-"""The engines of a run: which one each sample runs on, and what becomes of it if that is lost.
+"""The engines of a run: which one each sample runs on, and what follows when an engine is lost.
 
 The fleet stands between the job and the engines. The job decides *what* is launched and aborted;
-here it gets its engine, and what engines say is heeded only if it is theirs to say:
+the fleet chooses the engines, and passes on what engines report only if they have the sample.
 
-    from the job           to the engines
-    Launch                 the same with `engines`; of another degree: Resize first
-    Continue               the same, where the turn before was generated if that takes samples
-    Abort                  the same; who waits for an engine has stopped
-    Release                the same, and Move of what the released engines have
+To the engines, `Launch` and `Continue` go with `engines`; a sample continues on the engine of its
+last turn, if that takes samples. `Resize` comes before the `Launch` of a round with another number
+of devices per engine. After `Release` comes `Move` for the samples of the released engines. `Abort`
+goes on unchanged, but a sample that waits for an engine has stopped at once.
 
-    from the engines       to the job             to the engines
-    a sample ended         the same, or nothing: the engine does not have it (any more)
-    EngineLost             its aborted samples    Replace, and Place of the others
-    EngineReady                                   Place of those that waited, Move of some
-    SampleMoved
+To the job, the end of a sample goes on if the reporting engine has the sample. `EngineLost` brings
+the ends of its aborted samples, `Replace`, and `Place` for its other samples; `EngineReady` brings
+`Place` for samples that waited, and `Move` for some others.
 
-Samples keep their ids: a loss uses up no retry, and nobody is launched twice. Each is in one engine
-at most, of one incarnation; what an earlier incarnation still says is counted and forgotten. A
-released engine is given nothing until the next round, whatever becomes of the others: where all of
-these are lost, samples wait for a replacement; and one that is lost while it is released is
-replaced when its devices are the engines' again. Fed with the same events it says the same: no
-clock, no chance, ties by number.
+Samples keep their ids: a loss uses up no retry, and no sample is launched twice. A sample is in one
+engine at most, of one incarnation; what an earlier incarnation still reports is counted and
+ignored. A released engine gets no samples until the next round: if all others are lost, samples
+wait for a replacement. One that is lost while released is replaced when the engines have its
+devices again. The same events bring the same commands: no clock, no chance, ties by number.
 """
 
 from __future__ import annotations
@@ -60,32 +56,33 @@ from rollpacker.core.fleet.sample_places import Seats
 from rollpacker.core.ids import SampleId
 
 ZOMBIE = "zombie"
-"""Key of `Job.num_late` that counts events about samples that their engine does not have."""
+"""Key under which `Job.num_late` counts events from engines that do not have the sample."""
 
 HEEDED = frozenset({SampleGenerated, SampleAborted, SampleFailed, Committed})
-"""Kinds of event for which the fleet decides whether the job is to hear them."""
+"""Kinds of event of which the fleet decides, by `Fleet.heeds`, whether the job handles them."""
 
 DIRECTED = frozenset({Abort, *MOVERS})
-"""Kinds of command that concern engines or their devices; most commands are checks of responses."""
+"""Kinds of command that concern engines or their devices; others go on as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetConfig:
-    """Engines that can be lost, and replaced."""
+    """Settings of engines that can be lost and replaced."""
 
     num_engines: int = 1
     routing: Routing = "spread"
-    """How a sample's engine is chosen; see `core/fleet/routing.py`."""
+    """How a sample's engine is chosen. "spread": the one with the least work. "group": the one that
+    has the prompt's last sample, unless it has too much to do. "turns": one after the other."""
     max_losses: int = 3
     """Number of losses of one engine, without a committed step between them, that ends the run."""
     losses_of_all: bool = field(default=False, metadata=absent(True))
     """True if the losses of all engines are counted together, as in older logs."""
     moves: bool = False
-    """True if unfinished samples may move from engine to engine, when an engine has joined or is
-    released, since engines can go on from each other's tokens."""
+    """True if unfinished samples may move to another engine when one has joined or is released,
+    since engines can go on from each other's tokens."""
     num_devices: int | None = field(default=None, metadata=OMIT_DEFAULT)
-    """Number of devices that `num_engines` engines share at first; at another degree of tensor
-    parallelism there are more or fewer engines. None: the engines stay as they are."""
+    """Number of devices that `num_engines` engines share at first; if a round has more devices per
+    engine, it has fewer engines. None: the number of engines does not change."""
 
     def __post_init__(self) -> None:
         for name in ("num_engines", "max_losses"):
@@ -113,17 +110,18 @@ class Fleet:
         trainer_apart: bool = False,
         by_turn: bool = False,
     ) -> None:
-        """`late` counts events that are ignored (`ZOMBIE`). `train_group` is the number of devices
-        of a training replica. `by_turn`: carried-over tokens count as work turn by turn."""
+        """`late` counts ignored events (`ZOMBIE`), by name. `train_group`: devices of a training
+        replica. `by_turn`: how much of carried-over tokens counts as work
+        (`ActingConfig.work_by_turn`)."""
         self.config = config
         self.engines = [Engine(number) for number in range(config.num_engines)]
-        """Engines of this round, at its degree of tensor parallelism."""
+        """Engines of this round, each with as many devices as the round asks for."""
         self.given_up = ""
         """Why the run cannot go on, in words; empty while it can. Once set, events are ignored."""
         self._slots = list(self.engines)
         """All engines that the run has had, at any degree of tensor parallelism, by number."""
         self._degree = (config.num_devices or config.num_engines) // config.num_engines
-        """Number of devices of one engine."""
+        """Number of devices of each engine in this round."""
         self.devices = Devices(
             config.num_engines,
             self._degree,
@@ -133,26 +131,27 @@ class Fleet:
         self._router = Router(config.routing)
         self._late = Counter[str]() if late is None else late
         self._seats = Seats(by_turn=by_turn)
-        """Engine and expected work of each sample of the round."""
+        """Engine of each sample of the round, and the tokens that it is expected to cost."""
         self.unanswered = deque[SampleAborted]()
         """Aborted samples that no engine will answer for, which `direct` reports to the job."""
         self._gathering: set[int] = set()
-        """Numbers of the engines that a new layout still lacks; all samples wait for them."""
+        """Numbers of the engines still missing after a regrouping of devices; all samples wait for
+        them."""
         self._round = 0
         self._known = Known()
-        """Lengths in the last round that had a finished response."""
+        """Number and tokens of the responses finished in the last round that had any."""
         self._seen = Known()
-        """Lengths of responses in this round."""
+        """Number and tokens of the responses finished in this round."""
         self._losses = EngineLosses(config.max_losses, of_all=config.losses_of_all)
 
     @property
     def num_ready(self) -> int:
-        """Number of engines that are ready."""
+        """Number of engines that have the current weights and generate."""
         return sum(engine.ready for engine in self.engines)
 
     @property
     def known(self) -> Known:
-        """Lengths of responses, for a checkpoint; all else of the fleet is new in a resumed run."""
+        """Number and tokens of finished responses: all that a checkpoint holds of the fleet."""
         return self._seen if self._seen.num_finished else self._known
 
     @known.setter
@@ -160,8 +159,7 @@ class Fleet:
         self._known = known
 
     def nobody(self) -> str:
-        """What samples that have no engine wait for, in words; empty while an engine takes
-        samples."""
+        """What samples without an engine wait for, in words. Empty: an engine takes samples."""
         if self._gathering:
             return f"{len(self._gathering)} of {len(self.engines)} engines to be laid out anew"
         if self._takers():
@@ -183,8 +181,8 @@ class Fleet:
     # -- what engines say --------------------------------------------------------------
 
     def heeds(self, event: Committed | SampleGenerated | SampleAborted | SampleFailed) -> bool:
-        """Whether the job is to hear this event. Called once, in order, with every event of a kind
-        in `HEEDED`."""
+        """Whether the job is to handle this event; false if its engine does not have the sample. To
+        be called once, in order, with every event of a kind in `HEEDED`."""
         # Every response comes by here: benchmarks/fleet_speed.py, benchmarks/sim_speed.py.
         if isinstance(event, Committed):
             self._losses.clear()
@@ -212,8 +210,8 @@ class Fleet:
     def on_engine(
         self, event: EngineLost | EngineReady | SampleMoved, version: int
     ) -> list[Command]:
-        """Commands that answer an event of an engine. `version` is that of the weights that engines
-        should have now. Sets `given_up` if the run cannot go on."""
+        """Commands that answer an event about an engine or a move. `version`: that of the weights
+        that engines should have now. Sets `given_up` if the run cannot go on."""
         match event:
             case EngineLost():
                 return self._on_lost(event, version)
@@ -253,7 +251,8 @@ class Fleet:
 
     def _place_again(self, lost: int) -> list[Command]:
         """Commands that restart the samples that the lost engine had, or that were moving to or
-        from it. A sample that was moving to it goes on where its source still has it."""
+        from it. A sample that was moving to it goes on in the engine that it was leaving, if that
+        still has it."""
         homeless: list[SampleId] = []
         going_on: list[SampleId] = []
         anyone = bool(self._takers())
@@ -294,14 +293,14 @@ class Fleet:
         return [*placed, *self._share_with(engine)] if self.config.moves else placed
 
     def _gather(self, engine: Engine) -> list[Command]:
-        """Records that this engine of a new layout is ready or was lost. After the last of them,
-        returns the commands that start the waiting samples."""
+        """Records that this engine, after a regrouping of devices, is ready or was lost. After the
+        last one, returns the commands that start the waiting samples."""
         self._gathering.remove(engine.number)
         return self._place_waiting()
 
     def _share_with(self, engine: Engine) -> list[Command]:
-        """Commands that move a share of other engines' samples to an engine that has joined: the
-        last launched first, since these have the fewest tokens to take along."""
+        """Commands that move samples of other engines to one that has joined, until it has a fair
+        share: the last launched first, since these have the fewest tokens to take along."""
         takers, seats = self._takers(), self._seats
         mean = sum(one.tokens for one in takers) / max(len(takers), 1)
         moved: list[SampleId] = []
@@ -321,8 +320,8 @@ class Fleet:
     def direct(
         self, commands: list[Command], on_aborted: Callable[[SampleAborted], list[Command]]
     ) -> list[Command]:
-        """The job's commands as they go to the engines. `on_aborted` is called with samples that no
-        engine will answer for, and the commands that it returns are added."""
+        """The job's commands with engines assigned. `on_aborted` is called with the end of each
+        sample that no engine will answer for, and the commands that it returns are added."""
         commands = self._assign(commands)
         while self.unanswered:
             commands += self._assign(on_aborted(self.unanswered.popleft()))
@@ -356,8 +355,8 @@ class Fleet:
         return [*before, command, *after]
 
     def _continue(self, command: Continue) -> Continue:
-        """The command with engines: a sample goes on in its last engine, which has what came
-        before, or, if that cannot take it, where the routing puts it."""
+        """The command with engines: each sample's engine of the turn before, which may still have
+        its keys and values, or, if that takes no samples, the one that the routing chooses."""
         # Every turn comes by here: no list of all engines is made for it.
         seats, engines = self._seats, self.engines
         tokens = self._known.mean_tokens()
@@ -394,7 +393,7 @@ class Fleet:
         return [], [self._replace(engine, command.version) for engine in back if not engine.ready]
 
     def _resize(self, version: int) -> Resize:
-        """Makes engines of another tensor parallel degree; returns the command that starts them."""
+        """Makes engines of the new number of devices. Returns the command that starts them."""
         assert self.config.num_devices is not None
         count = self.config.num_devices // self._degree
         self._slots += [Engine(number) for number in range(len(self._slots), count)]
@@ -407,8 +406,7 @@ class Fleet:
         return Resize(tensor_parallel=self._degree, incarnations=incarnations, version=version)
 
     def _release(self, command: Release) -> list[Command]:
-        """Moves away the samples that the released engines have, or were to be given, and returns
-        the commands that do so."""
+        """Marks engines as released. Returns commands that move away their unfinished samples."""
         for number in {device // self._degree for device in command.devices}:
             self.engines[number].released = True
         seats = self._seats
@@ -427,7 +425,7 @@ class Fleet:
                 self._settle(sample)
 
     def _settle(self, sample: SampleId) -> None:
-        """Notes that no engine will answer for a stopped sample, which has its launch's tokens."""
+        """Reports the end of a stopped sample that no engine has, with its launch's tokens."""
         seats = self._seats
         del seats.work[sample]
         seats.engine[sample] = NOWHERE
@@ -437,14 +435,14 @@ class Fleet:
     # -- where samples go --------------------------------------------------------------
 
     def _takers(self) -> list[Engine]:
-        """Engines that may be given samples now."""
+        """Engines that may be given samples now; none while devices are being regrouped."""
         return [] if self._gathering else [engine for engine in self.engines if engine.takes]
 
     def _route(
         self, samples: Sequence[SampleId], work: Sequence[int] | None = None
     ) -> tuple[int, ...]:
-        """Choose an engine for each of these samples, whose work is counted for no engine yet, and
-        return the engines' numbers: `NOWHERE` if no engine takes samples."""
+        """Chooses an engine for each of these samples, adds its work to that engine, and returns
+        the engines' numbers: `NOWHERE` for all if no engine takes samples."""
         takers = self._takers()
         engines = (NOWHERE,) * len(samples)
         if takers:
@@ -454,7 +452,7 @@ class Fleet:
         return engines
 
     def _place(self, samples: Sequence[SampleId]) -> list[Command]:
-        """The command that starts these samples again; empty, and they wait, without an engine."""
+        """The command to start these samples again; none while no engine takes samples."""
         if not samples or not self._takers():
             return []
         return [Place(samples=tuple(samples), engines=self._route(samples))]
@@ -463,9 +461,9 @@ class Fleet:
         return self._place(self._seats.under_way({NOWHERE})) if self._takers() else []
 
     def _send(self, samples: Sequence[SampleId]) -> list[Command]:
-        """Commands that move these samples, whose work is counted for no engine, with the tokens
-        that they have: back to the engine that they come from if that takes samples, else where the
-        routing says."""
+        """Commands that move these samples, with the tokens that they have: back to the engine that
+        they come from if it takes samples, else to one that is chosen anew. The caller has taken
+        their work off their engines; it is added to the new ones."""
         routed: list[SampleId] = []
         seats = self._seats
         for sample in samples:

@@ -1,11 +1,9 @@
-"""Which trajectories stay in their engines' memory while their environments have the turn.
+"""Which samples keep their rows (keys and values) in an engine while their environments answer.
 
-A row that is kept saves the time to compute it again, which grows with its tokens, and takes room
-until its environment has answered, which grows with its tokens too: what a token of room is worth
-hangs on the time that is left alone. So who will be away the longest goes first:
-
-    away for less than answers take in the mean      the rest of that mean
-    away for longer                                  as long again as it has been
+A row that is kept saves the time to compute it again, and takes room until its environment has
+answered. Both grow with its tokens, so only the wait that is still to come counts: the row with the
+longest one is dropped first. A sample that has waited for less than answers take on average is
+expected to wait for the rest of that average, and any other for as long again as it has waited.
 """
 
 from __future__ import annotations
@@ -18,15 +16,14 @@ from rollpacker.core.ids import SampleId
 
 class _Away(NamedTuple):
     engine: tuple[int, int]
-    """Number and incarnation of the engine that holds the row. An engine that was replaced has a
-    new incarnation."""
+    """Number of the engine that holds the row, and its incarnation: how often it was replaced."""
     num_tokens: int
     since_s: float
 
 
 class KeptRows:
-    """The samples whose rows (keys and values) engines keep while their environments have the turn.
-    Call `leave` and `back`; free memory is as engines report it."""
+    """The samples whose rows (keys and values) engines keep while environments answer. Report each
+    sample to `leave` and `back`; engines report their free memory themselves."""
 
     def __init__(self) -> None:
         self._away: dict[SampleId, _Away] = {}
@@ -34,12 +31,12 @@ class KeptRows:
         """Number of answers so far, and the seconds they took together, by source of prompts."""
 
     def begin_round(self) -> None:
-        """Forget all kept rows."""
+        """Forgets all samples and their rows, since a round begins."""
         self._away.clear()
 
     def leave(self, event: SampleGenerated) -> list[SampleId]:
-        """Records that a sample's environment has the turn. Returns the samples whose rows this
-        engine should drop, for which it has no room; this sample may be among them."""
+        """Records that this sample now waits for its environment. Returns the samples whose rows
+        its engine should drop for lack of room; the sample itself may be among them."""
         engine = event.engine, event.incarnation
         if event.num_held:
             self._away[event.sample] = _Away(engine, event.num_held, event.time_s)
@@ -55,8 +52,8 @@ class KeptRows:
         return found
 
     def back(self, sample: SampleId, time_s: float | None = None) -> None:
-        """The row of the sample is not held any more: the sample goes on, or is over. `time_s` is
-        when its environment answered; None: it did not."""
+        """Records that the sample does not wait any more: its row is in use again, or dropped.
+        `time_s`: when its environment answered. None: it did not."""
         away = self._away.pop(sample, None)
         if away is not None and time_s is not None:
             count, seconds = self._answers.get(sample.prompt.source, (0, 0.0))
@@ -64,8 +61,8 @@ class KeptRows:
             self._answers[sample.prompt.source] = count + 1, seconds
 
     def _by_absence(self, engine: tuple[int, int], now_s: float) -> list[SampleId]:
-        """Samples whose rows this engine holds. The one whose answer is expected last comes first;
-        of equals the shortest, which is the cheapest to compute again."""
+        """Samples whose rows this engine keeps, the one with the longest expected wait first; of
+        equals the shortest first, which is the cheapest to compute again."""
 
         def expected_s(sample: SampleId) -> float:
             count, seconds = self._answers.get(sample.prompt.source, (0, 0.0))

@@ -1,12 +1,11 @@
-"""Engines and the trainer can be lost: how often that may happen before the run is given up.
+"""Losses of engines and of the trainer: how often they may happen before the run is given up.
 
-    EngineLost     `core/fleet/fleet.py` answers it, and asks here whether the run goes on
-    TrainerLost    RestoreTrainer: new processes, at the weights of the last optimizer step
-    TrainerReady   nothing: who waits for the trainer's answer still does
+`EngineLost` is answered by `core/fleet/fleet.py`, which asks here whether the run goes on. The
+answer to `TrainerLost` is `RestoreTrainer`: new processes, with the weights of the last optimizer
+step. `TrainerReady` needs none: what the trainer had to answer is still to come.
 
-A loss of the trainer changes nothing that the job waits for. What was generated is there until its
-step is committed, and every answer that the trainer owes is still to come, once, from its next
-incarnation.
+A loss of the trainer changes nothing that the job waits for. Responses are kept until their step is
+committed, and the trainer's new processes answer every open command, once.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from rollpacker.core.events import TrainerLost, TrainerReady
 
 
 class EngineLosses:
-    """Losses of engines since the last committed step, and when they are too many."""
+    """Losses of engines since the last committed step. Too many of them end the run."""
 
     def __init__(self, most: int, *, of_all: bool) -> None:
         """`most` losses of one engine end the run; with `of_all`, `most` losses of all engines."""
@@ -32,12 +31,11 @@ class EngineLosses:
         return _listed(self._since)
 
     def clear(self) -> None:
-        """Forget all losses, since a step is committed."""
+        """Forgets all losses of engines, since a step was committed."""
         self._since.clear()
 
     def add(self, number: int, reason: str) -> str:
-        """Counts a loss of this engine. Returns why the run cannot go on, in words; empty if it
-        can."""
+        """Counts a loss of this engine. Returns why the run must end, in words; empty if not."""
         self._since.append((number, reason))
         counted = [one for one in self._since if self._of_all or one[0] == number]
         if len(counted) < self._most:
@@ -49,8 +47,8 @@ class EngineLosses:
 
 
 class TrainerLosses:
-    """Losses of the trainer. `max_losses` of them without a commit in between end the run; None:
-    the trainer cannot be lost."""
+    """Losses of the trainer. `max_losses` of them without a committed step in between end the run.
+    None: the trainer cannot be lost."""
 
     def __init__(self, max_losses: int | None) -> None:
         self.max_losses = max_losses
@@ -58,7 +56,7 @@ class TrainerLosses:
         self.given_up = ""
         """Why the run cannot go on, in words; empty while it can."""
         self._reasons: list[str] = []
-        """Reason of each loss since the last commit."""
+        """Reason of each loss of the trainer since the last committed step."""
 
     def on_lost(self, event: TrainerLost, version: int) -> list[RestoreTrainer]:
         """Commands that answer a loss of the trainer; `version` is that of the last optimizer step.
@@ -79,14 +77,14 @@ class TrainerLosses:
         return [RestoreTrainer(incarnation=self.incarnation, version=version)]
 
     def on_ready(self, event: TrainerReady, version: int) -> None:
-        """Records that the trainer is back. Raises `AssertionError` if its version or incarnation
-        is not the one that was asked for."""
+        """Records that the trainer is back. Raises `AssertionError` if its weights' version, or the
+        count of its restarts (incarnation), is not the one that was asked for."""
         assert (event.incarnation, event.version) == (self.incarnation, version), (
             f"{event} with version {version} of incarnation {self.incarnation}"
         )
 
     def committed(self) -> None:
-        """Forget all losses, since a step was committed."""
+        """Forgets all losses of the trainer, since a step was committed."""
         self._reasons.clear()
 
 

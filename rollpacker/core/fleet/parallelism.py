@@ -2,15 +2,14 @@
 
 A higher tensor-parallel degree leaves more memory for the key-value cache and so fewer preemptions;
 a lower one decodes more tokens a second while the cache suffices. Short rounds launch more than
-long ones, so each kind of round has its own degree:
-
-    preemptions of a round rose                 -> next higher degree
-    `calm_rounds` rounds without any in a row   -> next lower degree, where it did not fail before
+long ones, so each kind of round has its own degree. It goes up to the next when preemptions of a
+round rose, and down to the next after `calm_rounds` rounds in a row without any, unless that degree
+failed before (see below).
 
 Counts are per launched sample, so that rounds of different sizes compare. A round is compared with
 the last one of its kind, whatever degree that had: after a step up, preemptions that merely stay
 are no reason for another; after a step down, any are. The first round of a kind is compared with
-the last round of another kind at that degree, and without one with a round free of preemptions. A
+the last round of another kind at that degree; if there was none, any preemption is a rise. A
 difference of less than `FLOOR` is never a rise.
 
 A degree that had to be left for a higher one *failed*. It is tried again only after
@@ -31,29 +30,30 @@ from rollpacker.codec import from_plain, to_plain
 from rollpacker.core.commands import RoundKind
 
 FLOOR = 0.01
-"""Preemptions per launched sample that count as noise: a smaller difference is no rise."""
+"""Least difference in preemptions per launched sample that is a rise; less counts as chance."""
 RETRY_FACTOR = 4
 MAX_FAILURES = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelismConfig:
-    """Devices that share one engine (`parallelism_planner.*`). Engines at another degree are new
-    ones, on the same devices."""
+    """Settings of the planner that chooses the number of devices per engine
+    (`parallelism_planner.*`). Engines of another degree are new ones, on the same devices."""
 
     enabled: bool = False
-    """Whether degrees are chosen. False: every round has the degree `initial`."""
+    """Whether the number of devices per engine is chosen. False: it is always `initial`."""
     degrees: tuple[int, ...] = (1,)
     """Tensor-parallel degrees to choose from, ascending. Each must divide the number of devices,
     `rollout.engines` times `initial`, and the model's attention heads."""
     initial: int = 1
-    """Degree to begin with: the one that is best without tail batching. Without the planner it is
-    the degree of the whole run."""
+    """Number of devices per engine to begin with: the one that is best without tail batching.
+    Without the planner all rounds have it."""
     rise: float = 1.05
-    """Preemptions of more than this times those of the last such round call for the next higher
-    degree."""
+    """A round whose preemptions per sample are more than this many times those of the last round of
+    its kind calls for more devices per engine: the next higher of `degrees`."""
     calm_rounds: int = 4
-    """Number of rounds of a kind, all without preemption, that call for the next lower degree."""
+    """Number of rounds of a kind (short, long, ...) in a row without preemption that call for the
+    next lower number of devices per engine."""
 
     def __post_init__(self) -> None:
         if not self.degrees or min(self.degrees) < 1:
@@ -69,33 +69,35 @@ class ParallelismConfig:
 
     @property
     def of_several(self) -> bool:
-        """Whether engines have, or may be given, more than one device."""
+        """Whether an engine has, or may be given, more than one device."""
         return self.enabled or self.initial > 1
 
     @property
     def reachable(self) -> tuple[int, ...]:
-        """Degrees that engines may have."""
+        """Tensor-parallel degrees that engines may have under these settings."""
         return self.degrees if self.enabled else (self.initial,)
 
 
 class KnownKind(msgspec.Struct, forbid_unknown_fields=True):
-    """Degree of tensor parallelism of one kind of round, and its last rounds."""
+    """Devices per engine in one kind of round (short, long, ...), and what its last rounds
+    showed."""
 
     degree: int
     last_rate: float | None = None
-    """Preemptions per launched sample of the last round; None before the first."""
+    """Preemptions per launched sample in the last round of this kind. None before the first."""
     num_calm: int = 0
-    """Number of rounds at this degree, up to the last one, in a row without preemption."""
+    """Rounds of this kind in a row, up to the last, without preemption at this number of devices
+    per engine."""
     num_failures: dict[int, int] = msgspec.field(default_factory=dict)
-    """How often each degree had to be left for a higher one."""
+    """How often this kind of round had to go from each tensor-parallel degree to a higher one."""
 
 
 class KnownDegrees(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Facts that a planner has learnt. A checkpoint holds them as they are."""
+    """What a planner has learnt, as a checkpoint holds it."""
 
     num_changes: int = 0
     rates: dict[int, float] = msgspec.field(default_factory=dict)
-    """Preemptions per launched sample in the last round of any kind, by degree."""
+    """Preemptions per launched sample in the last round of any kind, by tensor-parallel degree."""
     kinds: dict[str, KnownKind] = msgspec.field(default_factory=dict)
 
 
@@ -109,17 +111,17 @@ class ParallelismPlanner:
 
     @property
     def num_changes(self) -> int:
-        """Number of changes of degree so far, over all kinds of round."""
+        """Number of changes of the tensor-parallel degree so far, over all kinds of round."""
         return self._known.num_changes
 
     def degree(self, kind: RoundKind) -> int:
-        """The tensor-parallel degree for the next round of this kind."""
+        """Number of devices per engine in the next round of this kind (short, long, and so on)."""
         known = self._known.kinds.get(kind.value)
         return self.config.initial if known is None else known.degree
 
     def observe(self, kind: RoundKind, *, preemptions: int, num_samples: int) -> None:
-        """Records that a round of this kind, at its degree, is over, with so many preemptions of
-        so many launched samples."""
+        """Records that a round of this kind is over: `num_samples` were launched, and engines put
+        samples back into their queues `preemptions` times."""
         assert preemptions >= 0 and num_samples >= 1
         if not self.config.enabled:
             return
@@ -163,8 +165,8 @@ class ParallelismPlanner:
         return to_plain(self._known)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over the `state` of an earlier planner. A kind whose degree is no longer among those
-        of the configuration starts anew."""
+        """Restores what an earlier planner had learnt. A kind of round whose tensor-parallel degree
+        is no longer configured starts anew."""
         known = from_plain(KnownDegrees, state)
         kinds, degrees = known.kinds, self.config.degrees
         known.kinds = {kind: one for kind, one in kinds.items() if one.degree in degrees}

@@ -1,8 +1,8 @@
-"""Which engine a sample is given: the places of a round's samples, and the work of each engine.
+"""Routing: which engine each sample is given, by the work of the engines (expected tokens).
 
-spread    to the engine with the least work
-group     to the engine that has its prompt's last one, unless that has too much to do
-turns     to the next engine, whatever it has to do; every command begins with the first
+With "spread" a sample goes to the engine with the least work; with "group" to the engine that has
+the prompt's last sample, unless that has too much to do; with "turns" to the next engine, whatever
+it has to do, where every command begins with the first one.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from rollpacker.core.ids import PromptId, SampleId
 Routing = Literal["spread", "group", "turns"]
 
 CARRIED_COST = 8
-"""Number of carried-over tokens that are as much work as one new token, since they are computed
-together in one pass."""
+"""Number of tokens kept from an earlier launch that cost as much as one new token, since they are
+computed together in one pass."""
 
 OVERLOAD = 1.5
-"""An engine with more than this times the mean work gets no more of a group that it has begun."""
+"""With "group", a sample goes to another engine than its prompt's last one if that would have more
+than this times the mean work."""
 
 
 @dataclass(slots=True)
 class Engine:
-    """One engine of the fleet."""
+    """State of one engine, as far as the choice of engines needs it."""
 
     number: int
     incarnation: int = 0
-    """How often the engine was replaced; from a loss on, the number of the replacement to come."""
+    """How often the engine was replaced; its loss counts at once, before the new one is there."""
     ready: bool = True
     """True if the engine has the weights of the round and generates."""
     released: bool = False
     """True if the engine's devices are the trainer's until the next round."""
     tokens: int = 0
-    """Work of the engine: tokens that its samples are expected to take."""
+    """Work of the engine: tokens that its unfinished samples are expected to cost."""
 
     @property
     def takes(self) -> bool:
-        """Whether the engine may be given samples."""
+        """Whether the engine may be given samples: it is ready, and not released."""
         return self.ready and not self.released
 
 
 class Known(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Finished responses and their tokens, from which the fleet estimates the work of samples that
-    have just begun."""
+    """Number and tokens of finished responses, which estimate the work of new samples."""
 
     num_finished: int = 0
     num_tokens: int = 0
@@ -61,12 +61,12 @@ class Known(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Router:
-    """Gives samples their engines, and each engine the work of its samples."""
+    """Chooses the engine of each sample, and counts the work that each engine is given."""
 
     def __init__(self, routing: Routing) -> None:
         self._routing = routing
         self._homes: dict[PromptId, int] = {}
-        """Number of the engine that took each prompt's last sample, if samples are grouped."""
+        """Number of the engine that took each prompt's last sample, with the routing "group"."""
 
     def begin_round(self) -> None:
         self._homes.clear()
@@ -74,8 +74,8 @@ class Router:
     def route(
         self, samples: Sequence[SampleId], work: Sequence[int], engines: Sequence[Engine]
     ) -> tuple[int, ...]:
-        """Number of the engine chosen for each sample. The samples' `work`, in tokens, is added to
-        those engines. `engines` are those that may be given samples, at least one."""
+        """Chooses one of `engines` (at least one) for each sample, and returns their numbers. Each
+        sample's `work`, in tokens, is added to its engine."""
         if self._routing == "turns":
             for turn, one in enumerate(engines):
                 one.tokens += sum(work[turn :: len(engines)])
@@ -100,8 +100,8 @@ class Router:
 
 
 def _least_loaded(engines: Sequence[Engine]) -> Iterator[Engine]:
-    """Yields, each time, the engine with the least work, the first of equals. Work may be added
-    between two times, but not taken away."""
+    """Yields, again and again, the engine with the least work, of equals the first. Meanwhile the
+    caller may add work to engines, but not take any away."""
     by_number = {engine.number: engine for engine in engines}
     heap = [(engine.tokens, engine.number) for engine in engines]
     heapq.heapify(heap)

@@ -1,7 +1,7 @@
-"""The engine of each sample of a round, and the sample's work.
+"""The engine of each sample of a round, and the sample's expected work.
 
-Most samples begin and end in one engine, so that each has two entries; further entries are kept
-only for the few that move, carry tokens or are stopped.
+A sample that begins and ends in one engine has only its entries in `engine` and `work`; the few
+that move, carry tokens or are stopped have further ones.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ class Seats:
     __slots__ = ("_by_turn", "carried", "engine", "source", "stopping", "work")
 
     def __init__(self, *, by_turn: bool) -> None:
-        """`by_turn`: carried-over tokens are a trajectory's, of which only one turn comes next."""
+        """`by_turn`: of the tokens that an earlier launch left a sample, at most as many as a mean
+        response has count as work. False: all count."""
         self._by_turn = by_turn
         self.engine: dict[SampleId, int] = {}
-        """Number of the engine that has each sample, or is to take it; ended ones keep theirs."""
+        """Number of the engine that has, or had, each sample; `NOWHERE`: the sample waits for an
+        engine."""
         self.work: dict[SampleId, int] = {}
-        """Tokens that count as the work of each sample that has not ended, in launch order."""
+        """Expected cost, in tokens, of each sample that has not ended, in launch order."""
         self.source: dict[SampleId, int] = {}
-        """Number of the engine that each moving sample comes from, which may still end it."""
+        """Number of the engine that each moving sample comes from, where it may still end first."""
         self.carried: dict[SampleId, int] = {}
-        """Tokens that its launch gave each sample, until a later turn begins; missing if none."""
+        """Tokens with which each sample was launched, until its next turn; missing if none."""
         self.stopping: set[SampleId] = set()
-        """Samples that were told to stop; engines still answer for those that have not ended."""
+        """Samples that were told to stop; the engine of each still reports its end."""
 
     def clear(self) -> None:
         self.engine.clear()
@@ -41,8 +43,8 @@ class Seats:
     def launch(
         self, samples: Sequence[SampleId], carried: Sequence[int], mean_tokens: int
     ) -> Sequence[int]:
-        """Notes the expected work of these samples, which have no engines yet, and returns it.
-        `carried` has each sample's carried-over tokens, or is empty; `mean_tokens` is the expected
+        """Records and returns the expected work of these samples, which have no engine yet.
+        `carried`: tokens that each sample is launched with, or empty. `mean_tokens`: expected
         length of a response."""
         work = [mean_tokens] * len(samples)
         if carried:
@@ -53,7 +55,7 @@ class Seats:
         return work
 
     def under_way(self, engines: Set[int]) -> list[SampleId]:
-        """Samples in one of these engines, not ended and not told to stop, in launch order."""
+        """Samples in one of these engines, neither ended nor told to stop, in launch order."""
         engine, stopping = self.engine, self.stopping
         return [
             sample for sample in self.work if engine[sample] in engines and sample not in stopping

@@ -1,16 +1,15 @@
 """The stream trainer's plan: which devices leave a round early, and which groups are trained then.
 
 Towards the end of a round few responses are left, and half of the devices would idle. The plan
-hands those to the trainer, which accumulates the gradients of finished groups while the rest of the
-round still runs. No update happens before the round is over, so the run stays on-policy.
+hands those to the trainer, which accumulates the gradients of finished groups (the samples of one
+prompt) while the rest of the round still runs: they are *streamed*. No update happens before the
+round is over, so the run stays on-policy. Devices are released at most once a round, when 20, 25,
+... 50 % of the launched samples have finished, and only if the other engines can hold what is still
+to come: the *peak* of the key-value demand of the remaining samples, projected from the lengths of
+earlier rounds. Demand may grow after the release, because long samples remain.
 
-Devices are released at most once a round, when 20, 25, ... 50 % of the launched samples have
-finished, and only if the surviving engines can hold what is still to come: the *peak* of the
-key-value demand of the remaining samples, projected from the lengths of earlier rounds. Demand may
-well grow after the release, because those that remain are the long ones.
-
-    begin(kind)  ->  on_finished / on_stopped, once a sample  ->  maybe devices to release
-                 ->  groups_to_stream, whenever groups are ready
+Call `begin` for a round, then `on_finished` (which may return devices to release) or `on_stopped`
+once for each sample, and `groups_to_stream` whenever groups are ready.
 """
 
 from __future__ import annotations
@@ -32,30 +31,31 @@ from rollpacker.core.lengths.bins import IntArray
 Group = TypeVar("Group", bound=Sized)
 
 MAX_HISTORY = 4096
-"""Most lengths that are remembered for one kind of round."""
+"""Maximum number of earlier response lengths that are remembered for one kind of round."""
 NUM_SDS = 2.0
-"""Number of standard deviations above the expected demand for which an engine must have room."""
+"""Standard deviations above the expected key-value demand for which an engine must have room."""
 WHOLE = "whole"
-"""Name of the history of lengths that all kinds of round share that wait for every sample."""
+"""Key of the response lengths of all kinds of round that wait for every sample of their prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamConfig:
-    """When devices go to the trainer early (`stream_trainer.*`)."""
+    """Settings of the early hand-over of devices to the trainer (`stream_trainer.*`)."""
 
     enabled: bool = False
     """Whether devices are released, and gradients started, before a round is over. False: neither
     happens, not even while only verdicts are awaited."""
     kinds: tuple[str, ...] = ("long", "flush")
-    """Kinds of round in which devices may be released."""
+    """Kinds of round in which devices may be released to the trainer before the round is over."""
     window: tuple[float, float] = (0.2, 0.5)
-    """Devices are released only while the share of finished samples lies between these two."""
+    """Devices are released only while the share of finished samples in a round is between these
+    two."""
     every: float = 0.05
-    """Growth of the share of finished samples after which a release is tried again."""
+    """A release is tried anew whenever the share of finished samples has grown by this much."""
     released_share: float = 0.5
-    """Largest share of the devices that is released."""
+    """Largest share of the devices that is released to the trainer before a round is over."""
     min_new_share: float = 0.05
-    """Samples that must have finished since the last try, as a share of the launched ones."""
+    """Share of the launched samples that must have finished since the last try of a release."""
     max_share: float = 1.0
     """Largest share of a step's samples that is trained on before the round is over."""
     reward_wait: bool = False
@@ -80,7 +80,7 @@ class StreamConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceLayout:
-    """How the devices, numbered from 0, are shared out: groups are consecutive devices."""
+    """How devices, numbered from 0, form engines and training replicas of consecutive devices."""
 
     gpus: int = 1
     gpus_per_node: int = 8
@@ -107,8 +107,9 @@ class DeviceLayout:
             raise ValueError(f"kv_tokens must be at least 1, not {self.kv_tokens}")
 
     def releasable(self, share: float) -> tuple[int, ...]:
-        """The last devices, at most `share` of them and as many as possible, such that no engine
-        and no training replica is split and an engine stays; () if that is impossible."""
+        """Numbers of the devices to release: the last ones, at most this share of all and as many
+        as possible, such that no engine and no training replica is split and an engine stays.
+        Empty: impossible."""
         unit = math.lcm(self.tensor_parallel, self.train_group)
         if self.gpus % unit:
             return ()
@@ -118,15 +119,13 @@ class DeviceLayout:
 
 @dataclass(slots=True)
 class _RoundUnderWay:
-    """Facts of the round under way."""
-
     kind: RoundKind
     layout: DeviceLayout
     num_samples: int
     num_to_train: int
     prompt_tokens: float
     tries: deque[int]
-    """Numbers of finished samples at which a release is to be tried, ascending."""
+    """Numbers of finished samples at which a release of devices is to be tried, ascending."""
     num_finished: int = 0
     num_stopped: int = 0
     num_finished_at_try: int = 0
@@ -134,9 +133,9 @@ class _RoundUnderWay:
     """Number of tokens of the longest finished response."""
     released: tuple[int, ...] = ()
     refusal: str = ""
-    """Why the last try released nothing, in words. Empty: no try was refused."""
+    """Why the last try of a release was refused, in words. Empty: none was refused."""
     num_streamed: int = 0
-    """Number of samples handed to the trainer early."""
+    """Number of samples whose groups the trainer was given before the round was over."""
 
 
 class StreamPlan:
@@ -154,8 +153,8 @@ class StreamPlan:
     ) -> None:
         """`max_response_tokens` bounds the projected lengths; without it, and with a limited cache,
         nothing is released before earlier rounds have shown lengths. `trainer_apart`: the trainer
-        has devices of its own, so nothing is ever released, and groups of rounds of every kind are
-        streamed as soon as they are complete. `why_kept` returns why no engine can let go of its
+        has devices of its own, so nothing is released, and groups are trained on as soon as they
+        are complete, in every kind of round. `why_kept` returns why no engine can let go of its
         samples now, in words, or an empty text."""
         self.config = config
         self.layout = layout
@@ -165,24 +164,26 @@ class StreamPlan:
         self.num_tries = 0
         self.num_releases = 0
         self.num_refused_kv = 0
-        """Number of releases refused because the other engines would run out of cache."""
+        """Number of times that no devices were released, since the other engines would have run out
+        of key-value cache."""
         self.num_refused_layout = 0
-        """Number of releases refused because an engine or a training replica would be split."""
+        """Number of times that no devices were released, since an engine or a training replica
+        would have been split."""
         self._histories: dict[str, deque[int]] = {}
-        """Tokens at which samples left the engine, finished or stopped, in earlier rounds of kinds
-        in which devices may be released."""
+        """Tokens of samples when they left the engine, finished or stopped, in earlier rounds, by
+        the keys of `_history_of`."""
         self._left: list[int] = []
-        """Tokens at which samples left the engine in this round; they join the history when the
-        next one begins."""
+        """Tokens of samples when they left the engine in this round; added to `_histories` when the
+        next round begins."""
         self._round: _RoundUnderWay | None = None
         self.active = False
-        """True if groups of the round under way may be trained on early."""
+        """True if groups of the current round may be trained on before it is over."""
         self.may_release = False
-        """True if devices may be released in this round, so that its ends must be reported."""
+        """True if devices may be released in this round; ends of samples must then be reported."""
         self.may_stream_early = False
         """True if the trainer has devices to compute with while the round's engines generate."""
         self._waiting: list[tuple[SampleId, ...]] = []
-        """Complete groups of the round that wait to be given to the trainer."""
+        """Complete groups of the round that the trainer was not given yet."""
 
     @property
     def num_waiting(self) -> int:
@@ -191,7 +192,7 @@ class StreamPlan:
 
     @property
     def released(self) -> tuple[int, ...]:
-        """The devices that were released in this round."""
+        """Numbers of the devices that were released in this round; empty if none were."""
         return () if self._round is None else self._round.released
 
     # -- events ------------------------------------------------------------------------
@@ -205,7 +206,7 @@ class StreamPlan:
         prompt_tokens: float,
         layout: DeviceLayout,
     ) -> None:
-        """Begins a round of this kind, by `begin`, if its groups may be trained on early."""
+        """Calls `begin` for a round of this kind if groups may be trained on before it is over."""
         by_kind = self.config.reward_wait or kind in self.config.kinds
         self.active = self.config.enabled and (by_kind or self.trainer_apart)
         self.may_release = self.may_stream_early = False
@@ -247,8 +248,8 @@ class StreamPlan:
         )
 
     def on_finished(self, num_tokens: int) -> tuple[int, ...] | None:
-        """Records a complete response of so many tokens. Returns devices to release now, or
-        None."""
+        """Records a complete response of `num_tokens` tokens. Returns the numbers of the devices to
+        release to the trainer now. None: none."""
         now = self._round or self._current()
         now.num_finished += 1
         if num_tokens > now.longest:
@@ -261,30 +262,30 @@ class StreamPlan:
         return self._try_release(now)
 
     def on_stopped(self, num_tokens: int) -> None:
-        """Records a sample that left the engine without being complete: aborted or failed."""
+        """Records a sample that was aborted or failed with `num_tokens` tokens generated."""
         now = self._current()
         now.num_stopped += 1
         if self.may_release:
             self._left.append(num_tokens)
 
     def on_added(self, count: int = 1) -> None:
-        """Records that more samples were launched in this round, to replace failed ones."""
+        """Records that `count` more samples were launched in this round, to replace failed ones."""
         self._current().num_samples += count
 
     def take_up(
         self, complete: Sequence[tuple[SampleId, ...]], *, engine_empty: bool
     ) -> tuple[tuple[SampleId, ...], ...]:
-        """Adds groups that are complete now to the waiting ones. Returns the groups that the
-        trainer may start on, which wait no more."""
+        """Takes groups that have become complete. Returns those groups, of these and earlier ones,
+        that the trainer may start on now, each once."""
         self._waiting += complete
         chosen = self.groups_to_stream(self._waiting, engine_empty=engine_empty)
         self._waiting = self._waiting[len(chosen) :]
         return chosen
 
     def groups_to_stream(self, groups: Sequence[Group], *, engine_empty: bool) -> tuple[Group, ...]:
-        """Those of the complete groups that the trainer may start on now: the first ones, up to
-        `max_share` of the step's samples. They count as streamed from then on. `engine_empty`: no
-        sample of the round is being generated."""
+        """The first of these complete groups, up to `max_share` of the step's samples, that the
+        trainer may start on now; they count as streamed from then on. `engine_empty`: no sample of
+        the round is being generated."""
         now = self._current()
         if not self.may_stream(engine_empty=engine_empty):
             return ()
@@ -298,13 +299,13 @@ class StreamPlan:
         return tuple(chosen)
 
     def may_stream(self, *, engine_empty: bool) -> bool:
-        """Whether the trainer has devices to compute with at this moment."""
+        """Whether the trainer has devices to compute early gradients with at this moment."""
         if not self.config.enabled:
             return False
         return self.may_stream_early or (self.config.reward_wait and engine_empty)
 
     def streamed(self) -> tuple[int, str]:
-        """Number of samples of this round that were streamed so far, and, if that is 0, why."""
+        """Number of this round's samples with gradients begun early, and if 0, why, in words."""
         now = self._current()
         if now.num_streamed:
             return now.num_streamed, ""
@@ -347,7 +348,7 @@ class StreamPlan:
         return devices
 
     def _fits(self, now: _RoundUnderWay, num_devices: int) -> bool:
-        """Whether engines on so many devices can hold the remaining samples to their end."""
+        """Whether engines on this number of devices can hold the remaining samples to their end."""
         capacity = now.layout.kv_tokens
         if capacity is None:
             return True
@@ -361,8 +362,7 @@ class StreamPlan:
         return _peak_demand(lengths, num_live, now.prompt_tokens) <= capacity
 
     def _projected(self, now: _RoundUnderWay) -> IntArray | None:
-        """Lengths in tokens that a remaining sample may reach, ascending; None if nothing is
-        known."""
+        """Ascending lengths in tokens that a remaining sample may reach. None: none is known."""
         history = np.array(self._histories.get(_history_of(now.kind), ()), dtype=np.int64)
         ahead = np.sort(history[history > now.longest])
         if self.max_response_tokens is not None:
@@ -377,7 +377,6 @@ class StreamPlan:
         return self._round
 
     def _close_history(self) -> None:
-        """Adds the lengths of the round at hand to their history, and ends the round."""
         if self._round is not None and self._left:
             name = _history_of(self._round.kind)
             self._histories.setdefault(name, deque(maxlen=MAX_HISTORY)).extend(self._left)
@@ -387,8 +386,7 @@ class StreamPlan:
     # -- checkpoints -------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """The plan as plain values for a checkpoint, between rounds: a round at hand counts as
-        over, and its lengths as history."""
+        """The plan as plain values for a checkpoint; a round that is not over counts as over."""
         histories = {name: list(lengths) for name, lengths in sorted(self._histories.items())}
         if self._round is not None and self._left:
             name = _history_of(self._round.kind)
@@ -404,7 +402,7 @@ class StreamPlan:
         )
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over the `state` of an earlier plan, between two rounds."""
+        """Restores the `state` of an earlier plan, between two rounds."""
         saved = from_plain(SavedPlan, state)
         self.num_tries, self.num_releases = saved.num_tries, saved.num_releases
         self.num_refused_kv = saved.num_refused_kv
@@ -427,14 +425,13 @@ class SavedPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def _history_of(kind: RoundKind) -> str:
-    """Name of the history of lengths for this kind of round. Races have their own, since they stop
-    slow samples, so that their lengths say nothing about rounds that wait for all."""
+    """Key of the remembered lengths for this kind of round. Races have their own, since they stop
+    slow samples, so that their lengths say nothing about rounds that wait for every sample."""
     is_race = kind in (RoundKind.SHORT, RoundKind.CASCADE)
     return kind.value if is_race else WHOLE
 
 
 def _tries(config: StreamConfig, num_samples: int) -> list[int]:
-    """Numbers of finished samples at which a release is tried."""
     low, high = config.window
     num_tries = math.floor((high - low) / config.every + 1e-9) + 1
     shares = (low + index * config.every for index in range(num_tries))
@@ -442,11 +439,10 @@ def _tries(config: StreamConfig, num_samples: int) -> list[int]:
 
 
 def _peak_demand(lengths: IntArray, num_live: int, prompt_tokens: float) -> float:
-    """Most tokens that `num_live` samples of one engine will hold at once, with a margin.
-
+    """Largest number of tokens that `num_live` samples of one engine hold at once, with a margin.
     All samples are at the same position, and end at lengths drawn from `lengths` (ascending).
-    Between two of these lengths nothing ends and the demand grows, so its peaks are there.
-    """
+    Between two of these lengths no sample ends and the demand grows, so that it is greatest just
+    before one of them."""
     alive = 1.0 - np.arange(lengths.size) / lengths.size
     expected = num_live * alive
     bound = np.minimum(expected + NUM_SDS * np.sqrt(expected * (1.0 - alive)), num_live)

@@ -1,1 +1,1 @@
-"""The job: a whole run as one state machine, and what it is made of."""
+"""The job: a whole run as one state machine, and the parts of that machine."""

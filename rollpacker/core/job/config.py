@@ -1,4 +1,4 @@
-"""The part of a run's configuration that the core decides by."""
+"""`JobConfig`: those settings of a run by which the core decides."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobConfig:
-    """The part of a run's configuration that the core decides by. Every event log holds it."""
+    """Those settings of a run by which the core decides. Every event log holds them."""
 
     prompts_per_step: int
     samples_per_prompt: int
     max_steps: int | None
-    """Steps, without those that train on left-over prompts at the end. None: until the data
-    ends."""
+    """Maximum number of steps, those of left-over prompts aside. None: until the data ends."""
     max_response_tokens: int | None = None
     prompt_tokens: int = 0
     """Mean number of tokens of a prompt, for projections of the key-value cache."""
@@ -39,7 +38,7 @@ class JobConfig:
     layouts: tuple[DeviceLayout, ...] = (DeviceLayout(),)
     """How engines and trainer share the devices, for each degree of tensor parallelism."""
     max_retries: int = 2
-    """Most replacements per prompt and round for samples that the engine failed on."""
+    """Maximum number of replacements per prompt and round for samples that the engine failed on."""
     min_verdicts: int = 2
     """Fewest verdicts with which a group is trained on, rather than dropped: 2 where the algorithm
     compares the samples of a prompt, else 1."""
@@ -47,16 +46,16 @@ class JobConfig:
     """When checkpoints and evaluations are due. None: never; a simulation has neither, and a log
     from before this field does not say."""
     speculate: tuple[str, ...] = field(default=(), metadata=OMIT_DEFAULT)
-    """Kinds of round in which the engine decodes speculatively."""
+    """Names of the kinds of round in which the engine decodes speculatively."""
     fleet: FleetConfig | None = field(default=None, metadata=OMIT_DEFAULT)
     """Engines that can be lost and replaced. None: a single engine that lives as long as the run
-    (in older logs of simulations: any number of engines, unknown to the core)."""
+    (in older logs of simulations: any number of engines, of which the core knows nothing)."""
     max_trainer_losses: int | None = field(default=None, metadata=OMIT_DEFAULT)
     """Number of losses of the trainer's processes, without a committed step between them, that ends
     the run. None: the trainer lives as long as the run."""
 
     acting: ActingConfig | None = field(default=None, metadata=OMIT_DEFAULT)
-    """How samples take turns with environments. None: a sample is a single response."""
+    """Settings of turns with environments. None: every sample is a single response."""
 
     shares_pools: bool = field(default=False, metadata=OMIT_DEFAULT)
     """True if the job's devices belong to pools that other jobs use too
@@ -78,7 +77,7 @@ class JobConfig:
             )
 
     def layout(self, tensor_parallel: int) -> DeviceLayout:
-        """The layout of the devices at this degree; the first layout if there is none for it."""
+        """Layout of the devices at this degree of tensor parallelism, or else the first layout."""
         found = (one for one in self.layouts if one.tensor_parallel == tensor_parallel)
         return next(found, self.layouts[0])
 
@@ -88,6 +87,6 @@ class JobConfig:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> JobConfig:
-        """The configuration that `to_plain` wrote, also after it was JSON; keys that an older log
-        lacks have their defaults. Raises `TypeError` or `ValueError` for anything else."""
+        """The configuration that `to_plain` wrote, also by way of JSON. Keys that an older log
+        lacks get their defaults. Raises `TypeError` or `ValueError` for any other mapping."""
         return from_plain(cls, plain)

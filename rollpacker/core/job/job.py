@@ -1,21 +1,21 @@
 """The job: a whole run as one state machine. `job.handle(event) -> [command, ...]`.
 
-    FetchPrompts -> Launch -> (Score, Abort, Defer) -> TrainOn -> SyncWeights -> Commit -> next
-                    ^ one Round at a time decides these
+    FetchPrompts -> Launch -> (Score, Abort and Defer, which one `Round` at a time decides)
+    -> TrainOn -> SyncWeights -> Commit -> the next step
 
-Controller and simulator drive the same code, and talk to nothing else of it. What the job waits for
-is its phase; `core/job/phases.py` has the table. Its parts:
+Controller and simulator drive the same code, by `handle` alone. What the job waits for is its
+phase; `core/job/phases.py` has the list. Its parts decide:
 
-    queues       which prompts wait, and which round is next
-    Round        the round under way: race, abort, defer
-    rewards      which check starts when
-    acting       which turn's environment is asked when
-    parallelism  devices per engine, by kind of round
-    stream       gradients before the round is over
-    lengths      what rounds have shown of lengths: factors of races, loss weights
-    ledger       every prompt once, or a reason
-    fleet        which engine a sample runs on, and what becomes of a lost one's
-    trainer      whether a lost one is brought back
+    queues:       which prompts wait, and which round is next;
+    Round:        which samples of the current round are kept, aborted or deferred;
+    rewards:      when each check of a response starts;
+    acting:       when each environment is asked for its answer;
+    parallelism:  how many devices an engine has, by kind of round;
+    stream:       which gradients are begun before the round is over;
+    lengths:      factors of races, and loss weights, from the lengths of responses;
+    ledger:       whether each prompt was trained on once, or dropped for a reason;
+    fleet:        which engine a sample runs on, and what follows when an engine is lost;
+    trainer:      whether a lost trainer is started again.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Job:
         Committed: "_on_committed",
         StopRequested: "_on_stop",
     }
-    """Name of the method that answers each kind of event."""
+    """Name of the method that handles each kind of event."""
 
     def __init__(self, config: JobConfig) -> None:
         self.config = config
@@ -126,8 +126,9 @@ class Job:
         self._stop_reason: str | None = None
 
     def handle(self, event: Event) -> list[Command]:
-        """Commands that answer the event. Raises `ProtocolError`, `StrayEventError` or another
-        `AssertionError` for an event that cannot happen, which is a bug in the driver."""
+        """Handles an event, and returns the commands that answer it. Raises `ProtocolError`,
+        `StrayEventError` or another `AssertionError` for an event that cannot happen, which is a
+        bug in the driver."""
         if self.lengths.planner is not None:
             self.lengths.take_time(event.time_s)
         # Every response comes by here at least twice: benchmarks/sim_speed.py.
@@ -151,7 +152,7 @@ class Job:
 
     @property
     def step(self) -> int:
-        """Number of steps committed."""
+        """Number of steps committed so far."""
         return self.progress.step
 
     @property
@@ -165,7 +166,7 @@ class Job:
         return len(self.queues)
 
     def waiting_for(self) -> str:
-        """What the job waits for, in words, for the message of a deadline."""
+        """What the job waits for, in words, for the message when a deadline has passed."""
         if self._round is not None:
             nobody = self.fleet is not None and self._round.num_under_way and self.fleet.nobody()
             return nobody or self._round.waiting_for()
@@ -180,11 +181,11 @@ class Job:
     @property
     def evaluation_is_due(self) -> bool:
         """Whether an evaluation is due before the run goes on. A driver asks when it starts or
-        resumes a run; after later steps `Commit.evaluate` has the answer."""
+        resumes a run; for later steps `Commit.evaluate` says so."""
         return self.progress.evaluation_is_due(self.config.cadence, last=self.nothing_left())
 
     def nothing_left(self) -> bool:
-        """Whether the run is over here: no step will follow, and no deferred prompt waits."""
+        """Whether the run is over: no step follows, and no earlier round left prompts over."""
         ends = self.progress.data_ended or self.progress.out_of_steps(self.config.max_steps)
         return ends and not self.num_queued
 
@@ -206,17 +207,14 @@ class Job:
 
     @property
     def _num_wanted(self) -> int:
-        """Number of groups that the next round should bring: those of a whole step, or those that a
-        refill replaces."""
+        """Groups that the next round should bring: a whole step's, or those that a step lacks."""
         return self._gathered.missing if self._gathered else self.config.prompts_per_step
 
     @property
     def _num_to_race(self) -> int:
-        """Number of prompts that the next race launches."""
         return self.lengths.factors.num_prompts(self._num_wanted)
 
     def _num_to_fetch(self) -> int:
-        """Number of prompts still to fetch before the next race has all that it launches."""
         num_waiting = self.queues.num_racing(self._num_to_race)
         return self._num_to_race - num_waiting - len(self.queues.fresh)
 
@@ -295,8 +293,7 @@ class Job:
 
     @property
     def _counts_ends(self) -> bool:
-        """Whether this class must report ended samples to `stream`; a `TurnRound` does so
-        itself."""
+        """Whether the job itself, rather than a `TurnRound`, must tell the stream plan of ends."""
         return self.stream.may_release and self.acting is None
 
     def _on_generated(self, event: SampleGenerated) -> list[Command]:
@@ -377,8 +374,8 @@ class Job:
         return []
 
     def _after(self, round_: Round, commands: list[Command]) -> list[Command]:
-        """The answer to an event of the round: `commands`, the gradients that can be started early,
-        and, if the round is over, what follows it."""
+        """Returns `commands` of the round, with commands for gradients that can be started early
+        and, if the round is over, for what follows."""
         if round_.num_under_way:
             return commands + self._stream(round_) if self.stream.may_stream_early else commands
         self.lengths.engine_is_empty()
@@ -431,7 +428,6 @@ class Job:
         return [*drops, *self._train(gathered)]
 
     def _train(self, gathered: StepGroups) -> list[Command]:
-        """Train on the groups of the step's rounds, or commit the step if there are none."""
         self._gathered = None
         for group in gathered.groups:
             self.ledger.train(group[0].prompt)
@@ -509,12 +505,9 @@ class Job:
     def restore(
         cls, config: JobConfig, state: Mapping[str, Any], *, data_ended: bool | None = None
     ) -> Job:
-        """The job as it was when it gave `Commit`, under the configuration as it is now; it goes on
-        when it is given `Committed` for that step.
-
-        `data_ended` is whether the data has ended now, if the run was given more epochs since;
-        None: as the checkpoint says.
-        """
+        """The job as it was when it gave `Commit`, under today's configuration; it goes on when it
+        is given `Committed` for that step. `data_ended`: whether the data has ended now, if the run
+        was given more epochs since. None: as the checkpoint says."""
         job = cls(config)
         job.phase = Phase.COMMITTING
         job.progress = Progress.restore(state)

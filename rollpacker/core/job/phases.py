@@ -1,15 +1,15 @@
-"""What a job waits for, as one table. Whatever is not in it is a bug of the driver and raises.
+"""The phases of a job, each named after what the job waits for, and the events that each allows.
 
-    phase       waits for
-    new         the run to begin
-    fetching    prompts from the dataset cursor
-    rolling     responses, turn by turn, then the verdicts on those kept
-    training    the optimizer step
-    syncing     the engines to take the new weights
-    committing  the step to become durable
-    done        nothing
+    new:         the run to begin;
+    fetching:    prompts from the dataset cursor;
+    rolling:     responses, turn by turn, then the verdicts on those kept;
+    training:    the optimizer step;
+    syncing:     the engines to take the new weights;
+    committing:  the step to become durable;
+    done:        nothing.
 
-A restored job begins in `committing`. Verdicts may come late, and a wish to stop at any time.
+Any other event is a bug of the driver and raises. A restored job begins in `committing`. Late
+verdicts and `StopRequested` may come at any time.
 """
 
 from __future__ import annotations
@@ -99,12 +99,12 @@ WAITS_FOR: dict[Phase, str] = {
 
 
 class ProtocolError(AssertionError):
-    """The driver sent an event that does not fit the phase: a bug in the driver."""
+    """Raised for an event that does not fit the job's phase, which is a bug in the driver."""
 
 
 def expect(phase: Phase, event: Event, **facts: int) -> None:
-    """Raises `ProtocolError` unless `TRANSITIONS` has the event in this phase and the event's
-    fields have the values in `facts`."""
+    """Raises `ProtocolError` unless `TRANSITIONS` has the event in this phase, and the event's
+    fields have the values that `facts` gives by name."""
     if (phase, type(event)) not in TRANSITIONS:
         raise ProtocolError(f"{type(event).__name__} in phase {phase}")
     for name, value in facts.items():
@@ -113,8 +113,8 @@ def expect(phase: Phase, event: Event, **facts: int) -> None:
 
 
 def mermaid() -> str:
-    """`TRANSITIONS` as a Mermaid state diagram, for the docs, without events that keep the
-    phase."""
+    """`TRANSITIONS` as a Mermaid state diagram for the docs; events that keep the phase are left
+    out."""
     arrows: dict[tuple[Phase, Phase], list[str]] = {}
     for (before, event), following in TRANSITIONS.items():
         for after in sorted(following - {before}):

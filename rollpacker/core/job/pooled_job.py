@@ -1,20 +1,20 @@
-"""A job whose devices are not always its own: it generates on one pool, trains on another, and
-takes turns with other jobs on both (`coexecution/`).
+"""A job that shares its devices with other jobs: it generates on one pool of devices, trains on
+another, and takes turns with the other jobs on both (`coexecution/`). What it answers:
 
-    RunStarted, Committed    Enter(rollout)  -> Entered -> the round begins
-    a refill is due          the same
-    all samples have ended   Leave(rollout), and verdicts are awaited without a pool
-    TrainOn                  Enter(train)    -> Entered -> StartGradients, TrainOn
-    WeightsSynced            Leave(train), then Commit
-    all act for long         Leave(rollout) (`stay.py`)
-    Acted meanwhile          Enter(rollout)  -> Entered -> Continue, Launch
-    PoolNeeded               Enter           -> Entered: an evaluation, a trainer that is restored
-    PoolUnneeded             Leave
+    RunStarted, Committed:    Enter(rollout), and after Entered the round begins;
+    a refill is due:          the same;
+    all samples have ended:   Leave(rollout), and verdicts are awaited without a pool;
+    TrainOn is due:           Enter(train), and after Entered StartGradients, TrainOn;
+    WeightsSynced:            Leave(train), then Commit;
+    all act for long:         Leave(rollout) (`stay.py`);
+    Acted after that:         Enter(rollout), and after Entered Continue, Launch;
+    PoolNeeded:               Enter, and after Entered an evaluation, or a trainer is restored;
+    PoolUnneeded:             Leave.
 
-It is the job that it would be alone, but for these: what needs a pool is held back until the pool
-is there, and nothing else changes. So it computes the same. It holds one pool at most, and waits
-for nobody while it holds training. The time that it waits is no part of its clock, which stands
-still meanwhile: whoever learns from seconds learns from its own.
+A refill is a further round for a step that lacks groups; samples act while environments answer.
+Commands that need a pool are held back until the job has it; otherwise the job is what it would be
+alone, so it computes the same. It holds one pool at most, and waits for no other job while it has
+the training pool. Its clock stands still while it waits for a pool.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ NEEDS: Mapping[type[Command], PoolName] = {
     **dict.fromkeys((Launch, Continue, Place, Move, Replace, Resize), "rollout"),
     **dict.fromkeys((StartGradients, TrainOn, SyncWeights), "train"),
 }
-"""The pool that each of these kinds of command needs; it is given out only while the job holds that
-pool. Other kinds need none."""
+"""The pool that each of these kinds of command needs; such a command is given out only while the
+job has that pool. Other kinds need no pool."""
 
 
 class PooledJob(Job):
-    """A `Job` that shares its pools of devices with other jobs: it holds a command back until it
-    has the pool that the command needs. It has seven more kinds of events and commands."""
+    """A `Job` that shares its pools of devices with other jobs: it holds each command back until it
+    has the pool that the command needs. Seven kinds of events and commands exist for it alone."""
 
     HANDLERS: ClassVar[dict[type, str]] = {
         **Job.HANDLERS,
@@ -84,7 +84,7 @@ class PooledJob(Job):
     def __init__(self, config: JobConfig) -> None:
         super().__init__(config)
         self.pool: PoolName | None = None
-        """Pool that the job has now. None: it has none."""
+        """Pool of devices that the job has now. None: it has none."""
         self.entering: PoolName | None = None
         """Pool that the job has asked for and waits for. None: it waits for none."""
         self.waited_s = 0.0
@@ -96,10 +96,11 @@ class PooledJob(Job):
         self._begins = False
         """True if a step is to begin as soon as the rollout pool is there."""
         self._refill: NextRound | None = None
-        """Round that refills a step once the rollout pool is there. None: no refill waits."""
+        """Round that brings groups that a step lacks, held back until the rollout pool is there.
+        None: no such round waits."""
         self._answered: list[Launch | Continue] = []
-        """Commands for samples whose environments have answered since a round left the rollout
-        pool. Their engines are named when the pool is there."""
+        """`Launch` and `Continue` commands for samples whose environments answered after the job
+        left the rollout pool. Their engines are named when the job has the pool again."""
         self._stay = Stay()
         self._may_leave = config.acting is not None and config.acting.leaves_pool
         """True if the job gives up the rollout pool while only environments work."""
@@ -109,8 +110,8 @@ class PooledJob(Job):
         """Pool that the driver itself needs, and its purpose. None: it needs none."""
 
     def handle(self, event: Event) -> list[Command]:
-        """Commands that answer the event, as `Job.handle`, without those that wait for a pool, and
-        with those that enter and leave pools."""
+        """Commands that answer the event, as in `Job.handle`: held back while they need a pool that
+        the job does not have, and with the commands that enter and leave pools."""
         now_s = event.time_s
         waits_s = 0.0 if self.entering is None else now_s - self._asked_s
         own = replace(event, time_s=now_s - self.waited_s - waits_s)
@@ -120,7 +121,7 @@ class PooledJob(Job):
         return self._turn([*released, *super().handle(own)], now_s)
 
     def waiting_for(self) -> str:
-        """What the job waits for, in words, as `Job.waiting_for`, or the pool it has asked for."""
+        """What the job waits for, in words: a pool, or else the same as in `Job.waiting_for`."""
         if self.entering is None:
             return super().waiting_for()
         return f"the {self.entering} pool, which other jobs use too"
@@ -162,7 +163,7 @@ class PooledJob(Job):
         return said
 
     def _enter(self, event: Entered) -> list[Command]:
-        """Takes the pool as the job's, and returns the commands that were held back for it."""
+        """Notes that the job has the pool. Returns the commands held back for this pool."""
         if event.pool != self.entering:
             raise AssertionError(f"{event} while the job waits for {self.entering}")
         self.pool, self.entering = event.pool, None
@@ -172,8 +173,7 @@ class PooledJob(Job):
         return released
 
     def _renewed(self, command: Command) -> Command:
-        """The command, at the newest weights if it is a `Replace` that was held back over a
-        step."""
+        """The command; a `Replace` that was held back during a step gets the newest version."""
         return replace(command, version=self.version) if type(command) is Replace else command
 
     def _on_entered(self, event: Entered) -> list[Command]:
@@ -213,7 +213,7 @@ class PooledJob(Job):
         return super()._on_committed(event)
 
     def _on_stop(self, event: StopRequested) -> list[Command]:
-        """Ends the run at once if a step only waits for its pool; otherwise as `Job` does."""
+        """Ends the run at once if the next step waits for its pool; otherwise as `Job` does."""
         commands = super()._on_stop(event)
         if not self._begins:
             return commands
@@ -264,14 +264,15 @@ class PooledJob(Job):
         )
 
     def _only_acts(self) -> bool:
-        """Whether all samples under way are with environments, so that others may have the pool."""
+        """Whether all unfinished samples wait for environments, so that the pool is not needed."""
         round_ = self._round
         if not (self._may_leave and isinstance(round_, TurnRound)):
             return False
         return 0 < round_.num_acting == round_.num_under_way
 
     def _wanted(self) -> list[tuple[PoolName, str]]:
-        """The pools that held-back work needs, with purposes, in the order in which to ask."""
+        """Pools that held-back work needs, each with its purpose, in the order in which to ask for
+        them."""
         wanted: list[tuple[PoolName, str]] = []
         if self.phase is Phase.DONE:
             return wanted
@@ -287,19 +288,19 @@ class PooledJob(Job):
 
 
 def waits_for_pool(job: Job) -> bool:
-    """Whether the job can do nothing before it is given a pool that other jobs use too."""
+    """Whether the job can do nothing before it is given a shared pool that it has asked for."""
     return isinstance(job, PooledJob) and job.entering is not None
 
 
 def make_job(config: JobConfig) -> Job:
-    """The job of a new run."""
+    """The job of a new run: a `PooledJob` if the configuration says that its pools are shared."""
     return PooledJob(config) if config.shares_pools else Job(config)
 
 
 def restore_job(
     config: JobConfig, state: Mapping[str, Any], *, data_ended: bool | None = None
 ) -> Job:
-    """The job that a checkpoint's `state` describes; see `Job.restore`. Whether pools were shared
-    when it was saved does not matter."""
+    """The job that a checkpoint's `state` describes, under the present configuration. Whether its
+    pools were shared when it was saved does not matter."""
     kind = PooledJob if config.shares_pools else Job
     return kind.restore(config, state, data_ended=data_ended)

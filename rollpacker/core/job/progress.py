@@ -1,8 +1,8 @@
-"""How far a run has come: what the commit of a step asks for, and the ledger of prompts.
+"""How far a run has come: its counts of steps, and the ledger of its prompts.
 
-Every prompt is trained on once, or dropped with a reason. The ledger knows the prompts that were
-fetched and are not settled yet. A prompt leaves it exactly once, by `train` or `drop`. A second
-exit, or one without an entry, is a bug and raises.
+Every prompt is trained on once, or dropped with a reason. The ledger holds the prompts that were
+fetched and are not settled yet; `train` or `drop` settles a prompt. To settle one twice, or one
+that was not fetched, is a bug and raises.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from rollpacker.core.ids import PromptId
 from rollpacker.core.job.cadence import Cadence
 
 MAX_EMPTY_STEPS = 3
-"""Number of steps in a row without anything to train on that ends the run."""
+"""After this number of steps in a row without anything to train on the run ends."""
 
 
 class Progress(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Counts of a run. A checkpoint holds them as they are."""
+    """Counts of a run's steps and rounds, as a checkpoint holds them."""
 
     step: int = 0
     """Number of steps committed."""
@@ -34,22 +34,22 @@ class Progress(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     data_ended: bool = False
     """True if the dataset cursor has no more prompts."""
     evaluated_step: int | None = None
-    """Number of the step that was evaluated last. None: none was."""
+    """Number of the step that was evaluated last. None: no step was."""
 
     def out_of_steps(self, max_steps: int | None) -> bool:
-        """Whether all steps are done, so that only prompts left unfinished by earlier rounds are to
-        be trained on."""
+        """Whether `max_steps` are done; only prompts that earlier rounds left unfinished may still
+        be trained on. False if `max_steps` is None."""
         return max_steps is not None and self.step >= max_steps
 
     def evaluation_is_due(self, cadence: Cadence | None, *, last: bool) -> bool:
-        """Whether the step at hand is to be evaluated; `last`: no step follows."""
+        """Whether this step is to be evaluated; never without cadence. `last`: no step follows."""
         return cadence is not None and cadence.evaluation_is_due(
             self.step, evaluated_step=self.evaluated_step, last=last
         )
 
     def commit(self, cadence: Cadence | None, *, last: bool, stopping: bool) -> Commit:
-        """The `Commit` for the step at hand. An evaluation that the command asks for counts as
-        done, since no checkpoint is written before it."""
+        """Makes the `Commit` for the current step. An evaluation that the command asks for counts
+        as done, since no checkpoint is written before it."""
         evaluate = not stopping and self.evaluation_is_due(cadence, last=last)
         if evaluate:
             self.evaluated_step = self.step
@@ -64,7 +64,7 @@ class Progress(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @classmethod
     def restore(cls, state: Mapping[str, Any]) -> Progress:
-        """The progress that a job's saved state holds, beside other entries."""
+        """Restores the counts from a job's saved `state`, of which they are a part."""
         progress = part_of(cls, state)
         # A run that ended for it gets another chance: its user may have mended the cause.
         progress.num_empty_steps %= MAX_EMPTY_STEPS
@@ -72,12 +72,11 @@ class Progress(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class LedgerError(AssertionError):
-    """Raised when a prompt would be settled (trained on or dropped) twice, or without being
-    fetched."""
+    """Raised when a prompt would be settled (trained on or dropped) twice, or was not fetched."""
 
 
 class Ledger(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Prompts of a run and what became of them. A checkpoint holds it as it is."""
+    """Counts what became of a run's prompts, and holds the open ones; part of every checkpoint."""
 
     open: dict[PromptId, None] = msgspec.field(default_factory=dict)
     """Prompts that were fetched and are not settled, in the order of arrival."""
@@ -107,7 +106,7 @@ class Ledger(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         del self.open[prompt]
 
     def check(self) -> None:
-        """Raises `LedgerError` unless every fetched prompt is open, trained or dropped."""
+        """Raises `LedgerError` unless open, trained and dropped prompts add up to those fetched."""
         settled = self.num_trained + sum(self.dropped.values())
         if self.num_fetched != settled + len(self.open):
             raise LedgerError(

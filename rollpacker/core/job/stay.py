@@ -1,15 +1,14 @@
-"""How long a round that only waits for its environments stays on the rollout pool.
+"""How long a job whose samples all wait for environments keeps the rollout pool that it shares.
 
-Once in a step others have the pool anyway: while the job trains. To leave for less than that moves
-their turn from there to here, and the job has to wait until it is over. For more it is worth it,
-but nobody knows beforehand how long an environment takes. So the job stays for as long as its last
-training took, and parking and waking up take besides, and then leaves: whatever the answers take,
-no more than twice the seconds are lost than by one who knows them (the rule of whoever rents skis
-and may buy them). Short waits, most of all, cost nothing: no engine parks for a quick tool, and the
-rows that engines keep between turns stay.
+Other jobs have the pool in every step anyway, while this one trains. To leave it for a wait shorter
+than that gains nothing; for a longer one it is worth it, but nobody knows beforehand how long an
+environment takes. So the job stays for as long as its last training took, plus the time to park and
+wake up, and then leaves: at most twice the seconds are lost that would be lost with knowledge of
+the wait (the ski rental rule). In short waits nothing is parked, and the rows (keys and values)
+that engines keep between turns stay.
 
-What leaving costs besides: rows that were kept are computed again. A job that has not trained yet,
-or not since it was resumed, stays.
+After leaving, rows that were kept are computed again. A job that has not trained yet, or not since
+it was resumed, stays.
 """
 
 from __future__ import annotations
@@ -19,26 +18,26 @@ ROUNDING_S = 1e-6
 
 
 class Stay:
-    """Decides when a job that only waits for environments leaves the rollout pool. All times are
-    seconds of the caller's clock."""
+    """Decides when a job whose samples all wait for environments leaves the rollout pool. All times
+    are seconds of the caller's clock."""
 
     def __init__(self) -> None:
         self.is_over = False
-        """True if the round should leave the pool."""
+        """True if the stay is over, so that the job should leave the rollout pool."""
         self._began_s = 0.0
-        """When the last training began."""
+        """Time at which the last training began, in seconds."""
         self._trained_s: float | None = None
-        """Seconds of the last training until the new weights were handed over. None: no
-        training."""
+        """Seconds from the last training's start until the engines had the new weights. None: the
+        job has not trained yet."""
         self._switch_s = 0.0
         """Seconds that the engines took to wake up last time."""
         self._due_s: float | None = None
-        """When the stay is over. None: the engines have something to do."""
+        """Time at which the stay is over, in seconds. None: the engines have something to do."""
         self._is_reminded = False
-        """True if a reminder for the end of the stay is under way."""
+        """True if `look` has asked for a reminder that has not come yet."""
 
     def woke(self, switch_s: float) -> None:
-        """Records that the engines woke up, in so many seconds."""
+        """Records that the engines have woken up, and how many seconds that took."""
         self._switch_s = switch_s
 
     def trains(self, now_s: float) -> None:
@@ -50,13 +49,13 @@ class Stay:
         self._trained_s = now_s - self._began_s
 
     def reminded(self) -> None:
-        """Records that a reminder has come, perhaps before its time: `look` decides anew."""
+        """Records that the reminder that `look` asked for has come, perhaps before its time."""
         self._is_reminded = False
 
     def look(self, now_s: float, *, rests: bool) -> float | None:
-        """Updates `is_over`; called after every event. `rests` is true while the job has the pool
-        and all of its samples are with environments. Returns the seconds after which to look again,
-        once for each such rest; None if no reminder is needed."""
+        """Updates `is_over`; called after every event. `rests`: the job has the pool, and all of
+        its samples are with environments. Returns the seconds after which to call again, once for
+        each such rest. None: no reminder is needed."""
         if not rests or self._trained_s is None:
             self._due_s, self.is_over = None, False
             return None

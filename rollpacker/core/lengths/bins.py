@@ -1,4 +1,4 @@
-"""Bins of length: narrow for short responses, wide for long ones, the cap by itself."""
+"""Bins (intervals) of length: narrow for short responses, wide for long ones, the cap by itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 BINS_PER_OCTAVE = 8
-"""Bins per doubling of the length: each is 9 % wide, and never narrower than one token."""
+"""Number of bins per doubling of the length: a bin is 9 % wide, but at least one token."""
 
 
 @cache
@@ -51,7 +51,7 @@ def check_lengths(lengths: IntArray, cap: int) -> None:
 
 
 def normal_scores(density: FloatArray) -> FloatArray:
-    """(B,) normal scores (standard normal quantiles) of the bins' middle ranks."""
+    """(B,) normal scores (standard normal quantiles) of the mean ranks of the bins' responses."""
     middle = np.cumsum(density) - density / 2
     return normal_quantiles(np.clip(middle, 1e-12, 1 - 1e-12))
 
@@ -59,7 +59,8 @@ def normal_scores(density: FloatArray) -> FloatArray:
 def share_between(
     weights: FloatArray, class_means: FloatArray, density: FloatArray, scores: FloatArray
 ) -> float:
-    """Share of the scores' variance that is between classes; 0 if there is no variance."""
+    """Share, 0 to 1, of the scores' variance that is between classes of prompts rather than inside
+    them; 0 if there is no variance."""
     mean = total_of(density * scores)
     from_mean, between = scores - mean, class_means - mean
     variance = total_of(density * (from_mean * from_mean))

@@ -1,4 +1,4 @@
-"""Lengths that launches have shown, counted per prompt and bin for the fit."""
+"""Number of responses that finished or were stopped, by prompt and bin of length, for the fit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollpacker.core.lengths.bins import FloatArray, IntArray, bins_of, check_le
 from rollpacker.core.portable import to_grid
 
 BLOCK = 128
-"""Number of prompts per matrix product: so small a product is done by one thread, the fastest."""
+"""Number of prompts per matrix product. So small a product runs on one thread, which is fastest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,7 @@ class PromptLengths:
     """Lengths in tokens that all launches of one prompt have shown."""
 
     finished: tuple[int, ...] = ()
-    """Lengths of complete responses."""
+    """Lengths of complete responses, in tokens."""
     stopped: tuple[int, ...] = ()
     """Tokens that stopped responses had reached; all of them would have become longer."""
 
@@ -35,17 +35,18 @@ class LengthCounts:
     starts: IntArray
     centres: FloatArray
     ended: FloatArray
-    """(N, BLOCK, E) complete responses per prompt and bin, of the E bins that have any."""
+    """(N, BLOCK, E) number of complete responses per prompt and bin, of the E bins with any."""
     ended_bins: IntArray
-    """(E,) numbers of the bins of `ended`."""
+    """(E,) numbers of the bins that the last axis of `ended` stands for."""
     stopped: FloatArray
-    """(N, BLOCK, S) stopped responses, of the S bins in which any was stopped."""
+    """(N, BLOCK, S) number of stopped responses per prompt and bin, of the S bins with any."""
     stopped_bins: IntArray
-    """(S,) numbers of the bins of `stopped`."""
+    """(S,) numbers of the bins that the last axis of `stopped` stands for."""
     most_per_prompt: float
-    """Number of complete and stopped responses of the prompt that has most of them."""
+    """Number of complete and stopped responses of the prompt that has most of these."""
     beyond: FloatArray
-    """(B,) mean share of a bin that lies beyond where samples were stopped in it."""
+    """(B,) mean share of each bin that lies beyond the points at which samples were stopped in
+    it."""
     longest: int
     num_prompts: int
 
@@ -55,11 +56,10 @@ class LengthCounts:
         return float(self.ended.sum() + self.stopped.sum())  # whole numbers: exact in any order
 
     def log_likelihoods(self, log_density: FloatArray, log_survival: FloatArray) -> FloatArray:
-        """(N, C, BLOCK) log probability of what each prompt has shown under each class, from the
-        logs (C, B) of the probabilities that a sample ends in a bin or outlives a stop there.
-
-        The logs are rounded to a grid on which the products are exact: a matrix product adds in an
-        order that depends on the processor."""
+        """(N, C, BLOCK) log probability of what each prompt has shown, under each class, from the
+        logs (C, B) of the chances that a sample ends in a bin or outlives a stop there. The logs
+        are rounded to a grid on which the products are exact: a matrix product adds in an order
+        that depends on the processor."""
         ends, stops = log_density[:, self.ended_bins], log_survival[:, self.stopped_bins]
         both = to_grid(np.hstack([ends, stops]), self.most_per_prompt)
         logs = both[:, : self.ended_bins.size] @ self.ended.swapaxes(1, 2)
@@ -67,8 +67,8 @@ class LengthCounts:
         return np.asarray(logs, dtype=np.float64)
 
     def totals(self, shares: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """(C, B) complete and stopped samples of the prompts, each prompt counted with its `shares`
-        (N, C, BLOCK), which are rounded to a grid on which all sums are exact."""
+        """(C, B) number of complete and of stopped responses per class and bin. `shares` (N, C,
+        BLOCK): each prompt's share in each class, rounded to a grid on which all sums are exact."""
         shares = to_grid(shares, self.num_samples)
         ended = np.zeros((shares.shape[1], self.starts.size))
         stopped = np.zeros_like(ended)
@@ -109,7 +109,7 @@ class LengthCounts:
 
 
 def _flat(lengths: Sequence[Sequence[int]]) -> tuple[IntArray, IntArray]:
-    """All lengths in one array, and the number of the row that each length came from."""
+    """All lengths in one array, and for each the index of the sequence that it came from."""
     sizes = np.fromiter(map(len, lengths), dtype=np.int64, count=len(lengths))
     flat = np.fromiter(chain.from_iterable(lengths), dtype=np.int64, count=int(sizes.sum()))
     return flat, np.repeat(np.arange(len(lengths)), sizes)
@@ -123,7 +123,7 @@ def _table(rows: IntArray, columns: IntArray, num_rows: int, num_columns: int) -
 
 
 def _bin_means(bins: IntArray, values: NDArray[Any], otherwise: FloatArray) -> FloatArray:
-    """Mean of the values in every bin; `otherwise` where there is none."""
+    """Mean of `values` in each bin; for a bin without values its entry of `otherwise`."""
     num = np.bincount(bins, minlength=otherwise.size)
     total = np.bincount(bins, weights=values, minlength=otherwise.size)
     return np.where(num > 0, total / np.maximum(num, 1), otherwise)

@@ -22,12 +22,12 @@ from rollpacker.core.lengths.window import LengthWindow
 from rollpacker.core.portable import total_of
 
 METHOD = "moments"
-"""Name of the only method (`tail_batching.debias`), as checkpoints have it."""
+"""Name of the only method of `tail_batching.debias` that gives weights, as checkpoints hold it."""
 
 
 class Debias:
-    """Computes loss weights for one run's trained samples, anew in every step, because one long
-    round changes how much of the tail was trained on."""
+    """Computes the loss weights of one run's trained samples, anew in every step, because one long
+    round changes how many of the longest responses were trained on."""
 
     def __init__(
         self,
@@ -45,16 +45,17 @@ class Debias:
         """(B,) weight of a sample, by bin of length. None: there are no weights yet."""
 
     def observe(self, prompt: PromptId, finished: Sequence[int], stopped: Sequence[int]) -> None:
-        """Records what one launch of a prompt showed; see `LengthWindow.observe`."""
+        """Records one launch of a prompt: lengths in tokens of complete and stopped responses."""
         self.window.observe(prompt, finished, stopped)
 
     def step(self, trained_lengths: Sequence[int]) -> list[float] | None:
-        """Ends a step, after its launches were observed. Returns the weight of each trained sample.
+        """Ends a step, after its launches were observed. Returns the loss weight of each trained
+        sample. None while too little is known.
 
-        None while too little is known. Over the trained samples of the window the weights have the
-        mean 1; over one step they need not. They are those of the steps before: a step that happens
-        to hold much of the tail would otherwise weigh it less for that very reason, and the
-        weighted lengths would come out short.
+        Over the trained samples of the window the weights have the mean 1; over one step they need
+        not. The weights are those that the steps before led to: a step that happens to hold many
+        long responses would otherwise weigh them less for that very reason, and the weighted
+        lengths would come out short.
         """
         self.window.make_room(trained_lengths)
         early = self.weigh(trained_lengths)
@@ -66,7 +67,7 @@ class Debias:
         return self.weigh(trained_lengths) if early is None else early
 
     def weigh(self, lengths: Sequence[int]) -> list[float] | None:
-        """Weights of samples of these lengths now. None where `step` gives None."""
+        """Loss weights of samples of these lengths in tokens. None while too little is known."""
         table = self._table_in_force()
         if table is None:
             return None
@@ -74,7 +75,7 @@ class Debias:
         return weights
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the window, and of the trained lengths as the weights make them."""
+        """Metrics of the window, of its weighted mean length, and of the weights themselves."""
         metrics, table = self.window.metrics(), self._table_in_force()
         if table is None or not metrics:
             return metrics
@@ -89,19 +90,19 @@ class Debias:
         }
 
     def _table_in_force(self) -> FloatArray | None:
-        """The weights by bin. None: there are none, or the number of bins has grown since."""
+        """(B,) loss weights by bin of length. None: there are none, or bins were added since."""
         table = self._table
         return None if table is None or table.size != self.window.num_bins else table
 
     # -- checkpoints -------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """All of the state, as plain JSON values; an instance that restores it goes on alike."""
+        """The whole state as plain JSON values; an instance that restores it goes on alike."""
         saved = replace(self.window.saved(), method=METHOD, table=self._table_in_force())
         return to_plain(saved)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over the `state` of another instance, or of a window alone, which has no weights
-        before the next step."""
+        """Restores the `state` of another instance, or of a `LengthWindow` alone. The latter has no
+        weights, so that there are none before the end of the next step."""
         saved = self.window.restore(state)
         self._table = saved.table if saved.method == METHOD else None

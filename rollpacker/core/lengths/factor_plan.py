@@ -1,17 +1,18 @@
-"""Choosing the factors of tail batching for the workload at hand (`prompt_factor: auto`).
+"""Chooses the factors of tail batching (how many more prompts and samples a short round launches
+than it needs) for the lengths that the run has seen (`prompt_factor: auto`).
 
 Larger factors end short rounds earlier and make long rounds more frequent, cost tokens that are
 thrown away, and shorten what is trained on. What is best depends on how long the tail is, on how
-much of it is the prompt's doing, and on what a token costs; a run shows all three.
+much the prompt decides of a length, and on what a token costs; a run shows all three.
 
     seconds of a round = per_step_s * longest response + per_token_s * tokens generated
 
-is fitted to the rounds so far; lengths come from a fitted `LengthModel`. On a common token clock
-(all samples of a round are at the same position, so the shorter response finishes first) a race is
-a matter of order statistics: what a round takes on average is computed, not drawn, and the
-comparison of two pairs of factors has no noise. Deferred prompts keep their class and fill the long
-rounds. Left out: rewards (the race is on generated), cascades, the smaller rounds at the end of an
-epoch, and that training costs less when responses are shorter.
+is fitted to the rounds so far; lengths come from a fitted `LengthModel`. With all samples of a
+round at the same position, the shorter response finishes first, so what a race takes on average
+follows from order statistics: it is computed, not drawn, and chance has no part in comparing two
+pairs of factors. Deferred prompts keep their class and fill the long rounds. Left out: rewards
+(races end by generated responses), cascades, the smaller rounds at the end of an epoch, and that
+training costs less when responses are shorter.
 """
 
 from __future__ import annotations
@@ -34,47 +35,47 @@ from rollpacker.core.portable import mean, total
 from rollpacker.core.rounds.tail_batching import times
 
 GRID = (1.0, 1.0625, 1.125, 1.1875, 1.25, 1.375, 1.5)
-"""Values that are tried for either factor."""
+"""Values that are tried for the factor of prompts, and for that of samples."""
 MIN_GAIN = 0.02
-"""Least share of the step that a change of factors must save."""
+"""Smallest saving, as a share of the step's seconds, for which the factors are changed."""
 SLACK = 0.01
-"""Share of the fastest step within which pairs count as equally fast; the one with the least length
-shift wins."""
+"""Pairs of factors within this share of the fastest step's seconds count as equally fast; the pair
+that shortens trained lengths least wins."""
 MAX_ROUNDS = 64
-"""Most rounds of a kind, and fixed parts of steps, that are remembered."""
+"""Maximum number of rounds of each kind, and of fixed parts of steps, that are remembered."""
 MIN_ROUNDS = 2
 PRIOR_ROUNDS = 1e-3
-"""Weight, in rounds, of the assumption that steps and tokens cost half of a round each: it decides
-when the rounds so far cannot tell the two apart."""
+"""Weight, in rounds, of the assumption that decoding steps and tokens each cost half of a round. It
+decides while the rounds so far cannot tell their costs apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Seconds of a step, as a sum of what takes them."""
+    """Model of the seconds of a step: decoding steps, tokens, and a fixed rest."""
 
     per_step_s: float
-    """Seconds of one decoding step, whatever runs."""
+    """Seconds of one decoding step of the engine, however many samples it decodes."""
     per_token_s: float
-    """Seconds that every generated token adds."""
+    """Seconds that every generated token adds to a round."""
     fixed_s: float = 0.0
-    """Seconds of the rest of the step: training, weight sync."""
+    """Seconds of the rest of a step: training, and sending the new weights to the engines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A pair of factors and the step times and lengths that are predicted for it."""
+    """A pair of factors, and the seconds and lengths that are predicted for it."""
 
     prompt_factor: float
     sample_factor: float
     step_s: float
-    """Mean seconds of a step, short and long ones together."""
+    """Predicted mean seconds of a step, over steps with short and with long rounds."""
     step_sd_s: float
-    """Standard deviation of a step about the mean of its kind, as far as the longest response makes
-    it. See `standard_error_s`."""
+    """Standard deviation, in seconds, of a step from the mean of its kind, so far as the random
+    length of the longest response causes it."""
     baseline_step_s: float
-    """Mean seconds of a step with both factors 1."""
+    """Predicted mean seconds of a step with both factors 1, that is without races."""
     length_shift: float
-    """Mean trained length over the policy's own, minus 1."""
+    """Relative change of the mean trained length from the policy's own: their ratio, minus 1."""
 
     @property
     def factors(self) -> tuple[float, float]:
@@ -82,17 +83,17 @@ class Choice:
 
     @property
     def gain(self) -> float:
-        """Share of the baseline's step that is saved."""
+        """Share of `baseline_step_s` that these factors save."""
         return 1.0 - self.step_s / self.baseline_step_s
 
     def standard_error_s(self, num_steps: int) -> float:
-        """How far the mean of so many measured steps may be from `step_s` by chance alone. It does
-        not cover errors of the fitted lengths and times."""
+        """How far the mean of `num_steps` measured steps may be from `step_s` by chance alone, in
+        seconds, not counting errors of the fitted lengths and times."""
         return self.step_sd_s / math.sqrt(num_steps)
 
 
 class FactorPlanner:
-    """Chooses factors from a run's rounds: report rounds and steps, and ask `choose` at times."""
+    """Chooses factors from a run's rounds, reported by `observe_round` and `observe_fixed`."""
 
     def __init__(
         self,
@@ -103,50 +104,50 @@ class FactorPlanner:
         debiased: bool = False,
         grid: Sequence[float] = GRID,
     ) -> None:
-        """`max_length_shift`: the trained mean may be at most this share below the policy's own;
-        None, or `debiased` (loss weights undo the shift): no bound."""
+        """`max_length_shift`: the mean trained length may be at most this share below the policy's
+        own. None, or `debiased` (loss weights undo the shift): no bound."""
         self.prompts_per_step = prompts_per_step
         self.samples_per_prompt = samples_per_prompt
         self.max_length_shift = None if debiased else max_length_shift
         self.grid = tuple(grid)
         self.current: tuple[float, float] | None = None
-        """The factors chosen last. None: none were chosen yet."""
+        """(prompt_factor, sample_factor) as chosen last. None: none were chosen yet."""
         self._rounds: dict[str, deque[tuple[int, int, float]]] = {}
-        """Tokens of the longest response, all tokens and seconds of the last rounds, by kind of
-        round. (Rare kinds are not crowded out.)"""
+        """Last rounds by kind of round, so that frequent kinds do not crowd out rare ones: tokens
+        of the longest response, all tokens, seconds."""
         self._fixed: deque[float] = deque(maxlen=MAX_ROUNDS)
 
     def observe_round(
         self, kind: RoundKind, *, longest_tokens: int, tokens: int, seconds: float
     ) -> None:
         """Records that a round's rollout took `seconds`, that its longest response (finished or
-        stopped) has `longest_tokens`, and that all responses together have `tokens`, thrown away
-        ones too."""
+        stopped) has `longest_tokens`, and that all responses, thrown away ones too, have
+        `tokens`."""
         assert longest_tokens >= 0 and tokens >= 0 and math.isfinite(seconds)
         if longest_tokens and seconds > 0:
             history = self._rounds.setdefault(kind.value, deque(maxlen=MAX_ROUNDS))
             history.append((longest_tokens, tokens, seconds))
 
     def observe_fixed(self, seconds: float) -> None:
-        """Records that the rest of a step, after the rollout, took so many seconds."""
+        """Records the seconds of the rest of a step after the rollout: training, weight sync."""
         assert math.isfinite(seconds) and seconds >= 0
         self._fixed.append(seconds)
 
     @property
     def ready(self) -> bool:
-        """Whether enough rounds were observed to choose."""
+        """Whether enough rounds were observed for `choose` to be called."""
         return sum(map(len, self._rounds.values())) >= MIN_ROUNDS
 
     def step_time(self) -> StepTime:
-        """The times that fit the observed rounds best. Raises `ValueError` without any round."""
+        """The step times that fit the observed rounds best. Raises `ValueError` without any."""
         rounds = list(itertools.chain.from_iterable(self._rounds.values()))
         per_step_s, per_token_s = fit_round_time(rounds)
         fixed_s = sum(self._fixed) / len(self._fixed) if self._fixed else 0.0
         return StepTime(per_step_s=per_step_s, per_token_s=per_token_s, fixed_s=fixed_s)
 
     def choose(self, model: LengthModel) -> Choice:
-        """The factors to use from now on. They change only for a gain of `MIN_GAIN`, or if the
-        present ones break the bound on the length shift."""
+        """Chooses the factors to use from now on. They change only for a saving of at least
+        `MIN_GAIN`, or if the present ones shorten lengths too much."""
         now = () if self.current is None else (self.current,)
         choices = predict(
             model,
@@ -172,7 +173,7 @@ class FactorPlanner:
         return to_plain(saved)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over the `state` of an earlier planner."""
+        """Restores what an earlier planner had observed and chosen, from its `state`."""
         saved = from_plain(SavedPlanner, state)
         self.current = saved.current
         self._rounds = {kind: deque(of, maxlen=MAX_ROUNDS) for kind, of in saved.rounds.items()}
@@ -188,9 +189,9 @@ class SavedPlanner(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def fastest(choices: Sequence[Choice], *, max_length_shift: float | None = None) -> Choice:
-    """The best choice within the bound on the length shift: among those about as fast as the
-    fastest, the one that shortens lengths least, then the one with the smallest factors. Raises
-    `ValueError` if no choice is within the bound."""
+    """The best choice whose lengths are shortened by no more than `max_length_shift` (None: by any
+    share). Among those about as fast as the fastest it is the one that shortens lengths least, then
+    the one with the smallest factors. Raises `ValueError` if no choice is within the bound."""
     allowed = [choice for choice in choices if _allowed(choice, max_length_shift)]
     if not allowed:
         raise ValueError(f"no pair of factors keeps the length shift within {max_length_shift}")
@@ -204,8 +205,8 @@ def _allowed(choice: Choice, max_length_shift: float | None) -> bool:
 
 
 def fit_round_time(rounds: Sequence[tuple[int, int, float]]) -> tuple[float, float]:
-    """(per_step_s, per_token_s), neither negative, from (longest response, all tokens, seconds) of
-    rounds: least squares of the relative errors. Raises `ValueError` without any round."""
+    """(per_step_s, per_token_s), neither negative, fitted to rounds (longest response, all tokens,
+    seconds) by least squares of the relative errors. Raises `ValueError` without any round."""
     if not rounds:
         raise ValueError("no round to fit the time of decoding to")
     data = np.array(rounds, dtype=np.float64)
@@ -236,9 +237,9 @@ def predict(
     samples_per_prompt: int,
     pairs: Sequence[tuple[float, float]] = tuple(itertools.product(GRID, GRID)),
 ) -> list[Choice]:
-    """Predict what each (prompt_factor, sample_factor) does, in the order of `pairs`. A pair that
-    launches the same numbers as one before it is left out. Raises `ValueError` for a factor below
-    1."""
+    """Predicts step times and lengths for each (prompt_factor, sample_factor) of `pairs`, in that
+    order. A pair that launches the same numbers as one before it is left out. Raises `ValueError`
+    for a factor below 1."""
     if min(itertools.chain.from_iterable(pairs)) < 1:
         raise ValueError("a factor cannot be less than 1")
     launched: dict[tuple[int, int], tuple[float, float]] = {}

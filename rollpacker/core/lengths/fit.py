@@ -4,15 +4,15 @@ Every fresh prompt is launched in a race; some prompts are launched again. What 
 the lengths of samples that finished and, for those that were stopped, that they would have been
 longer. Whether a prompt is launched again depends on nothing but what its first launch showed, so
 all launches of a prompt may be put into one likelihood as they are, with no correction for how they
-came about (they are *missing at random*). Kaplan-Meier on all samples together is not valid:
-a sample is stopped because its siblings finished, and siblings are alike.
+came about (they are *missing at random*). Kaplan-Meier on all samples together is not valid: a
+sample is stopped because its siblings finished, and siblings are alike.
 
 What makes siblings alike is modelled by a few classes of prompts, each with a length distribution
 of its own over bins; given the class, the samples of a prompt are independent. A class may have a
 twin of *hard* prompts: the same lengths, but now and then a response goes astray and gets another
-length, as a rule the cap. (A few free classes alone would have to choose: those that tell slow from
-fast prompts cannot also tell hard from easy ones, and the mean comes out up to 30 % too large.) The
-fit is the closed-form EM of such a mixture.
+length, as a rule the cap. (Without twins a few classes could tell slow prompts from fast ones, or
+hard from easy ones, but not both, and the mean length would come out up to 30 % too large.) The fit
+is the closed-form EM of such a mixture.
 """
 
 from __future__ import annotations
@@ -45,31 +45,31 @@ from rollpacker.core.portable import (
 )
 
 PRIOR_SHARE = 0.005
-"""Weight of the prior of the classes' distributions, in samples per sample seen: enough to keep the
-tail of a class that is seldom launched again from running wild, too little to matter elsewhere."""
+"""Weight of the prior on the classes' lengths, in samples per sample seen: enough to keep the tail
+of a class that is seldom launched again from running wild, too little to matter elsewhere."""
 PRIOR_EVEN = 0.01
-"""Share of that prior that lies evenly on all bins, so that none is ruled out for good."""
+"""Share of the prior that is spread evenly over all bins, so that none is ruled out for good."""
 PRIOR_PROMPTS = 1.0
-"""Number of prompts that every class is given beforehand, and of samples that stray ones are: what
-died out under one policy can come back under the next."""
+"""Number of prompts added to every class, and of samples added to the stray responses, beforehand:
+what died out under one policy can come back under the next."""
 
 START_CORRELATIONS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)
 START_HARD_SHARE = 0.05
 START_STRAY_RATE = 0.15
 START_STRAY_TAIL = 0.02
-"""Upper share of all lengths within which responses go astray at the start of a fit."""
+"""Share of all responses, the longest ones, that count as stray at the start of a fit."""
 MIN_STRAY_RATE, MAX_STRAY_RATE = 0.01, 0.5
 SETTLING_ITERATIONS = 30
-"""Iterations after a cold start, after which the prior, so far from the biased pooled distribution,
-is made anew."""
+"""Iterations after a cold start, after which the prior is made anew, since it was first made from
+the pooled distribution, which is biased."""
 
 COPULA_NODES = 8
-"""Number of points of a class at which a copula is averaged."""
+"""Number of points inside each class at which a Gaussian copula is averaged."""
 
 STRUCTURES = ((5, True), (12, False))
-"""Pairs of a number of classes and whether they have hard twins, from which a fit chooses: few
-kinds of prompts, some of which go astray now and then; or many kinds, as where length depends on
-the task and hardly on luck."""
+"""Structures from which a fit chooses, each as a number of classes and whether these have hard
+twins: few kinds of prompts, some of which go astray now and then; or many kinds, as where length
+depends on the task and hardly on luck."""
 
 
 def choose_length_model(
@@ -79,9 +79,9 @@ def choose_length_model(
     start: LengthModel | None = None,
     max_iterations: int = 150,
 ) -> LengthModel:
-    """`fit_length_model` with the structure that explains the prompts best, a parameter weighing
-    against it by one unit of log likelihood (Akaike's criterion); with a `start`, its
-    structure."""
+    """Fits each of `STRUCTURES` by `fit_length_model`, and returns the model that explains the
+    prompts best; every parameter weighs against it by one unit of log likelihood (Akaike's
+    criterion). With a `start`, an earlier fit, only its structure is fitted."""
     if start is not None:
         twins = start.stray_rate > 0
         return fit_length_model(
@@ -114,13 +114,11 @@ def fit_length_model(
     """Maximum a posteriori fit of `num_classes` classes to all launches of `prompts`.
 
     With `hard_prompts` every class has a twin of prompts whose responses go astray now and then.
-
-    `start` is an earlier fit with the same cap and classes to go on from; without one the EM starts
-    from a Gaussian copula, whose correlation is the one of a few that explains the prompts best. It
-    ends after `max_iterations`, or when one adds less than `tolerance` per sample to the objective.
-
+    `start` is an earlier fit, with the same cap and classes, to go on from; without it the EM
+    starts from the one of a few Gaussian copulas that explains the prompts best. It ends after
+    `max_iterations`, or when an iteration adds less than `tolerance` per sample to the objective.
     Raises `ValueError` if no response is complete, if a length lies below 0 or above the cap, or if
-    `start` has another cap or other classes.
+    `start` does not match.
     """
     if num_classes < 1:
         raise ValueError(f"a length model needs at least one class, not {num_classes}")
@@ -149,15 +147,15 @@ def fit_length_model(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture:
-    """Mixture that the EM improves. With K = 2 every class m has the twin (1, m) with density (1 -
-    stray_rate) * bodies[m] + stray_rate * stray; with K = 1 there are no twins."""
+    """Parameters that the EM improves. With K = 2 every class m has the twin (1, m) with density (1
+    - stray_rate) * bodies[m] + stray_rate * stray; with K = 1 there are no twins."""
 
     weights: FloatArray
-    """(K, M) shares of the prompts."""
+    """(K, M) share of the prompts in each class; a class has a length distribution of its own."""
     bodies: FloatArray
-    """(M, B) share of the responses of each class, without stray ones, in each bin."""
+    """(M, B) length distribution of each class over bins, without stray responses."""
     stray: FloatArray
-    """(B,) share of stray responses in each bin."""
+    """(B,) length distribution, over bins, of stray responses: those unlike their class."""
     stray_rate: float
 
     @classmethod
@@ -171,7 +169,7 @@ class Mixture:
         )
 
     def densities(self) -> FloatArray:
-        """(K * M, B) share of the responses of each class, twins after the others, in each bin."""
+        """(K * M, B) share, in each bin, of the responses of each class, twins after the others."""
         if len(self.weights) == 1:
             return self.bodies
         twins = (1 - self.stray_rate) * self.bodies + self.stray_rate * self.stray
@@ -187,7 +185,7 @@ def _check_start(start: LengthModel, cap: int, num_classes: int) -> None:
 
 
 def _survival(densities: FloatArray, beyond: FloatArray) -> FloatArray:
-    """(M, B) probability that a sample outlives a stop in bin b."""
+    """(M, B) probability, by class and bin, that a response outlives an average stop in the bin."""
     later = np.cumsum(densities[:, ::-1], axis=1)[:, ::-1] - densities
     return np.maximum(later, 0.0) + densities * beyond
 
@@ -207,7 +205,7 @@ def _em(
 
 
 def _explain(data: LengthCounts, parts: Mixture, prior: FloatArray) -> tuple[FloatArray, float]:
-    """E step: (N, C, BLOCK) probability of each class given a prompt's lengths; the objective."""
+    """E step: (N, C, BLOCK) chance of each class given a prompt's lengths, and the objective."""
     densities = parts.densities()
     log_density = _log(densities)
     log_survival = _log(_survival(densities, data.beyond))
@@ -226,7 +224,7 @@ def _explain(data: LengthCounts, parts: Mixture, prior: FloatArray) -> tuple[Flo
 
 
 def _log_prior(parts: Mixture, prior: FloatArray) -> float:
-    """The log prior; `prior` (M + 1, B) has pseudo-samples of the bodies and stray responses."""
+    """Log prior of the mixture; `prior` (M + 1, B): pseudo-samples of bodies and stray samples."""
     log_prior = total_of(_log(parts.bodies) * prior[:-1])
     log_prior += PRIOR_PROMPTS * total_of(_log(parts.weights))
     if len(parts.weights) > 1:
@@ -235,8 +233,8 @@ def _log_prior(parts: Mixture, prior: FloatArray) -> float:
 
 
 def _improve(data: LengthCounts, shares: FloatArray, parts: Mixture, prior: FloatArray) -> Mixture:
-    """M step: the improved mixture. A stopped sample is spread over the bins beyond its stop as the
-    class's density has it."""
+    """M step of the EM: returns the improved mixture. A stopped sample is spread over the bins
+    beyond its stop in proportion to the class's density."""
     densities = parts.densities()
     ended, stopped = data.totals(shares)
     survival = np.maximum(_survival(densities, data.beyond), TINY)
@@ -269,11 +267,11 @@ def _log(values: FloatArray) -> FloatArray:
 
 
 def _fit_pooled(data: LengthCounts) -> FloatArray:
-    """(B,) the distribution if all samples were alike: the one-class fit, in closed form.
+    """(B,) length distribution if all prompts were alike: the fit of one class, in closed form.
 
     Product-limit: the share of the still running samples that end in a bin, bin by bin. Samples
-    stopped in a bin count as running in it with the share of the bin that lies before their stop.
-    A little is added everywhere, so that no bin is ruled out.
+    stopped in a bin count as running in it with the share of the bin that lies before their stop. A
+    little is added everywhere, so that no bin is ruled out.
     """
     everyone = np.ones((len(data.ended), 1, BLOCK))
     (ended,), (stopped,) = data.totals(everyone)
@@ -291,7 +289,7 @@ def _fit_pooled(data: LengthCounts) -> FloatArray:
 
 
 def _cold_start(data: LengthCounts, num_classes: int, hard_prompts: bool) -> Mixture:
-    """Equally frequent classes that cut up a Gaussian copula with the pooled distribution."""
+    """Mixture to start from: equally frequent classes, cut from a copula of the pooled lengths."""
     pooled = _fit_pooled(data)
     weights = np.full((1, num_classes), 1.0 / num_classes)
     best, best_objective = None, -math.inf
@@ -315,8 +313,8 @@ def _cold_start(data: LengthCounts, num_classes: int, hard_prompts: bool) -> Mix
 
 
 def _prior(data: LengthCounts, parts: Mixture) -> FloatArray:
-    """(M + 1, B) pseudo-samples of every class: what a Gaussian copula with the same correlation
-    and marginal has in it; in the last row those of the stray responses."""
+    """(M + 1, B) pseudo-samples of every class, as a Gaussian copula with the mixture's correlation
+    and pooled lengths has them; in the last row those of the stray responses."""
     weights = total(parts.weights, 0)
     weights = weights / total_of(weights)
     marginal = mixed(weights, parts.bodies)
@@ -333,7 +331,8 @@ def _prior(data: LengthCounts, parts: Mixture) -> FloatArray:
 
 
 def _copula_classes(marginal: FloatArray, correlation: float, weights: FloatArray) -> FloatArray:
-    """(M, B) lengths with normal scores sqrt(rho) u + sqrt(1 - rho) e, cut into classes by u."""
+    """(M, B) length distribution of each class: lengths with normal scores sqrt(rho) u + sqrt(1 -
+    rho) e, where u is the prompt's and e the response's, cut into classes by u."""
     lower = np.cumsum(weights) - weights
     inside = (np.arange(COPULA_NODES) + 0.5) / COPULA_NODES
     places = lower[:, np.newaxis] + weights[:, np.newaxis] * inside

@@ -1,9 +1,9 @@
-"""What the job learns from its rounds, and what follows: factors of the races, loss weights.
+"""What the job learns from its rounds, and what follows: factors of races, and loss weights.
 
-    begin_round -> round_ends -> (train_begins -> synced) -> begin_round ...
-                   lengths, decode times       the rest of the step
-
-Without debias and with given factors there is nothing to learn, and every call returns at once.
+Calls come in the order `begin_round`, `engine_is_empty`, `end_round`, and, if the step has all its
+groups, `weights` and `synced`. A round shows lengths and the seconds of generating them; from
+`weights` to `synced` passes the rest of the step. Without debias and with given factors there is
+nothing to learn, and every call returns at once.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from rollpacker.core.rounds.round import Round
 from rollpacker.core.rounds.tail_batching import Factors
 
 CHOOSE_EVERY = 10
-"""Number of steps after which the factors are chosen anew, if they are chosen at all."""
+"""Number of steps between two choices of the factors, where the run chooses them."""
 
 
 class Learned:
     def __init__(self, config: JobConfig) -> None:
         tail, cap = config.tail_batching, config.max_response_tokens
         self.factors = tail.factors
-        """Factors of the short rounds that are used now."""
+        """Factors of the short rounds now: how much more they launch than they need."""
         self.debias: Debias | None = None
         self.window: LengthWindow | None = None
-        """Lengths of the policy's responses, for the weights and the factors. None: not needed."""
+        """Lengths of the last steps' responses. None: neither weights nor factors need them."""
         self.planner: FactorPlanner | None = None
-        """Chooses the factors. None: the configuration gives them."""
+        """Chooses the factors of short rounds. None: the configuration gives them."""
         if tail.enabled and tail.debias != "none":
             self.debias = Debias(cap=cap)
             self.window = self.debias.window
@@ -45,27 +45,26 @@ class Learned:
                 debiased=tail.debias != "none",
             )
         self._continued = tail.selection == "none"
-        """True if a prompt's next launch shows more of the same responses, rather than new ones."""
+        """True if a prompt left unfinished goes on with its responses, not with new ones."""
         self._now = 0.0
-        """Seconds at which the event at hand came, to the microsecond as in the log."""
+        """Time of the current event in seconds, rounded to microseconds as in the log."""
         self._since = 0.0
-        """Seconds at which the phase began whose duration the planner learns."""
+        """Time in seconds at which the round or the training began that is being timed."""
         self._rollout_s = 0.0
-        """Seconds that the engine was busy with the round; 0 while it still is."""
+        """Seconds that the engines were busy with the current round; 0 while they still are."""
 
     def take_time(self, time_s: float) -> None:
-        """Records the time of the event at hand, in seconds."""
+        """Records the time of the event that is handled now, in seconds."""
         self._now = round(time_s, 6)
 
     def _seconds(self) -> float:
-        """Seconds of the phase so far, rounded to microseconds, wherever in the run it began."""
         return round(self._now - self._since, 6)
 
     def begin_round(self) -> None:
         self._since, self._rollout_s = self._now, 0.0
 
     def engine_is_empty(self) -> None:
-        """Records that the engines are done with the round; called again after each later event."""
+        """Records that no engine has a sample of the round any more; later calls do nothing."""
         if self.planner is not None and not self._rollout_s:
             self._rollout_s = self._seconds()
 
@@ -83,8 +82,8 @@ class Learned:
                 self.window.observe(prompt, finished, stopped, continued=self._continued)
 
     def weights(self, trained_lengths: Sequence[int]) -> list[float] | None:
-        """Weights of the samples that a step trains on, given their lengths in tokens. None: all
-        weigh the same."""
+        """Loss weights of the samples that a step trains on, given their lengths in tokens. None:
+        all weigh the same."""
         self._since = self._now
         if self.debias is not None:
             return self.debias.step(trained_lengths)
@@ -93,12 +92,12 @@ class Learned:
         return None
 
     def synced(self) -> None:
-        """Records that the step's training and the hand-over of its weights are done."""
+        """Records that the step's training is done and that the engines have the new weights."""
         if self.planner is not None:
             self.planner.observe_fixed(self._seconds())
 
     def choose_factors(self, step: int) -> None:
-        """Chooses the factors, if "auto": as soon as enough is known, and every few steps."""
+        """Chooses the factors, if they are "auto": once enough is known, and every few steps."""
         planner, window = self.planner, self.window
         if planner is None or not planner.ready or window is None:
             return
@@ -109,7 +108,7 @@ class Learned:
     # -- checkpoints -------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """The state as three entries of the job's saved state."""
+        """What was learnt, as three entries of the job's saved state."""
         lengths = self.debias or self.window
         return {
             "factors": list(self.factors),
@@ -118,8 +117,8 @@ class Learned:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores the job's saved state. Chosen factors stay; given ones are those of the
-        configuration now."""
+        """Restores what was learnt from the job's saved state. Factors that the run chose stay;
+        given ones are those of the configuration now."""
         lengths = self.debias or self.window
         if lengths is not None and state["lengths"] is not None:
             lengths.restore(state["lengths"])

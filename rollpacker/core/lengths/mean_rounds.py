@@ -1,4 +1,4 @@
-"""Mean outcome of a race: computed, not drawn, by order statistics on a common token clock."""
+"""Mean outcome of a race (a round that keeps the first to finish), by order statistics."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from rollpacker.core.portable import (
 )
 
 POINTS_PER_BIN = 4
-"""Number of points per bin at which the distribution of the end of a round is evaluated."""
+"""Number of points per bin of length at which the chance that the round is over is computed."""
 NUM_SDS = 8.0
-"""Number of standard deviations from its mean beyond which a binomial count counts as certain."""
+"""Standard deviations from its mean beyond which a binomial count is taken as certain."""
 
 
 class Law:
-    """A length model on X + 1 points, from 0 to the cap. Lengths are uniform inside a bin, as if
-    they were no whole numbers, which makes them half a token shorter on average."""
+    """A `LengthModel` evaluated at X + 1 points of length, from 0 to the cap. Lengths are taken as
+    uniform inside a bin and continuous, which makes them half a token shorter on average."""
 
     def __init__(self, model: LengthModel, prompts_needed: int, samples_needed: int) -> None:
         self.prompts_needed = prompts_needed
@@ -38,27 +38,27 @@ class Law:
         inside = np.arange(1, POINTS_PER_BIN + 1) / POINTS_PER_BIN
         points = (ends[:-1, np.newaxis] + np.diff(ends)[:, np.newaxis] * inside).ravel()
         self.points: FloatArray = np.append(0.0, points)
-        """(X + 1,) lengths of the points, in tokens."""
+        """(X + 1,) lengths in tokens at which the model is evaluated: the "points"."""
         rows = [interpolated(self.points, ends, row) for row in at_ends]
         self.below: FloatArray = np.minimum(np.array(rows), 1.0)
-        """(M, X + 1) share of a class's responses that end by a point."""
+        """(M, X + 1) share of each class's responses that are no longer than each point."""
 
     def integral(self, values: FloatArray) -> float:
-        """Integral of `values` (X + 1,) over the points."""
+        """Integral over length of a function with `values` (X + 1,) at the points."""
         return total_of((values[1:] + values[:-1]) * np.diff(self.points)) / 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRace:
-    """The race inside one prompt of each class, with R samples, of which R0 are needed."""
+    """The race in a prompt of each of M classes: the first R0 of its R samples are kept."""
 
     num_samples: int
     done: FloatArray
-    """(M, X + 1) chance that the prompt is done by a point."""
+    """(M, X + 1) chance that a prompt has its R0 samples by each point of length."""
     running: FloatArray
-    """(M, X + 1) samples that run at a point, 0 once the prompt is done, on average."""
+    """(M, X + 1) mean number of samples still running at each point; 0 once the prompt is done."""
     kept: FloatArray
-    """(M, X) sum of the lengths kept, on average, of a prompt that gets done in an interval."""
+    """(M, X) mean sum of a prompt's R0 kept lengths if it is done between a point and the next."""
 
     @classmethod
     def of(cls, law: Law, num_samples: int) -> PromptRace:
@@ -79,23 +79,23 @@ class PromptRace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeanRound:
-    """Mean outcome of a round, in tokens."""
+    """Mean outcome of a round; lengths are in tokens."""
 
     longest: float
-    """Mean number of tokens of the longest response of a round, at which the round is over."""
+    """Mean length of the round's longest response, at which the round is over."""
     longest_variance: float
     num_tokens: float
     kept_mean: float
-    """Mean length of the responses trained on."""
+    """Mean length of the responses that are trained on."""
     deferred: FloatArray
-    """(M,) shares of the classes among deferred prompts; all 0 if none is."""
+    """(M,) share of each class of prompts among the deferred ones; all 0 if none is deferred."""
 
 
 def mean_round(
     law: Law, race: PromptRace, class_weights: FloatArray, num_prompts: int
 ) -> MeanRound:
-    """The mean outcome of a round in which `num_prompts` prompts with classes drawn by
-    `class_weights` (M,) race until P0 of them are done."""
+    """Computes the mean outcome of a round of `num_prompts` prompts, whose classes are drawn by
+    `class_weights` (M,) and which race until the prompts needed (`law.prompts_needed`) are done."""
     done = mixed(class_weights, race.done)
     over, winners, open_to_others = binomial(num_prompts, law.prompts_needed, done)
     going_on = 1.0 - over
@@ -120,9 +120,9 @@ def mean_round(
 def binomial(
     num: int, needed: int, chance: FloatArray
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """For `num` independent trials, each a success with `chance` (...), elementwise:
-    the chance of at least `needed` successes, the mean of min(successes, `needed`), and the chance
-    of fewer than `needed` among `num` - 1 of the trials."""
+    """For `num` independent trials, each a success with probability `chance` (an array): the chance
+    of at least `needed` successes, the mean of min(successes, `needed`), and the chance of fewer
+    than `needed` successes among `num` - 1 trials."""
     chance = np.clip(chance, 0.0, 1.0)
     mean = num * chance
     doubt = NUM_SDS * (np.sqrt(mean * (1 - chance)) + 1)

@@ -1,4 +1,4 @@
-"""The policy's own length distribution, as a fit found it."""
+"""The policy's own distribution of response lengths, as a fit found it."""
 
 from __future__ import annotations
 
@@ -22,31 +22,30 @@ from rollpacker.core.lengths.bins import (
 from rollpacker.core.portable import dot, mixed, total_of
 
 TINY = 1e-300
-"""Number in place of 0 in a logarithm or below a fraction."""
+"""Stands in place of 0 in a logarithm or in a denominator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LengthModel:
-    """A fitted distribution: C classes of prompts over B bins of length."""
+    """A fitted distribution of lengths: C classes of prompts over B bins (intervals) of length."""
 
     cap: int
     """Longest response there can be, in tokens."""
     centres: FloatArray
     """(B,) mean length of the responses in every bin, in tokens."""
     class_weights: FloatArray
-    """(C,) share of the prompts."""
+    """(C,) share of the prompts that are in each class."""
     class_densities: FloatArray
-    """(C, B) share of a class's responses; rows add up to 1."""
+    """(C, B) share of each class's responses that are in each bin; rows add up to 1."""
     stray_density: FloatArray
-    """(B,) share, in every bin, of responses that went astray: whose length is not their
-    class's."""
+    """(B,) share of stray responses in each bin: those whose length is not their class's."""
     stray_rate: float
     """Share of the responses to hard prompts that go astray. The second half of the classes are the
     hard twins of the first; 0.0: there are no twins."""
     num_prompts: int
-    """Number of prompts that were fitted to."""
+    """Number of prompts to whose responses the distribution was fitted."""
     longest: int
-    """Longest complete response that was fitted to, in tokens."""
+    """Tokens of the longest complete response among those fitted to."""
     objective: float
     """Log likelihood of the prompts plus the log prior. No iteration makes it smaller."""
     num_iterations: int
@@ -58,19 +57,19 @@ class LengthModel:
 
     @property
     def density(self) -> FloatArray:
-        """(B,) share of the policy's own responses in every bin."""
+        """(B,) share of the policy's own responses in every bin (interval) of length."""
         return mixed(self.class_weights, self.class_densities)
 
     @property
     def num_parameters(self) -> int:
-        """How many numbers a fit of this structure finds."""
+        """Number of free parameters that a fit with these classes has."""
         num_bins = self.starts.size
         if not self.stray_rate:
             return int(self.class_weights.size * num_bins)
         return int((self.class_weights.size // 2 + 1) * num_bins + self.class_weights.size)
 
     def mean(self) -> float:
-        """The policy's own mean length in tokens."""
+        """The policy's own mean response length in tokens."""
         return total_of(self.density * self.centres)
 
     def quantile(self, q: float) -> float:
@@ -80,28 +79,29 @@ class LengthModel:
         return float(self._at(np.array([q]))[0])
 
     def unseen(self) -> float:
-        """Share of the policy's own responses beyond the bin of the longest complete one. Stopped
-        samples show that they exist, but not how long they are."""
+        """Share of the policy's own responses beyond the bin of the longest complete one. That they
+        exist is known from stopped samples, but not how long they are."""
         return total_of(self.density[int(self.bins([self.longest])[0]) + 1 :])
 
     def bins(self, lengths: ArrayLike) -> IntArray:
-        """Bin of each length. Raises `ValueError` for a length below 0 or above the cap; an empty
-        response is in the first bin."""
+        """Number of the bin of each length, in tokens. Raises `ValueError` for a length below 0 or
+        above the cap; an empty response is in the first bin."""
         values = np.asarray(lengths, dtype=np.int64)
         check_lengths(values, self.cap)
         return bins_of(self.starts, values)
 
     def counts(self, lengths: ArrayLike) -> FloatArray:
-        """(B,) number of the `lengths` in every bin."""
+        """(B,) number of the given `lengths` that are in each bin (interval) of length."""
         return np.bincount(self.bins(lengths), minlength=self.starts.size).astype(np.float64)
 
     def tail_share(self, lengths: ArrayLike, q: float = 0.95) -> float:
-        """How much of the policy's own tail beyond its quantile `q` is among `lengths`: their share
-        of such lengths over the policy's own. 1.0: all of it, 0.0: none."""
+        """How much of the policy's own tail (longer than its quantile `q`) is among `lengths`: the
+        tail's share of them over its share of the policy's responses. 1.0: all of it, 0.0: none."""
         return self.tail_share_of(self.counts(lengths), q)
 
     def tail_share_of(self, counts: FloatArray, q: float = 0.95) -> float:
-        """`tail_share` of lengths that are given as `counts` (B,) per bin."""
+        """As `tail_share`, how much of the policy's own tail is among lengths, given as `counts`
+        (B,) per bin."""
         if not counts.sum():
             raise ValueError("no lengths to compare with the policy's own")
         first = int(self.bins([self.quantile(q)])[0])
@@ -109,15 +109,14 @@ class LengthModel:
         return float(counts[first:].sum() / counts.sum() / own)
 
     def within_prompt_correlation(self) -> float:
-        """Correlation between two responses to one prompt, of the lengths' normal scores (the
-        standard normal quantile of a length's rank): the `rho` of a Gaussian copula, between 0
-        and 1."""
+        """Correlation between two responses to one prompt, of the lengths' normal scores (standard
+        normal quantiles of the lengths' ranks): the `rho` of a Gaussian copula, from 0 to 1."""
         scores = normal_scores(self.density)
         class_means = dot(self.class_densities, scores)
         return share_between(self.class_weights, class_means, self.density, scores)
 
     def sample(self, rng: np.random.Generator, num_prompts: int, num_samples: int) -> IntArray:
-        """(P, R) lengths in tokens of R responses to each of P prompts."""
+        """(P, R) random lengths in tokens of R responses to each of P prompts."""
         num_classes = self.class_weights.size
         classes = rng.choice(num_classes, size=num_prompts, p=self.class_weights)
         cumulative = np.cumsum(self.class_densities, axis=1)
@@ -145,7 +144,7 @@ class LengthModel:
         return np.diff(np.append(self.starts, self.cap + 1))
 
     def _at(self, shares: FloatArray) -> FloatArray:
-        """Lengths at cumulative `shares`; inside a bin all lengths are equally frequent."""
+        """Lengths at cumulative `shares` of the responses, which are spread evenly inside a bin."""
         density = self.density
         cumulative = np.cumsum(density)
         bins = np.searchsorted(cumulative, shares * cumulative[-1] - 1e-12, side="left")

@@ -1,4 +1,4 @@
-"""Loss weights by length that undo what the race selected."""
+"""Loss weights by length, which undo that short rounds, as races, favour short responses."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from rollpacker.core.lengths.model import LengthModel
 from rollpacker.core.portable import interpolated, total_of
 
 MIN_EFFECTIVE = 0.71
-"""Least effective sample size of moment weights: a little above the 0.7 that benchmarks/debias.py
-asks for, in 32 settings."""
+"""Least effective sample size of `moment_weights`: a little above 0.7, the least that
+benchmarks/debias.py accepts."""
 MIN_WEIGHT = 0.05
-"""Least moment weight: a negative weight would turn a sample's sign."""
+"""Least weight that `moment_weights` gives, since a negative one would turn a sample's sign."""
 
 
 def effective_sample_size(weights: FloatArray, counts: FloatArray | None = None) -> float:
-    """(sum w)^2 / (n sum w^2) of Kish: the share of the n samples that unweighted ones of the same
-    precision would need, 0 to 1. `counts` says how many samples have each weight (None: one)."""
+    """Kish's effective sample size (sum w)^2 / (n sum w^2), 0 to 1: the share of the n samples that
+    would be as precise if unweighted. `counts`: number of samples with each weight (None: one)."""
     weights = np.asarray(weights, dtype=np.float64)
     counts = np.ones_like(weights) if counts is None else counts
     squares = total_of(counts) * total_of(counts * (weights * weights))
@@ -50,13 +50,11 @@ def moment_weights(
     max_weight: float = 10.0,
     min_effective: float = MIN_EFFECTIVE,
 ) -> FloatArray:
-    """(B,) weights by bin of length that give the trained samples the policy's own mean length.
-
-    They are `density_weights` plus the least that is needed, linear in the length, to make the mean
-    exact. If that leaves an effective sample size below `min_effective`, the density ratio is first
-    drawn towards 1, as little as will do; what the mean loses by it the linear part gives back.
-    Bounded from below and above, so the mean is exact unless many weights lie on a bound.
-    """
+    """(B,) weights by bin of length with which the trained samples have the policy's own mean
+    length. They are `density_weights` plus the least linear function of the length that makes the
+    mean exact. If that leaves an effective sample size below `min_effective`, the density ratio is
+    first drawn towards 1, as little as will do, and the linear part makes up for it. All weights
+    are bounded on both sides: the mean is exact unless many weights lie on a bound."""
     share = _shares(counts, max_weight)
     ratio = density_weights(model, counts, max_weight=max_weight)
     own_mean = model.mean()
@@ -91,7 +89,7 @@ def _shares(counts: FloatArray, max_weight: float) -> FloatArray:
 
 
 def _to_mean_one(weights: FloatArray, share: FloatArray, max_weight: float) -> FloatArray:
-    """The weights scaled to the mean 1; those that would rise above `max_weight` are held there."""
+    """The weights scaled to the mean 1, held at `max_weight` where they would rise above it."""
     for _ in range(50):
         mean = total_of(share * weights)
         if not mean > 0:
@@ -109,8 +107,8 @@ def _to_mean_length(
     own_mean: float,
     max_weight: float,
 ) -> FloatArray:
-    """The weights that meet the mean weight 1 and the mean length with the least change, in squares
-    over the samples; repeated because of the bounds."""
+    """The weights changed as little as possible, in squares over the samples, so that their mean is
+    1 and the weighted mean length is `own_mean`; repeated because weights are bounded."""
     centred = lengths - total_of(share * lengths)
     variance = total_of(share * (centred * centred))
     if not variance > 0:

@@ -1,8 +1,8 @@
-"""The lengths of a run's last steps, and the fit to them.
+"""The lengths that a run's last steps have shown, and the model fitted to them.
 
-Every launch shows something of the policy's lengths, also where it was stopped. A window of steps
-of it is kept, with the lengths that were trained on beside it, and a `LengthModel` of the policy's
-own is fitted to it and kept up to date.
+Every launch of a prompt shows something of the policy's lengths, also where it was stopped. A
+window of the last steps keeps what was shown and what was trained on, and a `LengthModel` of the
+policy's own lengths is fitted to it and kept up to date.
 """
 
 from __future__ import annotations
@@ -22,37 +22,35 @@ from rollpacker.core.lengths.fit import choose_length_model
 from rollpacker.core.lengths.model import LengthModel
 
 MAX_PROMPTS_PER_STEP = 192
-"""Most prompts of a step that are watched, evenly spread: with more the fit gets no better, and the
-cost stays bounded."""
+"""Maximum number of prompts of a step whose lengths are kept ("watched"), evenly spread over the
+step: with more the fit gets no better, and the cost stays bounded."""
 MIN_PROMPTS = 32
-"""Fewest prompts in the window with which there is a model."""
+"""Fewest prompts in the window with which a model is fitted."""
 MAX_UNSEEN = 0.01
-"""Largest share of the policy's own responses that may be longer than any complete one for there to
-be a model: before the first long round nobody knows how long they are."""
+"""Largest share of the policy's own responses that may be longer than any complete one for a model
+to be given out: before the first long round nobody knows how long they are."""
 REFIT_SHARE = 0.1
-"""The model is fitted again after this number of launches, per prompt in the window."""
+"""Number of launches, per prompt in the window, after which the model is fitted again."""
 WARM_ITERATIONS = 8
 COLD_ITERATIONS = 100
 COLD_GROWTH = 3
-"""A fit starts afresh when the window has grown by this factor since one last did."""
+"""Growth of the window since the last fit from scratch, as a factor, that calls for another."""
 
 
 @dataclass(slots=True)
 class _StepLengths:
-    """Lengths that one step has shown."""
-
     prompts: dict[PromptId, PromptLengths]
     """Prompts first launched in this step, with the lengths that all their launches have shown."""
     ignored: list[PromptId]
-    """Prompts of this step that are not watched."""
+    """Prompts of this step that are not watched: their lengths are not kept."""
     counts: FloatArray
-    """(B,) trained samples per bin."""
+    """(B,) number of trained samples of the step per bin of length."""
     tokens: FloatArray
-    """(B,) tokens of the trained samples per bin."""
+    """(B,) tokens of the trained samples of the step per bin of length."""
 
 
 class SavedPrompt(NamedTuple):
-    """A prompt and its `PromptLengths`, in a checkpoint."""
+    """A prompt and its `PromptLengths`, as a checkpoint holds them."""
 
     prompt: PromptId
     finished: tuple[int, ...]
@@ -61,7 +59,7 @@ class SavedPrompt(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SavedStep:
-    """`_StepLengths` in a checkpoint."""
+    """Lengths that one step has shown, as a checkpoint holds them."""
 
     prompts: list[SavedPrompt]
     ignored: list[PromptId]
@@ -71,10 +69,10 @@ class SavedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SavedWindow:
-    """A `LengthWindow` in a checkpoint."""
+    """A `LengthWindow` as a checkpoint holds it."""
 
     method: str = "none"
-    """Method of the loss weights that are made of the window. "none": there are no weights."""
+    """Method of the loss weights that `table` holds. "none": there are no weights."""
     cap: int | None
     steps: list[SavedStep]
     ignored: list[list[PromptId]]
@@ -85,21 +83,21 @@ class SavedWindow:
     steps_since_cold_fit: int
     model: LengthModel | None
     table: FloatArray | None = None
-    """(B,) loss weights by bin."""
+    """(B,) loss weights by bin of length. None: there are no weights."""
 
 
 class LengthWindow:
     """Lengths that the last steps of a run have shown, and the model fitted to them.
 
-    A prompt belongs to the step of its *first* launch and is forgotten with it; what comes later of
-    a forgotten prompt is ignored. (To keep a prompt for as long as its last launch is recent would
-    favour those that are launched again, and those are the long ones.)
+    A prompt belongs to the step of its *first* launch and is forgotten with that step; what later
+    launches of it show is then ignored. (To keep a prompt for as long as its last launch is recent
+    would favour those that are launched again, and those have the long responses.)
 
     Refits go on from the last fit and take place when the launches seen since then are a tenth of
     the prompts in the window: with 160 prompts started per short round and a window of 50 steps
-    every five steps or so, some 30 ms each. The fit starts afresh, in some 0.3 s, when the window
-    has tripled since it last did, and once per window: after a sudden change of the policy a fit
-    that goes on from the last one can end in a poor optimum.
+    every five steps or so, some 30 ms each. A fit from scratch, some 0.3 s, takes place when the
+    window has tripled since the last such fit, and once per window: after a sudden change of the
+    policy a fit that goes on from the last one can end in a poor optimum.
     """
 
     def __init__(self, *, cap: int | None, window_steps: int = 50) -> None:
@@ -111,16 +109,16 @@ class LengthWindow:
         self._cap = self._given_cap or 2
         self._steps: deque[_StepLengths] = deque()
         self._known: dict[PromptId, dict[PromptId, PromptLengths]] = {}
-        """For every watched prompt, the prompts of its step, or the new ones, that it is among."""
+        """The mapping that holds each watched prompt's lengths: that of its step, or `_new`."""
         self._ignored: deque[list[PromptId]] = deque()
-        """Prompts forgotten in each of the last `window_steps` steps."""
+        """Prompts forgotten, or not watched, in each of the last `window_steps` steps."""
         self._is_ignored: set[PromptId] = set()
         self._new: dict[PromptId, PromptLengths] = {}
-        """Prompts first launched since the last step, with their lengths."""
+        """Lengths of the watched prompts first launched since the last step ended."""
         self._num_seen = 0
         """Number of launches of watched prompts since the last fit."""
         self._num_at_cold_fit = 0
-        """Number of prompts in the window when a fit last started afresh."""
+        """Number of prompts in the window at the last fit from scratch."""
         self._steps_since_cold_fit = 0
         self._model: LengthModel | None = None
 
@@ -132,12 +130,9 @@ class LengthWindow:
         *,
         continued: bool = False,
     ) -> None:
-        """Records one launch of a prompt: lengths of its complete responses, and where the others
-        were stopped, in tokens. `continued`: these are the responses of the prompt's earlier
-        launches, which have grown, and not new ones.
-
-        Raises `ValueError` for a length below 0 or above the cap.
-        """
+        """Records one launch of a prompt: lengths of its complete responses, and those at which
+        others were stopped, in tokens. `continued`: these are earlier launches' responses, which
+        have grown. Raises `ValueError` for a length below 0 or above the cap."""
         self.make_room([*finished, *stopped])
         if prompt in self._is_ignored:
             return
@@ -149,7 +144,7 @@ class LengthWindow:
         )
 
     def close_step(self, trained_lengths: Sequence[int]) -> None:
-        """Ends a step, whose launches were observed, with the lengths in tokens it trained on."""
+        """Ends a step, whose launches were observed. It trained on samples of these lengths."""
         self.make_room(trained_lengths)
         self._add_step(trained_lengths)
         self._steps_since_cold_fit += 1
@@ -158,7 +153,7 @@ class LengthWindow:
 
     @property
     def model(self) -> LengthModel | None:
-        """The last fit. None while too little is known."""
+        """The model of the last fit. None while too little is known."""
         return self._model if self._trusted() else None
 
     @property
@@ -166,25 +161,23 @@ class LengthWindow:
         return bin_starts(self._cap).size
 
     def bins(self, lengths: Sequence[int]) -> IntArray:
-        """Bin of each length. Raises `ValueError` for a length below 0 or above the cap."""
+        """Bin of each length in tokens. Raises `ValueError` for one below 0 or above the cap."""
         values = np.asarray(lengths, dtype=np.int64)
         check_lengths(values, self._cap)
         return bins_of(bin_starts(self._cap), values)
 
     def trained(self) -> tuple[FloatArray, FloatArray]:
-        """(B,) number of trained samples of the window per bin, and (B,) their tokens."""
+        """(B,) number of the window's trained samples per bin of length, and (B,) their tokens."""
         nothing = np.zeros(self.num_bins)
         counts = sum((step.counts for step in self._steps), start=nothing)
         return counts, sum((step.tokens for step in self._steps), start=nothing)
 
     def metrics(self) -> dict[str, float]:
-        """Trained lengths against the policy's own, over the window.
-
-        `length/trained_mean` is there as soon as something was trained on; the others come when
-        enough is known. `length/shift` is trained over own mean, minus 1;
-        `length/tail_trained_share` the share of the own tail beyond its 95 % quantile that was
-        trained on.
-        """
+        """Metrics that compare trained lengths with the policy's own, over the window.
+        `length/trained_mean` is there as soon as something was trained on, the others once there is
+        a model. `length/shift` is the trained over the own mean, minus 1;
+        `length/tail_trained_share` is the share of the policy's own tail beyond its 95 % quantile
+        that was trained on."""
         counts, tokens = self.trained()
         if not counts.sum():
             return {}
@@ -202,8 +195,8 @@ class LengthWindow:
         }
 
     def make_room(self, lengths: Sequence[int]) -> None:
-        """Raises `ValueError` for lengths below 0 or above the cap; without a cap, adds bins for
-        them."""
+        """Raises `ValueError` for lengths below 0 or above the cap. Without a cap, adds bins up to
+        the longest of them."""
         shortest, longest = min(lengths, default=0), max(lengths, default=0)
         if shortest < 0 or (self._given_cap is not None and longest > self._given_cap):
             wrong = shortest if shortest < 0 else longest
@@ -224,7 +217,7 @@ class LengthWindow:
     # -- checkpoints -------------------------------------------------------------------
 
     def saved(self) -> SavedWindow:
-        """All of the state. An instance that restores it goes on as this one would."""
+        """The whole state for a checkpoint. A window that restores it goes on as this one would."""
         return SavedWindow(
             cap=self._given_cap,
             steps=[
@@ -246,16 +239,14 @@ class LengthWindow:
         )
 
     def state(self) -> dict[str, Any]:
-        """The state of `saved` as plain JSON values."""
+        """The state of `saved` as plain JSON values, for a checkpoint."""
         return to_plain(self.saved())
 
     def restore(self, state: Mapping[str, Any]) -> SavedWindow:
-        """Take over the `state` of another instance, and hand it back as it was `saved`. A shorter
-        window forgets the oldest steps, from the next step on.
-
-        Under a larger cap lengths have another law: they are forgotten, and what comes late of
-        their prompts is ignored. Raises `ValueError` for a smaller cap.
-        """
+        """Restores the `state` of another window, and returns it as `saved` had it. A shorter
+        window forgets the oldest steps, from the next step on. Under a larger cap the old lengths
+        mean something else: they are forgotten, and what later launches of their prompts show is
+        ignored. Raises `ValueError` for a smaller cap."""
         saved = from_plain(SavedWindow, state)
         if saved.cap != self._given_cap:
             if saved.cap is None or self._given_cap is None or saved.cap > self._given_cap:
@@ -284,7 +275,7 @@ class LengthWindow:
         return saved
 
     def _ignore(self, saved: SavedWindow) -> SavedWindow:
-        """Begin anew, and ignore the prompts that another window knew."""
+        """Begins with no lengths; later launches of the saved window's prompts are ignored."""
         known = [one.prompt for step in saved.steps for one in step.prompts]
         known += [prompt for step in saved.steps for prompt in step.ignored]
         known += [one.prompt for one in saved.new]
@@ -355,8 +346,8 @@ class LengthWindow:
 
 
 def _tail_is_dark(prompts: Sequence[PromptLengths]) -> bool:
-    """Whether no response is complete, or so many samples were stopped beyond the longest complete
-    one that a fit could not be trusted."""
+    """Whether a fit could not be trusted: no response is complete, or too many samples were stopped
+    beyond the longest complete one."""
     longest = max((max(p.finished) for p in prompts if p.finished), default=None)
     if longest is None:
         return True
@@ -368,7 +359,7 @@ def _tail_is_dark(prompts: Sequence[PromptLengths]) -> bool:
 def _thin_out(
     prompts: dict[PromptId, PromptLengths], most: int
 ) -> tuple[dict[PromptId, PromptLengths], list[PromptId]]:
-    """At most `most` of the prompts, evenly spread over their order, and the other prompts."""
+    """Splits the prompts into at most `most`, evenly spread over their order, and all others."""
     if len(prompts) <= most:
         return prompts, []
     names = list(prompts)

@@ -1,13 +1,14 @@
-"""Which device does what: engines, training replicas and a judge, on the devices of all hosts.
+"""Plans which devices are used by engines, training replicas and a judge, over all hosts.
 
     hosts, roles, who takes turns -> plan_placement -> a Placement, or a PlacementError
 
-First fit in the order of the roles. Roles whose lines name devices have these. Then each role with
-a number of devices gets the lowest ones that have room, or the highest ones if a role before it
-asks for all devices. At last the roles with `all` get one unit each, and then as many as there is
-room for. A role that takes turns goes to the devices of those that it takes turns with first.
-Nothing is moved again once it is placed, so a plan may exist that is not found: the error says
-which role is short and where, and a line that names devices places it otherwise.
+First fit in the order of the roles. Roles whose config lines name devices have these. Then each
+role with a number of devices gets the lowest ones that have room, or the highest ones if a role
+before it asks for all devices. At last the roles with `all` get one unit (engine, replica or judge)
+each, and then as many as there is room for. A role that takes turns with others goes first to the
+devices that these have. Nothing is moved once it is placed, so a plan may exist that is not found:
+the error says which role is short and where, and a config line that names devices can place it
+otherwise.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from rollpacker.core.placement.roles import (
 )
 
 _MOST_HOSTS = 4
-"""Most hosts that one message names."""
+"""Maximum number of hosts that an error message names one by one."""
 
 
 def plan_placement(hosts: Sequence[Host], request: PlacementRequest) -> Placement:
@@ -48,7 +49,7 @@ def plan_placement(hosts: Sequence[Host], request: PlacementRequest) -> Placemen
 
 
 def _in_order(request: PlacementRequest) -> Iterator[tuple[Role, int]]:
-    """Every role in the order in which it is placed, and how many units it must get."""
+    """Yields every role in the order of placement, with the number of units that it must get."""
     rank = {
         role.name: 0 if role.pinned else 2 if role.count is None else 1 for role in request.roles
     }
@@ -57,25 +58,25 @@ def _in_order(request: PlacementRequest) -> Iterator[tuple[Role, int]]:
 
 
 class _Fill:
-    """Devices of the hosts, and the units that have been put on them."""
+    """The devices of all hosts, and the roles and units placed on them so far."""
 
     def __init__(
         self, hosts: Sequence[Host], request: PlacementRequest, *, endless: bool = False
     ) -> None:
-        """`endless`: memory is not limited."""
+        """`endless`: the memory of hosts and devices counts as unlimited."""
         self.hosts, self.request, self.endless = hosts, request, endless
         sizes = [host.num_devices(request.kind) for host in hosts]
         self.host_of = [number for number, size in enumerate(sizes) for _ in range(size)]
         self.local = [local for size in sizes for local in range(size)]
-        """Each device's number on its host."""
+        """Number that each device has on its own host, by the device's number over all hosts."""
         self.on: list[set[str]] = [set() for _ in self.host_of]
-        """The roles on each device."""
+        """Names of the roles placed on each device."""
         self.units: dict[str, list[tuple[int, ...]]] = {role.name: [] for role in request.roles}
         self._taken: list[Counter[str]] = [Counter() for _ in hosts]
-        """The devices that each role has on each host."""
+        """For each host, the number of its devices that each role has, by the role's name."""
 
     def place(self, role: Role, wanted: int | None) -> int:
-        """Places up to `wanted` units of the role (None: as many as fit), and returns how many."""
+        """Places up to `wanted` units of the role (None: all that fit). Returns their number."""
         placed = 0
         for devices in self._tries(role):
             while wanted is None or placed < wanted:
@@ -90,9 +91,9 @@ class _Fill:
         return placed
 
     def lack(self, role: Role) -> tuple[str, int, int, list[Role]] | None:
-        """The first device, or host of cores, that has no memory for another unit of this role:
-        its name, the bytes that it has, the bytes that would be needed, and by which roles. None:
-        memory is not what is short."""
+        """Finds what is short for another unit of this role: the first device (or host, for CPU
+        cores) without memory for it. Returns its name, its bytes of memory, the bytes needed, and
+        the roles that need them. None: memory is not what is short."""
         for device in role.pinned or range(len(self.on)):
             number = self.host_of[device]
             host = self.hosts[number]
@@ -111,9 +112,9 @@ class _Fill:
         return None
 
     def _tries(self, role: Role) -> Iterator[list[int]]:
-        """Lists of devices from which a unit may be made, the best first: on one host, those used
-        by roles that take turns with this one; then those of one host; then, if the role allows it,
-        those of all hosts."""
+        """Yields lists of devices from which a unit may be made, the best first: on one host, those
+        used by roles that take turns with this one; then all of one host; then, if the role allows
+        it, all of all hosts."""
         devices = list(role.pinned or range(len(self.on)))
         if role.count is not None and not role.pinned and self._is_after_all(role):
             devices.reverse()
@@ -132,7 +133,7 @@ class _Fill:
         return any(one.count is None and not self.request.shares(one, role) for one in before)
 
     def _unit(self, role: Role, devices: Sequence[int]) -> tuple[int, ...] | None:
-        """The first devices of these that make one unit. None: there are too few."""
+        """The first of these devices that make one unit of the role. None: they are too few."""
         found: list[int] = []
         on_host: Counter[int] = Counter()
         for device in devices:
@@ -162,9 +163,9 @@ class _Fill:
         return self.request.load(counts) <= self.hosts[number].left_bytes
 
     def _together(self, role: Role, device: int) -> set[str]:
-        """Names of roles that the GPU must have room for: those on the GPU, this one, and those
-        that could come to share it, since roles placed first must not take the room of later
-        ones."""
+        """Names of the roles for which the device must have memory at once: those on the device,
+        this one, and those that could come to share it, since roles placed first must not take the
+        room of later ones."""
         names = self.on[device] | {role.name}
         if role.name in self.request.colocate and not role.pinned:
             names |= {one.name for one in self.request.roles
@@ -173,7 +174,6 @@ class _Fill:
 
 
 def _placement(fill: _Fill) -> Placement:
-    """The finished plan, from the units that were placed."""
     request = fill.request
     units = [
         Unit(role=role.name, name=f"{role.unit} {number}", devices=devices)
@@ -223,8 +223,8 @@ def _placement(fill: _Fill) -> Placement:
 
 
 def _check_lines(hosts: Sequence[Host], request: PlacementRequest) -> None:
-    """Raises `PlacementError` for lines that contradict each other, that name devices which do not
-    exist, that make no whole units, or that ask for more devices than there are."""
+    """Raises `PlacementError` if the roles' config lines contradict each other, name devices that
+    do not exist, make no whole units, or ask for more devices than there are."""
     num_devices = sum(host.num_devices(request.kind) for host in hosts)
     if not num_devices:
         word = "core" if request.kind == "cpu" else "CUDA device"
@@ -271,7 +271,6 @@ def _check_apart(request: PlacementRequest, one: Role, other: Role) -> None:
 
 
 def _shortage(fill: _Fill, role: Role, units: int) -> str:
-    """Why this role got only so many units, as a sentence."""
     lack = fill.lack(role)
     if lack is not None and _fits_without_memory(fill, role):
         where, has, load, roles = lack
@@ -300,7 +299,6 @@ def _shortage(fill: _Fill, role: Role, units: int) -> str:
 
 
 def _fits_without_memory(fill: _Fill, role: Role) -> bool:
-    """Whether the role would have had its units if memory had no end."""
     endless = _Fill(fill.hosts, fill.request, endless=True)
     for one, wanted in _in_order(fill.request):
         units = endless.place(one, wanted)
@@ -314,7 +312,6 @@ def _all_of(fill: _Fill, role: Role) -> list[int]:
 
 
 def _needs(request: PlacementRequest, role: Role) -> str:
-    """The memory of a role in words."""
     need, word = role.need, "core" if request.kind == "cpu" else "device"
     turn = f", {text_of_bytes(need.turn)} of it while it works" if need.turn else ""
     of = f" ({need.of}, the most of all)" if need.of else ""

@@ -1,7 +1,8 @@
-"""Hosts, and what runs on their devices: the nouns of `core/placement/placement.py`.
+"""Hosts, roles (engines, training replicas, a judge) and finished plans, for `placement.py` beside
+it.
 
-Devices are numbered over hosts, in the hosts' order. They are GPUs, each with memory of its own, or
-on a CPU cores, which share their host's.
+Devices are numbered over all hosts, in the hosts' order. They are GPUs, each with memory of its
+own, or on a CPU cores, which share their host's.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ DeviceKind = Literal["cpu", "cuda"]
 
 
 class PlacementError(ValueError):
-    """Raised if roles and devices do not go together. The message names what is short."""
+    """Raised if the hosts cannot hold the roles as configured. The message names what is short."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,14 +43,15 @@ class Host:
 
 
 class Need(NamedTuple):
-    """Bytes that a role takes on each of its devices."""
+    """Bytes of memory that a role takes on each of its devices."""
 
     stays: int
     """Bytes held all the time, also while other roles have their turn."""
     turn: int
-    """Bytes held besides while the role works. Of colocated roles only one works at a time."""
+    """Bytes held besides while the role works. Of roles that share devices one works at a time."""
     of: str = ""
-    """Name of the part of the role that takes so much, where other parts take less."""
+    """Name of the part of the role, such as "stage 1", that takes this much, the most of all parts.
+    Empty: all parts take the same."""
 
     @property
     def most(self) -> int:
@@ -64,16 +66,16 @@ class Role:
     """One kind of unit to be placed: engines, training replicas, or a judge."""
 
     name: str
-    """Name of the role, which is the key of its line in `placement`."""
+    """Name of the role, which is also its key in the `placement` part of the configuration."""
     unit: str
     """Word for one unit of the role, such as engine or replica."""
     devices: Literal["all"] | int | tuple[int, ...]
-    """Devices that the role asks for. "all": as many units as fit beside the other roles. A number:
-    so many devices. A tuple: these devices."""
+    """What the role asks for. "all": as many units as fit beside the other roles. A number: so many
+    devices. A tuple: the devices with these numbers."""
     per_unit: int = 1
     """Number of devices of one unit."""
     per_key: str | None = None
-    """Name of the config key for `per_unit`. None: there is none."""
+    """Name of the config key that sets `per_unit`, for messages. None: no key sets it."""
     needs: Callable[[int], Need | None] = field(default=lambda per_unit: None, compare=False)
     """Function from a unit's number of devices to its bytes on each device. None: not known."""
     across_hosts: bool = False
@@ -81,7 +83,7 @@ class Role:
 
     @property
     def need(self) -> Need:
-        """Bytes that the role takes on each of its devices; 0 where they are not known."""
+        """Memory that the role takes on each of its devices; all 0 if it is not known."""
         return self.needs(self.per_unit) or NOTHING
 
     @property
@@ -99,7 +101,7 @@ class Role:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementRequest:
-    """Roles to be placed, and which of them take turns."""
+    """The roles to be placed, and which of them may share devices by taking turns."""
 
     roles: tuple[Role, ...]
     colocate: frozenset[str] = frozenset()
@@ -110,9 +112,9 @@ class PlacementRequest:
         return one.name == other.name or {one.name, other.name} <= self.colocate
 
     def load(self, counts: Mapping[str, int]) -> int:
-        """Bytes that roles need together in one memory, given each role's number of devices there:
-        all that stays, what roles without turns take while they work, and the largest of those that
-        take turns."""
+        """Bytes that roles need together in one memory, where `counts` has each role's number of
+        devices there: all that stays, what roles without turns take while they work, and the
+        largest of those that take turns."""
         total = most = 0
         for role in self.roles:
             count, need = counts.get(role.name, 0), role.need
@@ -126,7 +128,7 @@ class PlacementRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """One engine or one replica, and its devices."""
+    """One placed engine, training replica or judge, and its devices."""
 
     role: str
     name: str
@@ -137,16 +139,16 @@ class Unit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedDevice:
-    """One device, and what is on it."""
+    """One device, the units that use it, and its memory."""
 
     number: int
     host: str
     local: int
-    """Number of the device on its host."""
+    """Number of the device on its own host, from 0."""
     units: tuple[str, ...]
     """Names of the units that the device is part of."""
     used_bytes: int
-    """Most bytes that the device's units take, as far as these are known."""
+    """Bytes of memory that the device's units take at their peak, as far as this is known."""
     memory_bytes: int | None
     """Bytes of the device's own memory. None: it is a core, which shares its host's."""
 
@@ -158,7 +160,7 @@ class PlacedHost:
     name: str
     used_bytes: int
     held_bytes: int
-    """Bytes that other processes hold besides."""
+    """Bytes of the host's memory that other processes hold."""
     memory_bytes: int | None
     """Bytes of memory that the host's devices share, if they are CPU cores. None for GPUs, each of
     which has memory of its own."""
@@ -176,7 +178,7 @@ class Placement:
     """Names of roles whose memory is not known, and counted as nothing."""
 
     def of(self, role: str) -> tuple[Unit, ...]:
-        """The role's units, in the order of their first devices."""
+        """Units of the role with this name, in the order of their first devices."""
         return tuple(unit for unit in self.units if unit.role == role)
 
     def num_devices(self, role: str) -> int:
@@ -187,7 +189,7 @@ class Placement:
 
 
 def as_ranges(devices: Sequence[int]) -> str:
-    """Text of ascending numbers, such as `0-3,6`."""
+    """Text of ascending device numbers, with ranges, such as `0-3,6`."""
     parts: list[list[int]] = []
     for number in devices:
         if parts and parts[-1][-1] == number - 1:
@@ -198,14 +200,14 @@ def as_ranges(devices: Sequence[int]) -> str:
 
 
 def as_line(devices: Literal["all"] | int | Sequence[int]) -> str:
-    """Text of a role's config line: `all`, a number, or ranges; a single device is `3-3`."""
+    """Text of a role's config line: `all`, a number, or ranges (a single device is `3-3`)."""
     if isinstance(devices, str | int):
         return str(devices)
     return f"{devices[0]}-{devices[0]}" if len(devices) == 1 else as_ranges(devices)
 
 
 def text_of_bytes(size_bytes: int) -> str:
-    """The size in words, in the largest unit that fits."""
+    """The size as text, in the largest unit that fits."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
         if size_bytes >= unit:
             return f"{size_bytes / unit:.1f} {name}"

@@ -1,1 +1,1 @@
-"""Tail batching: which prompts a round launches, who wins its race, and which prompts wait."""
+"""Tail batching: which prompts a round launches, which samples it keeps, and which prompts wait."""

@@ -1,9 +1,9 @@
-"""Dynamic sampling: a group whose samples all got the same reward teaches nothing, so the step
-leaves it out and looks for others.
+"""Dynamic sampling: a group (the samples of one prompt) whose rewards are all equal teaches
+nothing, so the step leaves it out and looks for others.
 
-The step's rounds are gathered until it has its number of groups, or a bound is met; a refill is a
-race of fresh prompts. Nothing that is left out comes back: it never fills the long queue. After
-DAPO (arXiv 2503.14476), section 3.2.
+A step goes on with rounds until it has its number of groups, or has used up its refills; a refill
+is a race of fresh prompts. Nothing that is left out comes back: it never fills the long queue.
+After DAPO (arXiv 2503.14476), section 3.2.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ from rollpacker.core.commands import Drop, TrainOn
 from rollpacker.core.ids import SampleId
 
 Group = tuple[SampleId, ...]
-"""The samples of one prompt that are trained on together."""
+"""A group: the samples of one prompt that are trained on together."""
 
 NO_SIGNAL = "no signal: all its rewards are equal"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicSamplingConfig:
-    """Train only on groups whose rewards are not all equal (`rollout.dynamic_sampling`)."""
+    """Settings of training without groups whose rewards are all equal
+    (`rollout.dynamic_sampling`)."""
 
     enabled: bool = False
     max_refills: int = 3
-    """Most further rounds that a step takes to replace groups; then it goes on with fewer groups,
-    and reports so. There are none while an epoch's or the run's last prompts are used up."""
+    """Maximum number of further rounds (refills) with which a step replaces groups that it leaves
+    out; it may still lack some, and reports so. There are no refills while an epoch's or the run's
+    last prompts are used."""
 
     def __post_init__(self) -> None:
         if self.max_refills < 0:
@@ -37,32 +39,32 @@ class DynamicSamplingConfig:
 def split_by_signal(
     groups: Iterable[Group], has_signal: Callable[[Group], bool]
 ) -> tuple[tuple[Group, ...], list[Drop]]:
-    """The groups whose rewards differ, and `Drop` commands for the others."""
+    """The groups whose rewards differ, by `has_signal`, and `Drop` commands for the others."""
     groups = tuple(groups)
     drops = [Drop(prompt=g[0].prompt, reason=NO_SIGNAL) for g in groups if not has_signal(g)]
     return tuple(group for group in groups if has_signal(group)), drops
 
 
 class StepGroups:
-    """Groups that the rounds of one step have brought so far."""
+    """Groups (the samples of one prompt each) that the rounds of one step have brought so far."""
 
     def __init__(self, target: int) -> None:
         self.target = target
         """Number of groups that the step should train on."""
         self.groups: list[tuple[SampleId, ...]] = []
         self.lengths: list[int] = []
-        """Number of tokens of each sample of `groups`, in order; empty if no lengths are needed."""
+        """Tokens of each sample of `groups`, in their order; empty if no lengths are needed."""
         self.num_refills = 0
         self.streamed: tuple[int, str] = (0, "")
-        """Number of samples with gradients begun early, and why none of the last round's were."""
+        """Number of samples with gradients begun early, and why the last round had none."""
 
     @property
     def missing(self) -> int:
         return self.target - len(self.groups)
 
     def may_refill(self, config: DynamicSamplingConfig) -> bool:
-        """Whether another race is to replace missing groups, if prompts are left. A wish to stop
-        does not matter here: the step is the one that an uninterrupted run would make."""
+        """Whether another round is to replace missing groups, if prompts are left. A request to
+        stop changes nothing here: the step is the one that an uninterrupted run would make."""
         return config.enabled and self.num_refills < config.max_refills and self.missing > 0
 
     def add(self, groups: Iterable[tuple[SampleId, ...]], lengths: Iterable[int]) -> None:
@@ -72,9 +74,9 @@ class StepGroups:
     def train_on(
         self, step: int, weights: Iterable[float] | None, *, says_missing: bool
     ) -> TrainOn:
-        """The command that trains on this step's groups. `weights`: of the samples, in the order of
-        `lengths`; None: all 1. `says_missing`: whether the command reports how many groups are
-        missing."""
+        """The command that trains on this step's groups. `weights`: loss weights of the samples, in
+        the order of `lengths`; None: all 1. `says_missing`: whether it reports the number of
+        missing groups."""
         by_group = None
         if weights is not None:
             flat = iter(weights)
@@ -90,13 +92,13 @@ class StepGroups:
         )
 
     def note_streamed(self, num_samples: int, why_not: str) -> None:
-        """Add the samples of one more round that were streamed, and why none was."""
+        """Adds a round's number of samples with gradients begun early; `why_not`: why none were."""
         self.streamed = (self.streamed[0] + num_samples, why_not)
 
 
 def updates_of(num_groups: int, num_updates: int) -> tuple[int, ...]:
-    """For each group, the number (from 0) of the optimizer step inside this step that trains on it.
-    Groups are dealt out in turn, so that numbers of groups differ by at most one. A step that is
-    short of groups has fewer optimizer steps rather than empty ones."""
+    """Number, from 0, of the optimizer step that trains on each group, where a training step
+    consists of `num_updates` such steps. Groups are dealt out in turn, so that counts differ by at
+    most one. A step short of groups has fewer optimizer steps rather than empty ones."""
     assert num_groups >= 0 and num_updates >= 1, (num_groups, num_updates)
     return tuple(group % num_updates for group in range(num_groups))

@@ -1,4 +1,4 @@
-"""Plan of a round, and the groups that race in it."""
+"""The plan of a round, and its groups: the samples of each prompt that the round launches."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from rollpacker.core.lifecycle import SampleState, check
 from rollpacker.core.rounds.tail_batching import Race, TailBatchingConfig
 
 UNDER_WAY = -1
-"""Stands in place of a length while the engine or an environment has the sample."""
+"""Stands in place of a sample's length while an engine or an environment has the sample."""
 
 
 class CarriedLength(NamedTuple):
-    """Number of tokens that an earlier launch of the prompt left of one response."""
+    """What an earlier launch of a prompt left of one response: its number of tokens."""
 
     tokens: int
     whole: bool
-    """True if the response is complete."""
+    """True if these tokens are a complete response, rather than the start of one."""
 
     def under(self, cut_off_at: int | None) -> CarriedLength:
-        """This length, marked as not complete if the response was cut off at `cut_off_at` tokens,
-        which is below the cap of today. None: the cap has not grown."""
+        """This length, marked as incomplete if the response had been cut off at `cut_off_at`
+        tokens, an earlier cap that has grown since. None: the cap has not grown."""
         is_over = cut_off_at is not None and self.tokens >= cut_off_at
         return CarriedLength(self.tokens, whole=False) if is_over else self
 
@@ -37,18 +37,19 @@ _TRAINED_NOW = check(SampleState.SCORED, SampleState.TRAINED)
 
 
 class Waiting(NamedTuple):
-    """A prompt that waits for a round."""
+    """A prompt that waits for a round, with what earlier launches left of its responses."""
 
     prompt: PromptId
     attempt: int = 0
-    """Number of the prompt's next launch, from 0: how often it was deferred."""
+    """How often the prompt was launched and left unfinished; this numbers its next launch."""
     carried: tuple[CarriedLength, ...] = ()
-    """Tokens that earlier launches left of each response, by the response's index; may be empty."""
+    """What earlier launches left of each response, by its index; empty if nothing is kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundPlan:
-    """Plan of a round: the prompts that it launches, and when it is over."""
+    """Plan of a round (one batch of generation): what it launches, what it needs, and which queue
+    takes the prompts that it leaves unfinished."""
 
     number: int
     kind: RoundKind
@@ -57,46 +58,46 @@ class RoundPlan:
     num_samples: int
     """Number of samples launched per prompt."""
     samples_needed: int
-    """R0: number of samples kept per prompt."""
+    """Number of samples kept per prompt (R0)."""
     prompts_needed: int
-    """Number of finished prompts at which the round is over."""
+    """Number of prompts that must have finished for the round to be over."""
     race: Race = "generated"
     tail: TailBatchingConfig
     max_retries: int = 2
-    """Most replacements launched per prompt for samples that the engine failed on, or whose
-    environment raised or was too slow; for those whose environment's process was lost, the most per
-    failed sample."""
+    """Maximum number of replacements per prompt for samples that the engine failed on, or whose
+    environment raised or was too slow; per failed sample, if an environment's process was lost."""
     tensor_parallel: int = 1
     speculate: bool = False
     min_verdicts: int = 2
     """Fewest verdicts with which a group is trained on, rather than dropped: 2 where samples are
     compared with each other, else 1."""
     defers_to: int = 0
-    """Number of the queue that unfinished prompts join; see `NextRound.defers_to`."""
+    """Tier (further race) whose queue takes unfinished prompts; beyond the last: the long queue."""
 
 
 class Quota:
-    """Prompts that race for the same places among a step's groups, such as those of one source."""
+    """Prompts that compete for the same places in a step's training: all, or those of one
+    source."""
 
     __slots__ = ("groups", "num_awaited", "num_missing")
 
     def __init__(self, num_missing: int) -> None:
         self.num_missing = num_missing
         self.num_awaited = 0
-        """Number of places kept for prompts that the round waits for and that are not done yet."""
+        """Places kept for groups, not done yet, that the round must wait for (`Group.awaited`)."""
         self.groups: list[Group] = []
 
     def join(self, group: Group) -> None:
-        """Add the group to this race. The round waits for the group only as far as there are
-        places."""
+        """Adds a group that competes for this quota's places in training. One that must be awaited
+        has a place kept for it; if all places are kept already, it is not awaited after all."""
         group.quota = self
         self.groups.append(group)
         group.awaited = group.awaited and self.num_awaited < self.num_missing
         self.num_awaited += group.awaited
 
     def take_place(self, group: Group) -> bool:
-        """Give a complete group a place, if one is left besides those kept for others. Returns
-        whether it has one."""
+        """Gives a complete group one of the quota's places in training, if any is left besides
+        those kept for others. Returns whether the group has a place now."""
         if group.awaited:
             self.num_awaited -= 1
         elif self.num_missing <= self.num_awaited:
@@ -107,7 +108,7 @@ class Quota:
 
 # A list per fact of a sample, since rounds have thousands of them and every event reads some.
 class Group:
-    """The samples of one prompt in this round. Lists are by sample index."""
+    """The samples of one prompt in this round. Lists have an entry per sample, by sample index."""
 
     __slots__ = (
         *("attempt", "awaited", "carried", "deferred", "done", "finished", "kept_tokens"),
@@ -118,34 +119,36 @@ class Group:
     def __init__(self, waiting: Waiting, awaited_after: int | None) -> None:
         self.prompt, self.attempt, self.carried = waiting
         self.awaited = awaited_after is not None and self.attempt >= awaited_after
-        """True if the round does not end before this group is done."""
+        """True if the round must wait for this group, since earlier rounds left it unfinished too
+        often."""
         self.quota: Quota
         self.places: list[int] = []
-        """Number that decides each sample's noise and carried-over tokens: its own index, or the
-        number of the failed sample that it replaces."""
+        """Number that fixes each sample's random numbers and carried-over tokens: its own index, or
+        that of the failed sample that it replaces."""
         self.kept_tokens: list[int | None] = []
-        """Number of carried-over tokens that came out the same, per sample. None: not compared."""
+        """For each sample how many tokens of an earlier launch came out the same. None: not
+        compared."""
         self.samples: list[SampleId] = []
         self.states: list[SampleState] = []
         self.lengths: list[int] = []
-        """Number of tokens that each sample had when it left the engine; `UNDER_WAY` before."""
+        """Tokens of each sample when it left the engine; `UNDER_WAY` for one that has not left."""
         self.whole: list[bool] = []
-        """Whether each response is complete, rather than stopped on its way."""
+        """Whether each response is complete, rather than stopped by an abort."""
         self.values: list[float | None] = []
         """Reward of each sample. None while it is not judged, and where judging failed."""
         self.finished: list[int] = []
-        """Indices of the samples that count in the race, in the order in which they finished, never
-        more than the group needs."""
+        """Indices of the samples that finished first, in the order in which they did; never more
+        than the group needs."""
         self.num_generating = 0
         self.num_unscored = 0
-        """Number of samples that are generated and wait for their verdicts."""
+        """Number of samples that are generated and have no verdict yet."""
         self.num_retries = 0
         self.done = False
         self.deferred = False
         self.streamed = False
 
     def add(self, count: int, state: SampleState) -> list[SampleId]:
-        """Add so many samples in this state, each in a place of its own, and return their ids."""
+        """Adds `count` samples in this state, with indices of their own, and returns their ids."""
         start = len(self.samples)
         samples = [SampleId(self.prompt, start + i, self.attempt) for i in range(count)]
         self.samples += samples
@@ -159,10 +162,9 @@ class Group:
         return samples
 
     def take_retry(self, index: int, most: int, *, of_place: bool) -> bool:
-        """Whether this failed sample may be replaced. Without `of_place`, the prompt has `most`
-        replacements, and this one is counted. With `of_place`, where something failed that several
-        prompts share, each sample's place has `most` replacements, and the prompt's are not
-        touched."""
+        """Counts a replacement of this failed sample, and returns whether it is allowed: the prompt
+        has `most` of them. With `of_place`, for the failure of something that several prompts
+        share, each sample has `most` of its own instead, which do not count for the prompt."""
         if of_place:
             failed = [n for n, state in enumerate(self.states) if state is SampleState.FAILED]
             return sum(self.places[n] == self.places[index] for n in failed) <= most
@@ -170,29 +172,31 @@ class Group:
         return self.num_retries <= most
 
     def kept(self) -> list[int]:
-        """Indices of the samples that finished first and have a verdict, ascending."""
+        """Indices, ascending, of the samples that finished first and have a verdict: those to train
+        on."""
         values = self.values
         return sorted([index for index in self.finished if values[index] is not None])
 
     def most_carried(self) -> int:
-        """Number of tokens of the longest response carried over from an earlier launch."""
+        """Tokens of the prompt's longest response that an earlier launch left; 0: none was left."""
         return max([carried.tokens for carried in self.carried], default=0)
 
     def carried_at(self, index: int) -> CarriedLength:
         """Tokens of an earlier launch that this sample began with. A sample that replaces a failed
-        one begins with none."""
+        one began with none."""
         if index < len(self.carried) and self.places[index] == index:
             return self.carried[index]
         return NOTHING_CARRIED
 
     def new_tokens(self, index: int) -> int:
-        """Number of tokens that this launch generated for a sample that has left the engine,
-        without those carried over."""
+        """Number of tokens that this launch generated for a sample that has left the engine; tokens
+        kept from an earlier launch do not count."""
         kept = self.kept_tokens[index]
         return self.lengths[index] - (self.carried_at(index).tokens if kept is None else kept)
 
     def to_carry(self) -> tuple[CarriedLength, ...]:
-        """Tokens that the unfinished group leaves to its next launch, by the samples' places."""
+        """Tokens that each response of an unfinished group leaves to its next launch, indexed by
+        the numbers in `places`."""
         left = [NOTHING_CARRIED] * (max(self.places) + 1)
         for index, place in enumerate(self.places):
             if self.states[index] is not SampleState.FAILED:
@@ -206,11 +210,12 @@ class Group:
         return CarriedLength(tokens, whole)
 
     def observed(self, *, complement: bool) -> tuple[list[int], list[int]]:
-        """Lengths in tokens of complete responses, and of stopped ones.
+        """Lengths in tokens of complete responses, and those that stopped responses had reached.
 
-        A carried-over response that came out differently was sampled a second time because it was
-        long: only its first length says how long responses are, unless `complement` made the second
-        one longer than where the first was stopped.
+        A response that was carried over from an earlier launch, but came out differently, counts
+        with its length in that launch: only slow prompts are launched again, so the new length is
+        biased. It counts with the new one only if `complement` is on and the earlier launch had
+        stopped it.
         """
         ends: tuple[list[int], list[int]] = ([], [])
         for index, state in enumerate(self.states):
@@ -224,8 +229,7 @@ class Group:
         return ends
 
     def settle(self, kept: Collection[int]) -> None:
-        """Mark the samples with these indices as trained on, and other generated ones as
-        dropped."""
+        """Marks samples with these indices as trained on, and other generated ones as dropped."""
         states = self.states
         for index, state in enumerate(states):
             if index in kept:
@@ -237,8 +241,9 @@ class Group:
 
 
 def share_out(plan: RoundPlan, groups: Collection[Group]) -> int:
-    """Give every group its quota, and return how many quotas have places. Places go to sources in
-    proportion to their prompts, remainders to the sources with the largest fractions."""
+    """Gives every group its quota (prompts that compete for the same places in training), and
+    returns how many quotas have places. With `balance_sources` each source has a quota in
+    proportion to its prompts; remainders go to the largest fractions."""
     if not plan.tail.balance_sources:
         shares = {"": plan.prompts_needed}
     else:

@@ -1,14 +1,16 @@
-"""The prompts that wait for a round, and which round is next.
+"""The prompts that wait for a round, and which round is next. There are these queues:
 
-fresh      fetched for the round that is put together
-tiers      deferred, and to race once more (`tail_batching.tiers`)
-long       deferred, and to be awaited: first in, first out
-           with a pool (`tail_batching.stragglers`): to race on in the next round
+fresh:    prompts fetched for the next round, and never launched;
+tiers:    deferred by a race, and to race once more (`tail_batching.tiers`);
+long:     deferred, and to be awaited by a long round: first in, first out;
+          with a pool (`tail_batching.stragglers`): to race on in the next round.
 
-a long round      as soon as the long queue fills one
-a flush           where an epoch or the run ends: whatever the long queue holds
-a cascade         as soon as a tier's queue fills its race, the last tier first
-fresh prompts     otherwise; with a pool those that wait come first, and fewer fresh ones
+The next round is the first of these that is due:
+
+a long round:    if the long queue fills one;
+a flush:         if an epoch or the run ends, with whatever the long queue holds;
+a cascade:       if a tier's queue fills its race, the last tier first;
+fresh prompts:   if nothing else is due; with a pool those that wait come first.
 """
 
 from __future__ import annotations
@@ -29,14 +31,14 @@ from rollpacker.core.rounds.groups import RoundPlan, Waiting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextRound:
-    """Prompts that the next round launches, and groups that it should bring."""
+    """Kind and prompts of the next round, and the number of groups that it should bring."""
 
     kind: RoundKind
     prompts: tuple[Waiting, ...]
     num_samples: int
     """Number of samples launched per prompt."""
     prompts_needed: int
-    """Number of finished prompts at which the round is over."""
+    """Number of prompts that must have finished for the round to be over."""
     defers_to: int = 0
     """Number of the tier (further race) whose queue takes prompts that the round leaves unfinished.
     A number beyond the last tier means the long queue."""
@@ -70,27 +72,29 @@ class Queues:
         self.prompts_per_step = config.prompts_per_step
         self.samples_per_prompt = config.samples_per_prompt
         self.races = tuple(tier.factors for tier in tail.tiers if tail.enabled)
-        """Factors of the race of each tier (of each further race for unfinished prompts)."""
+        """For each tier (further race of unfinished prompts) its factors: launched over needed
+        prompts and samples."""
         self.long: deque[Waiting] = deque()
         self.tiers: tuple[deque[Waiting], ...] = tuple(deque() for _ in self.races)
         self.fresh: list[PromptId] = []
         self.draining = False
-        """True if the epoch or the run ends: the queues are emptied before prompts are fetched."""
+        """True while an epoch or the run ends: no prompts are fetched before the queues are
+        empty."""
         self.without_races = not tail.enabled
         self._pooled = tail.pooled
         self._carries = tail.carries
         self._max_response_tokens = config.max_response_tokens
         self.cut_off_at: int | None = None
-        """Cap in tokens on responses under which the restored state was saved, if the cap has grown
-        since; else None."""
+        """Cap on responses, in tokens, in the restored state, if the cap has grown since; else
+        None."""
 
     def __len__(self) -> int:
         """Number of deferred prompts (left unfinished by an earlier round), in all queues."""
         return len(self.long) + sum(map(len, self.tiers))
 
     def next_round(self, *, ending: bool) -> NextRound | None:
-        """The next round of deferred prompts. None: fresh prompts are next. `ending`: the run
-        launches no more fresh prompts."""
+        """The next round, if it is one of prompts that earlier rounds left unfinished. None: a
+        round of fresh prompts is next. `ending`: the run launches no more fresh prompts."""
         self.draining = ending or (self.draining and len(self) > 0)
         if self.draining:
             for waiting in self.tiers:
@@ -106,22 +110,22 @@ class Queues:
         return None
 
     def num_racing(self, most: int) -> int:
-        """Number of deferred prompts that race in the next round, of `most` prompts in all."""
+        """Number of prompts left by earlier rounds among the `most` prompts of the next race."""
         return min(len(self.long), most) if self._pooled and not self.draining else 0
 
     def take_racing(self, most: int) -> tuple[Waiting, ...]:
-        """Removes and returns the prompts of the next race: deferred ones, where they race on in
-        the next round, and those fetched for it."""
+        """Removes and returns the prompts of the next race: deferred ones (at most `most`) where
+        these race on in the next round, and the fetched ones."""
         return _first(self.long, self.num_racing(most)) + self.take_fresh()
 
     def take_fresh(self) -> tuple[Waiting, ...]:
-        """Removes and returns the prompts fetched for the round, to be launched for the first
-        time."""
+        """Removes and returns the fetched prompts, which were never launched."""
         fresh, self.fresh = self.fresh, []
         return tuple([Waiting(prompt) for prompt in fresh])
 
     def defer(self, prompts: Iterable[Waiting], tier: int) -> None:
-        """Add prompts to the queue of this tier; beyond the last tier, to the long queue."""
+        """Adds prompts to the queue of this tier (further race); beyond the last, the long
+        queue."""
         (self.tiers[tier] if tier < len(self.tiers) else self.long).extend(prompts)
 
     def _awaited(self, kind: RoundKind) -> NextRound:
@@ -147,7 +151,7 @@ class Queues:
     # -- checkpoints -------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """The queues as four entries of the job's saved state."""
+        """The queues of unfinished prompts as four entries of the job's saved state."""
         saved = SavedQueues(
             queue=list(self.long),
             tier_queues=[list(waiting) for waiting in self.tiers],
@@ -157,10 +161,10 @@ class Queues:
         return to_plain(saved)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores the queues from the job's saved state, under the configuration of now. Prompts
-        of a tier that no longer exists wait for a long round. Without races, queued prompts come
-        before all fresh ones. Carried-over tokens are dropped if nothing is carried any more, and
-        responses that a smaller cap cut off are no longer complete."""
+        """Restores the queues from the job's saved state, under today's configuration. Prompts of a
+        tier that no longer exists wait for a long round. Without races, deferred prompts come
+        before all fresh ones. Carried-over tokens are dropped if tokens are no longer carried, and
+        responses that a smaller cap cut off count as incomplete."""
         saved = part_of(SavedQueues, state)
         before, now = saved.max_response_tokens, self._max_response_tokens
         if before is not None and (now is None or before < now):
@@ -178,13 +182,13 @@ class Queues:
 
 
 class SavedQueues(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The queues in a checkpoint."""
+    """Prompts left for later rounds, queue by queue, as a checkpoint holds them."""
 
     queue: list[Waiting]
     tier_queues: list[list[Waiting]]
     draining: bool
     max_response_tokens: int | None = None
-    """Cap on responses, in tokens, when the queues were saved. None: there was none, or unknown."""
+    """Cap on responses, in tokens, when the queues were saved. None: no cap, or not known."""
 
 
 def _first(queue: deque[Waiting], count: int) -> tuple[Waiting, ...]:

@@ -2,9 +2,9 @@
 
 A short round launches more prompts and more samples per prompt than the step needs and keeps the
 first to finish. When a prompt has enough finished samples, its surplus is aborted at once. When
-enough prompts are done, everything left is aborted and the unfinished prompts are deferred. A long
-round, or one with tail batching off, launches what it needs and waits for all. All are the same
-machine with other numbers.
+enough prompts are done, everything left is aborted and the unfinished prompts are deferred (put off
+to a later round). A long round, or one with tail batching off, launches what it needs and waits for
+all. The same state machine runs every kind of round, with other numbers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rollpacker.core.rounds.groups import UNDER_WAY, Group, Quota, RoundPlan, Wa
 
 TOO_FEW_VERDICTS = {1: "no verdict", 2: "fewer than two verdicts"}
 TOO_FEW_RESPONSES = {1: "no response", 2: "fewer than two responses"}
-"""Reason for dropping a prompt that has too few responses, by the number that a group needs."""
+"""Reason for dropping a prompt with too few responses, by the least number that a group needs."""
 
 
 class StrayEventError(AssertionError):
@@ -37,8 +37,8 @@ _SCORED_NOW = check(GENERATED, SampleState.SCORED)
 
 
 class Round:
-    """State machine of one round: its methods take events of the round's samples and return
-    commands, until `closed`."""
+    """State machine of one round (one batch of generation): its methods take events of the round's
+    samples and return commands, until `closed`."""
 
     def __init__(
         self,
@@ -46,12 +46,13 @@ class Round:
         rewards: RewardSchedule | None = None,
         late: Counter[str] | None = None,
     ) -> None:
-        """`late` counts, by name, events that came after their sample had ceased to matter."""
+        """`late` counts, by event name, events about samples that did not matter any more.
+        `rewards` starts the checks of responses; None: one with default settings."""
         self.plan = plan
         self.preemptions = 0
         self.num_launched = 0
         self.longest_tokens = 0
-        """Most tokens that this round generated for one response that has left the engine."""
+        """Largest number of new tokens of a response of this round that has left the engine."""
         self._rewards = RewardSchedule(RewardScheduleConfig()) if rewards is None else rewards
         self._overlap = self._rewards.config.overlap
         self._late = Counter[str]() if late is None else late
@@ -69,10 +70,10 @@ class Round:
         self._num_awaited = 0
         """Number of verdicts that the round still waits for."""
         self._unasked: list[tuple[Group, int]] = []
-        """Samples that were generated but not handed to the reward yet, as group and index; empty
-        where checks overlap with generation."""
+        """Samples that were generated but whose checks were not asked for yet, each as a group and
+        an index; empty where checks overlap with generation."""
         self._complete: list[Group] = []
-        """Groups that are done and have every verdict, and were not looked at for streaming yet."""
+        """Groups that are done and have every verdict, for the next call of `take_complete`."""
 
     # -- what the job asks -------------------------------------------------------------
 
@@ -92,12 +93,12 @@ class Round:
 
     @property
     def closed(self) -> bool:
-        """Whether the round is over: enough prompts are done, the engine holds no sample of the
-        round, and every kept sample has its verdict."""
+        """Whether the round is over: enough prompts are done, no engine or environment has a sample
+        of the round, and every kept sample has its verdict."""
         return not (self._num_open_quotas or self.num_under_way or self._num_awaited)
 
     def close(self) -> tuple[tuple[tuple[SampleId, ...], ...], list[Drop]]:
-        """The groups to train on, in launch order, samples in index order, and prompts to drop."""
+        """Ends the round. Returns groups to train on, in launch order, and prompts to drop."""
         assert self.closed
         groups: list[tuple[SampleId, ...]] = []
         drops: list[Drop] = []
@@ -118,7 +119,7 @@ class Round:
         return tuple(groups), drops
 
     def deferred(self) -> list[Waiting]:
-        """Prompts that the round left unfinished, in launch order, ready for their next launch."""
+        """Prompts left unfinished, in launch order, with the responses to go on from."""
         carries = self.plan.tail.carries
         return [
             Waiting(g.prompt, g.attempt + 1, g.to_carry() if carries else ())
@@ -128,12 +129,11 @@ class Round:
 
     @property
     def has_complete(self) -> bool:
-        """Whether `take_complete` has groups to look at."""
+        """Whether there are groups for `take_complete` to look at; it may return none of them."""
         return bool(self._complete)
 
     def take_complete(self) -> list[tuple[SampleId, ...]]:
-        """Groups that are certain to be trained on and have all their verdicts, without those that
-        an earlier call returned."""
+        """Groups that are certain to be trained on and have all verdicts, each returned once."""
         groups = []
         for group in self._complete:
             kept = group.kept()
@@ -168,7 +168,7 @@ class Round:
         )
 
     def waiting_for(self) -> str:
-        """What the round waits for, in words, for a deadline's message."""
+        """What the round waits for, in words, for the message when a deadline has passed."""
         if self.num_under_way:
             samples = self._with(lambda group, index: group.lengths[index] == UNDER_WAY)
             return f"{listed(samples, 'response')} from the engine"
@@ -190,7 +190,7 @@ class Round:
         return self._generated(group, index, event.num_tokens)
 
     def _generated(self, group: Group, index: int, num_tokens: int) -> list[Command]:
-        """Counts a complete sample in the race, and asks for its verdict."""
+        """Counts a complete sample as finished. Returns commands for its check and what follows."""
         group.num_generating -= 1
         group.num_unscored += 1
         self._num_awaited += 1
@@ -209,7 +209,7 @@ class Round:
         return commands
 
     def on_scored(self, event: SampleScored) -> list[Command]:
-        """Handles a verdict. A verdict on a sample of an earlier round only counts as late."""
+        """Handles a verdict. One on a sample that no longer waits for it only counts as late."""
         sample = event.sample
         index = sample.index
         group = self._groups.get(sample.prompt)
@@ -254,9 +254,10 @@ class Round:
     def _failed(
         self, group: Group, index: int, *, is_chance: bool = True, of_place: bool = False
     ) -> list[Command]:
-        """Replaces a failed sample if its prompt may have another try, and otherwise goes on
-        without it. `is_chance`: another try with the same noise may succeed; if false, the
-        replacement has noise of its own. `of_place`: see `Group.take_retry`."""
+        """Replaces a failed sample if a replacement is allowed and needed; otherwise goes on
+        without it. `is_chance`: another try with the same random numbers may succeed; if not, the
+        replacement has its own. `of_place`: replacements are counted for this sample alone, not for
+        its prompt."""
         group.num_generating -= 1
         group.states[index] = check(group.states[index], SampleState.FAILED)
         hopeful = len(group.finished) + group.num_generating
@@ -274,7 +275,7 @@ class Round:
         return self._after_progress(group) + self._after_engine()
 
     def awaits(self, sample: SampleId) -> bool:
-        """Whether a verdict on the sample still matters."""
+        """Whether the sample is generated, and its verdict is still to come and needed."""
         index = sample.index
         group = self._groups.get(sample.prompt)
         if group is None or sample.attempt != group.attempt or index >= len(group.states):
@@ -282,13 +283,13 @@ class Round:
         return group.states[index] is GENERATED
 
     def missing(self, prompt: PromptId) -> int:
-        """Number of samples that the prompt's group still lacks."""
+        """Number of finished samples that the prompt's group still lacks."""
         return self._needed - len(self._groups[prompt].finished)
 
     # -- the race ----------------------------------------------------------------------
 
     def _after_progress(self, group: Group) -> list[Command]:
-        """Finishes the group if it has enough samples, or if no further sample can still come."""
+        """Finishes the group if it has enough samples, or if no further sample can still finish."""
         if len(group.finished) != self._needed and (
             group.num_generating or (self._scored_race and group.num_unscored)
         ):
@@ -326,14 +327,14 @@ class Round:
         return commands
 
     def _stop(self, running: list[SampleId], unneeded: list[SampleId]) -> list[Command]:
-        """Commands that abort responses under way and end checks that are not needed any more."""
+        """Commands that abort `running` samples, and end the checks of `unneeded` ones."""
         commands: list[Command] = [Abort(samples=tuple(running))] if running else []
         if unneeded and self._overlap:
             commands += self._rewards.drop(unneeded)
         return commands
 
     def _let_go(self, group: Group, state: SampleState) -> tuple[list[SampleId], list[SampleId]]:
-        """Move every sample of the group that is not kept to `state`. Returns the samples that the
+        """Moves every sample of the group that is not kept to `state`. Returns the samples that an
         engine or an environment still runs, and those whose verdicts were awaited."""
         kept = group.finished if group.done else ()
         running: list[SampleId] = []
@@ -355,8 +356,8 @@ class Round:
         return running, unneeded
 
     def _after_engine(self) -> list[Command]:
-        """Commands that start the checks, if they do not overlap with generation and the last
-        sample has left the engine."""
+        """Commands that start the checks once the last sample has left the engine, if checks do not
+        overlap with generation."""
         if self.num_under_way or not self._unasked:
             return []
         unasked, self._unasked = self._unasked, []
@@ -440,7 +441,7 @@ class Round:
 
 
 def listed(samples: Iterable[SampleId], noun: str) -> str:
-    """A text that counts the samples, such as "4 responses", and names the first three."""
+    """Text that counts samples, such as "4 responses (...)", and names the first three of them."""
     samples = list(samples)
     names = ", ".join(str(sample) for sample in samples[:3])
     more = f" and {len(samples) - 3} more" if len(samples) > 3 else ""

@@ -1,11 +1,9 @@
 """The settings of tail batching: how much more a race launches than it needs.
 
-    factor     a race launches                           its config
-    eta_p      ceil(eta_p * prompts needed) prompts      `prompt_factor`
-    eta_r      ceil(eta_r * R0) samples of each          `sample_factor`
-
-Short rounds race at the factors of `TailBatchingConfig`, or at those that the run chooses ("auto");
-every tier of deferred prompts has its own. docs/tail-batching.md has the whole picture.
+A race launches ceil(eta_p * P) prompts where it needs P, and ceil(eta_r * R0) samples of each where
+it needs R0, by the factors eta_p (`prompt_factor`) and eta_r (`sample_factor`). Short rounds race
+at these factors, or at those that the run chooses ("auto"); each tier (further race for prompts
+left unfinished) has its own. docs/tail-batching.md has the whole picture.
 """
 
 from __future__ import annotations
@@ -30,21 +28,21 @@ class Factors(NamedTuple):
     launched samples per needed sample."""
 
     prompts: float
-    """eta_p: factor of prompts."""
+    """eta_p: number of prompts launched per prompt needed."""
     samples: float
-    """eta_r: factor of samples per prompt."""
+    """eta_r: number of samples launched per sample needed, of each prompt."""
 
     def num_prompts(self, needed: int) -> int:
-        """Number of prompts that a race launches to bring so many groups."""
+        """Number of prompts that a race launches to finish `needed` of them."""
         return times(self.prompts, needed)
 
     def num_samples(self, samples_per_prompt: int) -> int:
-        """Number of samples that a race launches of each prompt."""
+        """Number of samples that a race launches per prompt to finish `samples_per_prompt`."""
         return times(self.samples, samples_per_prompt)
 
 
 AUTO_START = Factors(1.25, 1.125)
-"""Factors of the first rounds with "auto", until the run's own lengths are known."""
+"""Factors of the first short rounds with "auto", until the run's own lengths are known."""
 NO_RACE = Factors(1.0, 1.0)
 """Factors of a round that launches nothing beyond what is needed."""
 
@@ -54,7 +52,7 @@ class Tier:
     """Factors of a further race for prompts that a race left unfinished (`tail_batching.tiers`)."""
 
     prompt_factor: float = 1.25
-    """Number of prompts launched, as a multiple of the step's prompts."""
+    """Number of prompts that this race launches, as a multiple of those that a step trains on."""
     sample_factor: float | None = None
     """Samples launched per prompt, as a multiple of `samples_per_prompt`. None: 1 with
     selection=none, 1.25 with selection=published, as in the short rounds."""
@@ -76,57 +74,58 @@ class TailBatchingConfig:
     (`tail_batching.*`)."""
 
     enabled: bool = True
-    """Whether rounds race. False: every round waits for every response that it launches."""
+    """Whether rounds launch more than needed and keep the first to finish. False: every round waits
+    for all that it launches."""
     selection: Selection = field(default="none", metadata=absent("published"))
     """Whether short responses are favoured. none: they are not, only the order of training changes;
-    a sample keeps its random noise when its prompt is deferred (left for a later round), and no
+    a sample keeps its random numbers when its prompt is deferred (left for a later round), and no
     response is thrown away. published: as in the RollPacker paper, they are: surplus samples race,
     and deferred prompts are sampled afresh."""
     prompt_factor: Factor | None = None
-    """eta_p: for a step of P0 prompts a short round launches ceil(prompt_factor * P0). "auto":
-    chosen for the run's own lengths, and anew as they change; only with selection=published, where
-    sample_factor is "auto" too. The choice goes by measured seconds, so such a run does not repeat
-    bit by bit. None: 1.5, or 1.25 with selection=published."""
+    """eta_p: for a step of P0 prompts a short round launches ceil(prompt_factor * P0). "auto": the
+    run chooses it for its own lengths, and anew as they change; only with selection=published,
+    where sample_factor is "auto" too. The choice goes by measured seconds, so such a run does not
+    repeat bit by bit. None: 1.5, or 1.25 with selection=published."""
     sample_factor: Factor | None = None
     """eta_r: where R0 samples of each prompt are needed, a short round launches ceil(sample_factor
     * R0). None: 1 with selection=none, which allows no other value, and 1.25 with
     selection=published."""
     carry: Carry | None = field(default=None, metadata=absent("none"))
     """What becomes of the tokens of a deferred prompt. exact: its next launch samples all of them
-    anew in one pass, each with its own noise, keeps those before the first that differs, and goes
-    on from there: token for token what generation from scratch gives, at a fraction of the cost.
-    weighted: all are kept as they are, and training weighs each by a clipped importance ratio; not
-    exact. none: they are dropped. None: exact, or none with selection=published."""
+    anew in one pass, with the same random numbers, keeps those before the first that differs, and
+    goes on from there: token for token what generation from scratch gives, at a fraction of the
+    cost. weighted: all are kept as they are, and training weighs each by a clipped importance
+    ratio; not exact. none: they are dropped. Not set (None): exact, or none with
+    selection=published."""
     stragglers: Stragglers = field(default="queue", metadata=OMIT_DEFAULT)
     """Where deferred prompts wait. queue: until they fill a long round of their own, which awaits
     them all. pool: they race on in the next round, beside so many fewer fresh prompts; faster where
     the policy moves so little between rounds that carried responses come out the same."""
     max_deferrals: int = field(default=16, metadata=absent(16))
-    """With stragglers=pool: a prompt's deferrals after which its next round waits for it."""
+    """With stragglers=pool: after so many deferrals of a prompt its next round waits for it."""
     complement: bool = field(default=True, metadata=absent(True))
-    """Whether carry=exact keeps lengths unbiased. A response that had been cut off at some length
-    then does not end before that under newer weights, and one that had ended before its siblings
-    were cut off does not grow beyond them; such samples are drawn once more. Otherwise every
+    """Whether carry=exact keeps lengths unbiased. Under newer weights a response that had been cut
+    off then does not end before that place, and one that had ended before its siblings were cut off
+    does not grow beyond their place; samples that would are drawn once more. Otherwise every
     deferral would be another chance to be short, or to be long."""
     tiers: tuple[Tier, ...] = ()
     """Further races: prompts that the short round leaves unfinished race again with these factors,
     and only those left by the last race wait for a long round. There are then fewer long rounds,
     which pays where lengths vary by chance."""
     race: Race = "generated"
-    """Event by which a sample finishes in a race. generated: its response is complete. scored: its
+    """What makes a sample finish in a race. generated: its response is complete. scored: its
     verdict is there, as in the published code; a slow reward can then push a prompt into a long
     round, and runs are no longer repeatable bit by bit."""
     balance_sources: bool = False
     """Whether each source of prompts (`PromptId.source`) keeps its share of what a race trains on,
     so that a source with slow rewards or long answers is not raced out of the batch."""
     debias: DebiasMethod = "none"
-    """Weights of the samples' losses, so that training sees the policy's own lengths, not only
-    those that won a race. none: all 1. "moments": weights of least variance that match the
-    distribution's shape."""
+    """Loss weights of samples, so that training sees the policy's own lengths, not only those that
+    won a race. none: all are 1. moments: weights by length that restore the mean length."""
     max_length_shift: float | None = None
-    """With "auto" factors: most by which trained responses may be shorter, on average, than the
-    policy's own (0.35 is 35 %). With debias it bounds nothing: the weights undo the shift. None:
-    0.02 with selection=none, 0.35 with selection=published."""
+    """With "auto" factors: the share by which trained responses may be shorter, on average, than
+    the policy's own, at most (0.35 is 35 %). With debias it bounds nothing: the weights undo the
+    shift. None: 0.02 with selection=none, 0.35 with selection=published."""
     flush_each_epoch: bool = True
     """Whether unfinished prompts are trained on at the end of every epoch, not only of the run."""
 
@@ -153,7 +152,7 @@ class TailBatchingConfig:
         self._check_order_only()
 
     def _set(self, name: str, value: object) -> None:
-        """Set a key that was left open to what it stands for, so that a saved config shows it."""
+        """Sets a key that was left at None to what that means, so that a saved config shows it."""
         object.__setattr__(self, name, value)
 
     def _check_factors(self) -> None:
@@ -184,8 +183,7 @@ class TailBatchingConfig:
             raise ValueError(f"max_deferrals must be at least 1, not {self.max_deferrals}")
 
     def _check_order_only(self) -> None:
-        """Raises `ValueError` if selection, sample factors, carrying and stragglers contradict each
-        other."""
+        """Raises `ValueError` if selection, sample factors, carry and stragglers do not agree."""
         if self.selection == "none":
             for factor in (self.sample_factor, *(tier.sample_factor for tier in self.tiers)):
                 if factor != 1:
@@ -203,7 +201,7 @@ class TailBatchingConfig:
 
     @property
     def chooses(self) -> bool:
-        """Whether the factors are chosen while the run goes on."""
+        """Whether the run chooses its factors by itself ("auto")."""
         return self.enabled and self.prompt_factor == "auto"
 
     @property
@@ -213,22 +211,22 @@ class TailBatchingConfig:
 
     @property
     def pooled(self) -> bool:
-        """Whether prompts left unfinished by a round race on in the next one."""
+        """Whether prompts left unfinished by a round are part of the next, beside fresh ones."""
         return self.enabled and self.stragglers == "pool"
 
     @property
     def complements(self) -> bool:
-        """Whether a response never ends before the place where it had been cut off earlier."""
+        """Whether a response never ends before the place where an earlier launch had cut it off."""
         return self.carries and self.carry == "exact" and self.complement
 
     @property
     def awaited_after(self) -> int | None:
-        """Number of unfinished rounds of a prompt after which a round waits for it. None: never."""
+        """Number of deferrals of a prompt after which a round waits for it. None: none does."""
         return self.max_deferrals if self.pooled else None
 
     def noise_of(self, sample: SampleId) -> SampleId:
-        """The sample whose random noise this one uses: that of the prompt's first launch with the
-        same index, or, with selection=published, the sample itself."""
+        """The sample whose random numbers this one draws its tokens with: that of the prompt's
+        first launch with the same index, or, with selection=published, the sample itself."""
         if self.selection == "published" or not sample.attempt:
             return sample
         return SampleId(sample.prompt, sample.index, 0)
@@ -252,5 +250,5 @@ def _check_factor(name: str, value: float) -> None:
 
 
 def times(factor: float, count: int) -> int:
-    """factor * count rounded up, but 1.1 * 10 is 11 and not 12."""
+    """factor * count rounded up to a whole number; 1.1 * 10 is 11, not 12 by a rounding error."""
     return math.ceil(factor * count - 1e-9)

@@ -1,15 +1,15 @@
 """A round whose samples are trajectories: messages of the model, and its environment's answers.
 
-    SampleGenerated, "stop"    Act: the environment has the turn
-    ... cut off                Conclude, and the sample is generated
-    Acted                      Continue: the engine has the next turn
-    ... over, or at a limit    Conclude, and the sample is generated
-    ... of turn 0              Launch: the environment has said the prompt
-    ... lost                   Act once more, or the sample has failed
+    SampleGenerated, "stop":    Act, since the environment has the turn;
+    ... if it was cut off:      Conclude, and the sample is generated;
+    Acted:                      Continue, since the engine has the next turn;
+    ... over, or at a limit:    Conclude, and the sample is generated;
+    ... of turn 0:              Launch, since the environment has given the prompt;
+    ... if it was lost:         Act once more, or the sample has failed.
 
-It is the round that it would be with single responses, but for these: what races, is aborted or
-deferred is a trajectory. `CancelAct` lets go of one that acts, without an answer of the engine.
-What a deferred one leaves is drawn anew turn by turn (`Retracing`).
+Otherwise it is like a round of single responses: trajectories race, are aborted and are deferred.
+`CancelAct` stops one whose environment has the turn, without an answer of the engine. A deferred
+trajectory is sampled again turn by turn, and compared with what it was (`Retracing`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rollpacker.core.rounds.round import ACTING, GENERATED, LAUNCHED, Round, Str
 
 
 class TurnRound(Round):
-    """A `Round` whose samples take turns with environments; `on_acted` takes their answers in."""
+    """A `Round` whose samples take turns with environments; `on_acted` handles their answers."""
 
     def __init__(
         self,
@@ -47,28 +47,27 @@ class TurnRound(Round):
         acting: Acting,
         stream: StreamPlan,
     ) -> None:
-        """`stream` is told of ended samples here, since some of them end without the engine."""
+        """`stream`: plan of early gradients, told here of samples that end without an engine."""
         super().__init__(plan, rewards, late)
         self._acting = acting
         self._stream = stream
         self._begins = acting.config.begins
         self._ended: list[tuple[int, bool]] = []
-        """Tokens of each sample ended since `stream` was last told, and whether it is complete."""
+        """Tokens, and completeness, of each sample ended since the stream plan was last told."""
         self._num_told = 0
-        """Number of launched samples that `stream` was told of."""
+        """Number of launched samples that the stream plan was told of."""
         self.num_acting = 0
-        """Number of samples under way whose environments have the turn, or will have it first."""
+        """Number of samples whose environment is to answer, or is to give the prompt first."""
 
     def launch(self) -> list[Command]:
-        """Commands that start the round, as `Round.launch`. Where episodes begin first, each sample
-        is launched once its environment has given the prompt."""
+        """Commands that start the round. Where environments give the prompts, these ask for them,
+        and each sample is launched once its prompt is there."""
         commands = super().launch()
         self._num_told = self.num_launched
         return commands
 
     def waiting_for(self) -> str:
-        """What the round waits for, in words, for a deadline's message; names answers of
-        environments too."""
+        """What the round waits for, in words, for a deadline: responses, answers or verdicts."""
         episodes = self._acting.episodes
         acting = [sample for sample, episode in episodes.items() if episode.acts]
         if not acting:
@@ -81,7 +80,7 @@ class TurnRound(Round):
     # -- events ------------------------------------------------------------------------
 
     def on_generated(self, event: SampleGenerated) -> list[Command]:
-        """Handles a message of the model, which may end the trajectory."""
+        """Handles a message of the model, which goes to its environment or ends the trajectory."""
         sample = event.sample
         episode, start = self._in_engine(event)
         in_all = start + event.num_tokens
@@ -131,7 +130,7 @@ class TurnRound(Round):
         return self._told([*commands, *self._start_waiting(sample)])
 
     def on_scored(self, event: SampleScored) -> list[Command]:
-        """Handles a verdict, as `Round.on_scored`."""
+        """Handles a verdict, as `Round.on_scored`, and ranks the prompt's waiting samples anew."""
         commands = super().on_scored(event)
         self._acting.look_again(event.sample.prompt)
         return commands
@@ -155,7 +154,6 @@ class TurnRound(Round):
     # -- turns -------------------------------------------------------------------------
 
     def _go_on(self, event: Acted, episode: Episode) -> list[Command]:
-        """Commands that follow an environment's answer: the next turn, or the trajectory's end."""
         sample = event.sample
         episode.given = event.num_tokens
         episode.environment_s += event.seconds or 0.0
@@ -175,7 +173,6 @@ class TurnRound(Round):
         return [Continue(samples=(sample,))]
 
     def _conclude(self, sample: SampleId, reason: str) -> list[Command]:
-        """Ends a complete trajectory: its episode ends, and its verdict is asked for."""
         episode = self._acting.episodes[sample]
         episode.is_open = False
         group, index = self._leave_engine(sample, episode.tokens, episode.retracing.kept)
@@ -188,8 +185,9 @@ class TurnRound(Round):
         return commands
 
     def _lost(self, event: Acted, group: Group, index: int) -> list[Command]:
-        """Handles a lost episode. An environment that raised or was too slow would do so again with
-        the same messages, and what is wrong with a prompt is wrong for each of its samples."""
+        """Fails the sample of a lost episode. A replacement has other random numbers if the
+        environment raised or was too slow, as it would be so again for the same messages. There is
+        none if the prompt is at fault, since it is for all of its samples."""
         self._leave_engine(event.sample, 0, 0)
         self._ended.append((0, False))
         if event.cause == "prompt":
@@ -217,7 +215,6 @@ class TurnRound(Round):
         return [command for sample in samples for command in self._acting.ask(sample)]
 
     def _stop(self, running: list[SampleId], unneeded: list[SampleId]) -> list[Command]:
-        """Commands that stop these samples, as `Round._stop`; those in environments end at once."""
         episodes = self._acting.episodes
         acting = [sample for sample in running if episodes[sample].acts]
         in_engine = [sample for sample in running if not episodes[sample].acts]
@@ -234,7 +231,6 @@ class TurnRound(Round):
         return [*super()._stop(in_engine, unneeded), *self._end_episodes(running)]
 
     def _end_episodes(self, samples: Iterable[SampleId]) -> list[Command]:
-        """The command that ends the episodes of these samples, as far as they have begun."""
         episodes = self._acting.episodes
         samples = [sample for sample in samples if sample in episodes and episodes[sample].is_open]
         for sample in samples:
@@ -252,8 +248,8 @@ class TurnRound(Round):
     def _told(
         self, commands: list[Command], num_tokens: int | None = None, *, is_complete: bool = True
     ) -> list[Command]:
-        """Tells `stream` of all samples that ended, one of `num_tokens` tokens among them if that
-        is given. Returns `commands`, and a `Release` if devices are released now."""
+        """Tells `stream` of all ended samples, and of one with `num_tokens` tokens if given.
+        Returns `commands`, and a `Release` if devices are to be released now."""
         if num_tokens is not None:
             self._ended.append((num_tokens, is_complete))
         ended, self._ended = self._ended, []
@@ -272,7 +268,7 @@ class TurnRound(Round):
     def _in_engine(
         self, event: SampleGenerated | SampleAborted | SampleFailed
     ) -> tuple[Episode, int]:
-        """The episode of a sample that the engine has, and the number of tokens before its turn."""
+        """The episode of a sample that an engine has, and the number of tokens before its turn."""
         episode = self._acting.episodes.get(event.sample)
         if episode is None:
             raise self._stray(event.sample)
@@ -282,9 +278,9 @@ class TurnRound(Round):
 
 
 def _let_go(episode: Episode, group: Group, index: int) -> tuple[int, int | None]:
-    """Tokens of a trajectory that is stopped, up to the last sampled one, and how many of them came
-    out as an earlier launch left them. If none were compared, the trajectory keeps all that were
-    left."""
+    """Number of tokens that a stopped trajectory keeps, up to the last sampled one, and how many of
+    them came out as an earlier launch left them. None: they were not compared, so that all of the
+    earlier launch's tokens stay."""
     kept = episode.retracing.kept
     if kept is None and episode.retracing.carried:
         return group.carried_at(index).tokens, None
