@@ -60,6 +60,7 @@ def build_engines(
             ),
             name=f"engine {number}" + (f", made anew {incarnation} times" if incarnation else ""),
             heartbeat_s=config.deadlines.heartbeat_s,
+            start_s=config.deadlines.start_s,
             environment=environment,
             host=host,
         )
