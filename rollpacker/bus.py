@@ -54,12 +54,12 @@ class Port(Protocol):
 
 
 class Bus:
-    """Brings events to the core, and its commands to the ports that carry them out. Thread-safe."""
+    """Brings events to the core, which decides, and its commands to the ports. Thread-safe."""
 
     def __init__(
         self, job: Job, clock: Clock, ports: Sequence[Port] = (), *, sinks: Sequence[Sink] = ()
     ) -> None:
-        """`ports` are connected at once, if there are any. `sinks` are given every log entry."""
+        """`ports` are connected at once, if there are any. `sinks` are given all log entries."""
         self.job = job
         self.clock = clock
         self.lock = threading.RLock()
@@ -132,7 +132,7 @@ class Bus:
             self._is_busy = False
 
     def write(self, entry: Entry) -> None:
-        """Give this entry to all sinks, such as the event log."""
+        """Give this entry to all sinks (functions that take the event log's entries)."""
         with self.lock:
             for sink in self._sinks:
                 sink(entry)
@@ -146,7 +146,7 @@ class Bus:
 
 
 class Recorded:
-    """A port for commands that need no action and are only logged."""
+    """A port (object that carries out the core's commands) for commands that are only logged."""
 
     def __init__(self, *kinds: type[Command]) -> None:
         self._kinds = kinds
@@ -169,8 +169,8 @@ class Unsaid:
 
 
 class OwnPools:
-    """A port for device pools that no other job uses: a pool is granted as soon as the core asks
-    for it."""
+    """Grants device pools (groups of devices) that no other job uses: at once, when the core
+    asks."""
 
     def __init__(self, take: Callable[[Event], None]) -> None:
         """`take`: brings an event to the bus."""

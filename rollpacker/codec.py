@@ -315,8 +315,8 @@ def _array_to_lists(array: np.ndarray[Any, Any]) -> list[Any]:
 
 _TUPLE, _PAIRS, _BIG_INTEGER, _TEXT, _ARRAY = range(5)
 _FIRST_TYPE = 16
-"""First MessagePack extension code of a listed type. Lower codes are for values that MessagePack
-lacks, such as tuples."""
+"""First MessagePack extension code of the types listed in a `Codec`, numbered from here. Lower
+codes are for values that MessagePack lacks, such as tuples."""
 _DTYPES = ("int32", "int64", "uint8", "float32", "float64", "bool")
 """Names of the numpy dtypes that arrays in a message may have."""
 _SIMPLE = frozenset((type(None), bool, float, str, bytes))
@@ -325,8 +325,8 @@ _MIN_INTEGER, _MAX_INTEGER = -(1 << 63), (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How values of a type are written as bytes if its hints are not enough, since fields may hold
-    anything, or values share parts that are to be written once."""
+    """How values of a type become bytes where its hints do not tell: `to_plain` makes plain values
+    of one, and `from_plain` reverses that."""
 
     type: type
     to_plain: Callable[[Any], Any]

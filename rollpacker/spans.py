@@ -9,12 +9,12 @@ from typing import TypeVar
 T = TypeVar("T")
 
 Spans = tuple[tuple[int, int], ...]
-"""Ranges of tokens, each as (first, one after the last), in rising order, none empty or touching
-another."""
+"""Ranges of tokens in rising order, each as (first, one after the last). None is empty, and at
+least one token lies between two."""
 
 Rewritten = tuple[tuple[int, tuple[int, ...]], ...]
-"""Places in a response's tokens, rising, each with the context that replaced everything before the
-place when the model went on from there. In training, it precedes the tokens after the place."""
+"""Pairs (place in a response's tokens, context), in rising order: from that place on, the model
+went on from this context instead of all tokens before, in generation as in training."""
 
 
 def check_spans(spans: Spans, count: int) -> None:
@@ -44,7 +44,7 @@ def outside(values: Sequence[T], spans: Spans) -> Sequence[T]:
 
 
 def within(spans: Spans, first: int, behind: int) -> Spans:
-    """Returns the parts of these ranges from `first` to before `behind`, counted from `first`."""
+    """Returns the parts of these ranges from `first` to before `behind`, with `first` as 0."""
     cut = ((max(start, first), min(end, behind)) for start, end in spans)
     return tuple((start - first, end - first) for start, end in cut if start < end)
 

@@ -76,8 +76,8 @@ def _check_advantages(config: AlgorithmConfig, own: OwnFunction, samples_per_pro
 
 
 def _advantages(config: AlgorithmConfig, samples_per_prompt: int, group: int | None) -> Tensor:
-    """Advantages of three made-up groups together, or with `group` of this one alone. The last
-    group has a sample less, as where a verdict is missing, and the second has equal rewards."""
+    """Advantages of three made-up groups, or of `group` alone if it is not None. The last group has
+    a sample less, as where a verdict is missing, and the second has equal rewards."""
     least = 2 if config.needs_groups else 1
     sizes = [samples_per_prompt, samples_per_prompt, max(samples_per_prompt - 1, least)]
     group_ids = torch.arange(3).repeat_interleave(torch.tensor(sizes))

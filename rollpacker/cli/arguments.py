@@ -22,7 +22,7 @@ def check_jobs(jobs: int | None) -> None:
 
 
 def check_file(option: str, file: str) -> None:
-    """Raise `ValueError` if no file of this name can be written."""
+    """Raise `ValueError` if no file of this name, given by this option, can be written."""
     if not file:
         raise ValueError(f"{option} is empty: give the name of a file")
     path = Path(file)
@@ -33,8 +33,8 @@ def check_file(option: str, file: str) -> None:
 
 
 def compared(text: str, known: Collection[str], kind: str) -> list[str]:
-    """The names in the text of the option --compare, each once. `kind` says in the error message
-    what they name. Raises `ValueError` for a name that is not in `known`."""
+    """The names in the text of the option --compare, each once. Raises `ValueError` for a name that
+    is not in `known`, with `kind` as the word for what the names stand for."""
     from rollpacker.config.document import nearest
 
     names = list(dict.fromkeys(name.strip() for name in text.split(",")))

@@ -85,8 +85,7 @@ class ByHand:
         return (*tokens, end) if end is not None and end in self._template.end_tokens else tokens
 
     def _called(self, typed: str) -> str:
-        """Returns a tool call that was typed as JSON in the model's own notation, other text
-        unchanged."""
+        """Returns a tool call, typed as JSON, in the model's own notation; other text unchanged."""
         if not self._template.tools or not typed.lstrip().startswith(("{", "[")):
             return typed
         try:

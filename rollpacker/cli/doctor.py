@@ -152,7 +152,7 @@ def _load(path: str | None, overrides: Sequence[str]) -> tuple[RunConfig | None,
 
 
 class _TooSlow(Exception):
-    """Raised if a check gives no answer in its time, which says nothing on what it checks."""
+    """Raised if a check takes too long, so that nothing is known of what it checks."""
 
 
 def _looked(check: _Check) -> list[Finding]:

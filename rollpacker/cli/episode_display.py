@@ -52,7 +52,7 @@ class EpisodeDisplay:
         self.is_deterministic = environments.is_deterministic
         self.scores_at_end = environments.scores_at_end
         self.lost: Lost | None = None
-        """Why the episode was lost. None if it was not lost."""
+        """Why the environment failed, so that the episode was lost. None if it did not fail."""
         self._environments = environments
         self._template = template
         self._by_hand = by_hand

@@ -149,8 +149,8 @@ def _scenario(args: argparse.Namespace, shared: ClusterSpec | None) -> Scenario:
 
 
 def _run_config(args: argparse.Namespace, model: RunModel, shared: ClusterSpec | None) -> RunConfig:
-    """Returns the run's config with the overrides, and without streamed gradients if pools are
-    shared. Raises `ValueError` for a run that cannot share pools of devices."""
+    """Returns the run's config with the overrides. If pools of devices are `shared`, no gradients
+    are computed while a round goes on. Raises `ValueError` for a run that cannot share pools."""
     from rollpacker.sim import plan_ideas
 
     config = model.with_overrides(args.overrides)
@@ -279,7 +279,7 @@ def _outside(
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
-    """Raise `ValueError`, before any file is read, for numbers in options that cannot be."""
+    """Raise `ValueError`, before any file is read, for options with impossible numbers."""
     check_jobs(args.jobs)
     if args.max_shift is not None and not 0 <= args.max_shift < 1:
         raise ValueError(f"--max-shift must be at least 0 and less than 1, not {args.max_shift}")

@@ -93,8 +93,8 @@ def _costs(
 
 
 def _label(finding: Finding) -> str:
-    """Name of a row: the factors of extra launches in its settings. The switches in its settings
-    are not named, since all rows have the same."""
+    """Name of a row of the plan's table: the factors by which its settings launch more prompts and
+    responses than a step needs, or "current factors" if they are the run's own."""
     names = [idea.name for idea in finding.candidate.ideas if idea.slot == "factors"]
     return names[0].removeprefix("factors ") if names else "current factors"
 

@@ -1,4 +1,5 @@
-"""`rollpacker replay RUN`: gives a run's events to the core again, and compares its commands."""
+"""`rollpacker replay RUN`: gives a run's events again to the core (the code that answers events
+with commands), and compares the commands with those in the log."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def write_schedule(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise `ValueError`, before any file is read, for options that cannot be."""
+    """Raise `ValueError`, before any file is read, for options that do not go together."""
     for option, given in (("--write", args.write), ("--max-shift", args.max_shift)):
         if given is not None:
             raise ValueError(f"--csv and {option} exclude each other: --csv searches nothing")

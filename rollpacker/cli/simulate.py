@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise `ValueError`, before any file is read, for options that cannot be."""
+    """Raise `ValueError`, before any file is read, for options that make no sense together."""
     if args.scenario is not None and "=" in args.scenario and not Path(args.scenario).exists():
         raise ValueError(f"{args.scenario} is a setting: the scenario file comes before it")
     if args.scenario is None and args.from_run is None:
@@ -161,8 +161,8 @@ def _picture(args: argparse.Namespace) -> Path | None:
 
 
 def _scenarios(args: argparse.Namespace) -> dict[str, Scenario]:
-    """The scenario of each system to simulate, by the system's name, and under "" the scenario as
-    it is in the file."""
+    """The scenarios to simulate, by the name of the system (way to run the steps, such as tail
+    batching) or of the order of pipeline stages. Under "" the scenario as it is in the file."""
     from rollpacker.pipeline.sim.spec import PIPELINES
     from rollpacker.sim.scenario import load_scenario
 
@@ -188,7 +188,8 @@ def _scenarios(args: argparse.Namespace) -> dict[str, Scenario]:
 
 
 def _names(text: str, own: Scenario) -> list[str]:
-    """Names in the option --compare, each once: of systems, or of orders of pipeline stages."""
+    """Names in the option --compare, each once: of systems (ways to run the steps, such as tail
+    batching), or of orders of pipeline stages. Raises `ValueError` for an unknown name."""
     from rollpacker.pipeline.sim.spec import PIPELINES
     from rollpacker.sim.presets import SYSTEMS
 
@@ -204,7 +205,8 @@ def _names(text: str, own: Scenario) -> list[str]:
 
 
 def _named(own: Scenario, name: str) -> Scenario:
-    """The scenario `own`, with the system or the order of pipeline stages of this name."""
+    """The scenario `own`, with the order of pipeline stages or the system (way to run the steps) of
+    this name in place of its own."""
     from rollpacker.pipeline.sim.spec import PIPELINES
     from rollpacker.sim.scenario import with_pipeline, with_system
 

@@ -189,9 +189,8 @@ def run_folder(config: RunConfig) -> list[Finding]:
 
 
 def training(config: RunConfig) -> Finding:
-    """Makes the checks of `train --dry-run`, of the schedule, of further models that the algorithm
-    needs, and of adapters. Returns a finding that names the algorithm. Raises what a run's start
-    would raise."""
+    """Checks a config's learning-rate schedule, algorithm, pipeline stages, rewards, adapter and
+    further models. Returns a finding that names the algorithm. Raises what a run's start raises."""
     from rollpacker.cli.dry_run import check_parts
     from rollpacker.trainer.model import load_tokenizer
     from rollpacker.trainer.schedule import check_schedule

@@ -13,9 +13,9 @@ GONE = {
 
 
 def as_it_was(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns values of keys that did not exist when a run's `config.yaml` (`tree`) was written:
-    `chat` is False for data without a system prompt, whose text prompts went through no chat
-    template."""
+    """Returns values for keys newer than a run's `config.yaml` (`tree`), so that the run goes on as
+    before: `chat` is False for data without a system prompt, since such text prompts used to go
+    through no chat template."""
     data = tree.get("data")
     if not isinstance(data, Mapping):
         return {}

@@ -71,8 +71,8 @@ class RolloutConfig:
         return self.engines == 1 and self.engine.name == "torch"
 
     def fleet(self, parallelism: ParallelismConfig) -> FleetConfig:
-        """The core's config of engines that can be lost, or restarted with more or fewer
-        devices."""
+        """The scheduling core's config of the run's engines: their number, which engine gets a
+        sample, and whether their number of devices may change."""
         moves = self.engine.takes_up_carried
         return FleetConfig(
             num_engines=self.engines,

@@ -32,8 +32,8 @@ class RewardSchedulerConfig:
             raise ValueError(f"max_retries must not be negative, not {self.max_retries}")
 
     def schedule(self, race: str, kinds: Mapping[str, RewardKindConfig]) -> RewardScheduleConfig:
-        """The core's config of checks by these settings. `race` is `tail_batching.race`, on which
-        the order auto depends, and `kinds` maps kinds of check to workers and deadlines."""
+        """The scheduling core's config of checks. `race`, the value of `tail_batching.race`, says
+        what order "auto" means. `kinds` maps each kind of check to its workers and deadline."""
         order = self.order
         if order == "auto":
             order = "closest" if race == "scored" else "longest"

@@ -399,9 +399,9 @@ class RunConfig:
         reward_kinds: Mapping[str, RewardKindConfig] | None = None,
         acting: ActingConfig | None = None,
     ) -> JobConfig:
-        """The core's config of the run. `prompt_tokens`: mean length of a prompt. `reward_kinds`:
-        workers and deadlines of checks by source of prompts; None: no bounds. `acting`: how samples
-        take turns with environments; None: they are single responses."""
+        """The scheduling core's config of the run. `prompt_tokens`: mean length of a prompt.
+        `reward_kinds`: workers and deadlines of checks by source of prompts; None: no bounds.
+        `acting`: how samples take turns with environments; None: they are single responses."""
         longest = None if acting is None else acting.limits.max_trajectory_tokens
         return JobConfig(
             prompts_per_step=self.rollout.prompts_per_step,

@@ -117,7 +117,7 @@ def elsewhere(name: str, known: Collection[str]) -> str:
 
 
 def _best(parts: list[str], known: Collection[str], value: Any) -> list[Synonym]:
-    """Lines of `synonyms.yaml` whose keys share most of the path, without repeated answers."""
+    """Lines of `synonyms.yaml` whose keys share most of the path; one of each that say the same."""
     best: list[Synonym] = []
     most = (1, False, False)
     for one in synonyms():
@@ -136,8 +136,8 @@ def _best(parts: list[str], known: Collection[str], value: Any) -> list[Synonym]
 
 
 def _is_for(one: Synonym, value: Any) -> bool:
-    """Whether this line of `synonyms.yaml` is only for this value; a list of one item counts as
-    it."""
+    """Whether this line of `synonyms.yaml` is for certain values of its key only and `value` is one
+    of them, alone or as the only item of a list."""
     if isinstance(value, list) and len(value) == 1:
         (value,) = value
     return bool(one.value) and fnmatch.fnmatchcase(str(value).lower(), one.value)

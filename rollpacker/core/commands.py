@@ -1,6 +1,7 @@
-"""Commands, the core's only output: small frozen records of what is to be done. Each kind is a
-subclass of `BaseCommand` and has exactly one port on every bus (the method that carries commands of
-this kind out), which the bus checks when it is connected."""
+"""Commands, the only output of the core (the scheduling code of `rollpacker/core`): small frozen
+records of what is to be done. Each kind is a subclass of `BaseCommand` and has exactly one port on
+every bus (the method that carries commands of this kind out), which the bus checks when it is
+connected."""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ class Launch(BaseCommand, frozen=True, kw_only=True):
     samples: tuple[SampleId, ...]
     version: int
     tensor_parallel: int = 1
-    """Number of devices of each engine in this round. If it changes, and the core controls how
-    devices are grouped into engines, `Resize` is given first."""
+    """Number of devices of each engine in this round. If it changes from one round to the next, and
+    `FleetConfig.num_devices` is set, `Resize` is given first."""
     speculate: Omitted[bool] = False
     """True if engines decode speculatively (by checking drafted tokens) in this round."""
     carried: Omitted[tuple[int, ...]] = ()
@@ -225,8 +226,9 @@ class TrainOn(BaseCommand, frozen=True, kw_only=True):
     step: int
     groups: tuple[tuple[SampleId, ...], ...]
     weights: tuple[tuple[float, ...], ...] | None = None
-    """Weight of each sample's loss, aligned with `groups`. The weights undo that races favour short
-    responses; their mean is 1 over many steps, not in one. None: all are 1."""
+    """Weight of each sample's loss, aligned with `groups`. They undo that short responses are
+    favoured where the first to finish are kept; over many steps their mean is 1. None: all are
+    1."""
     num_missing: int = 0
     """Number of groups that the step lacks, because dynamic sampling gave up replacing them."""
     num_streamed: int = 0
@@ -269,8 +271,9 @@ class Commit(BaseCommand, frozen=True, kw_only=True):
 
 
 class Enter(BaseCommand, frozen=True, kw_only=True):
-    """Wait until the run may use this pool's devices, and wake up its engines or trainer parked
-    there; answered by `Entered`. Engines then have the weights that were published last."""
+    """Wait until the run may use this pool's devices, and wake up its engines or trainer, which
+    `Leave` had parked there; answered by `Entered`. Engines then have the weights that were
+    published last."""
 
     pool: PoolName
     purpose: str
@@ -279,9 +282,9 @@ class Enter(BaseCommand, frozen=True, kw_only=True):
 
 
 class Leave(BaseCommand, frozen=True, kw_only=True):
-    """Park the run's engines or trainer on this pool's devices and give the devices to other jobs,
-    once all commands before this one are done. If the run still waits for the pool, the wait ends
-    and no `Entered` follows."""
+    """Park the run's engines or trainer on this pool's devices (free the devices' memory) and give
+    the devices to other jobs, once all commands before this one are done. If the run still waits
+    for the pool, the wait ends and no `Entered` follows."""
 
     pool: PoolName
 

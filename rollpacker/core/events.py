@@ -1,6 +1,7 @@
-"""Events, the core's only input: small frozen records of what has happened, in the past tense.
-Events hold ids, counts and seconds; tokens and tensors stay with whoever made them. `time_s` is
-seconds since the run began (virtual in a simulation), set by the driver when it takes the event
+"""Events, the only input of the core (the scheduling code of `rollpacker/core`): small frozen
+records of what has happened, in the past tense. Events hold ids, counts and seconds; tokens and
+tensors stay with whoever made them. `time_s` is seconds since the run began (virtual in a
+simulation), set by the driver (the program that carries out the commands) when it takes the event
 in."""
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from rollpacker.core.messages import BaseEvent
 
 
 class RunStarted(BaseEvent, frozen=True, kw_only=True):
-    """The driver is ready. This is the first event of a run, once; a resumed run begins with
-    `Committed` instead."""
+    """The program that carries out the commands is ready. This is the first event of a run, once; a
+    resumed run begins with `Committed` instead."""
 
 
 class PromptsFetched(BaseEvent, frozen=True, kw_only=True):
@@ -229,17 +230,17 @@ class Entered(BaseEvent, frozen=True, kw_only=True):
 
 
 class PoolNeeded(BaseEvent, frozen=True, kw_only=True):
-    """The driver needs a pool of devices for work that no command asks for. The answer is `Enter`,
-    once no other pool is held, or nothing if the run holds this pool. Sent only if pools are
-    shared."""
+    """The driver (the program that carries out commands) needs a pool of devices for work that no
+    command asks for. The answer is `Enter`, once no other pool is held, or nothing if the run holds
+    this pool. Sent only if pools are shared."""
 
     pool: PoolName
     purpose: str
-    """Use that the driver has for the pool: evaluation, or recovery of the trainer."""
+    """What the pool is needed for: evaluation, or recovery of the trainer."""
 
 
 class PoolUnneeded(BaseEvent, frozen=True, kw_only=True):
-    """The driver no longer needs the pool that it asked for by `PoolNeeded`."""
+    """The pool that `PoolNeeded` asked for is no longer needed for that."""
 
 
 class Reminded(BaseEvent, frozen=True, kw_only=True):

@@ -16,7 +16,8 @@ PoolName = Literal["rollout", "train"]
 
 
 class PromptId(msgspec.Struct, frozen=True, order=True, cache_hash=True, gc=False, array_like=True):
-    """Names one row of the dataset in one epoch. Two rows with the same text are two prompts."""
+    """Names one row of the dataset in one epoch. Two rows with the same text are two prompts.
+    `source` names the row's task where rewards are chosen by task, else the data it comes from."""
 
     source: str
     epoch: int

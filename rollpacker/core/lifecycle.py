@@ -1,7 +1,7 @@
 """The states of a sample, and the transitions between them; any other transition raises.
 
 A sample is `planned` when its round is made, and ends in one of the states of `FINAL`. The table
-holds for every kind of round; the rounds do not repeat it.
+`TRANSITIONS` holds for every kind of round; the rounds do not repeat it.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 COMMANDS: dict[str, type[Any]] = {}
-"""Class of every kind of command, by its name. The bus checks that each kind has a port, and
-reading a log looks the classes up here."""
+"""Class of every kind of command, by its name. Reading a log looks the classes up here, and the bus
+checks that it has a port (a method that carries out the command) for each."""
 
 EVENTS: dict[str, type[Any]] = {}
 """Class of every kind of event, by its name. Reading a log looks the classes up here."""
@@ -22,9 +22,10 @@ EVENTS: dict[str, type[Any]] = {}
 class BaseCommand(
     msgspec.Struct, frozen=True, kw_only=True, gc=False, tag=True, forbid_unknown_fields=True
 ):
-    """Base of the commands that the core may give. Each kind is a subclass with `frozen=True,
-    kw_only=True`. The garbage collector skips messages: they hold ids, numbers and texts, and no
-    cycle of references goes through them. `msgspec.structs.replace` makes a changed copy."""
+    """Base of the commands that the core (the scheduling code) may give. Each kind is a subclass
+    with `frozen=True, kw_only=True`. The garbage collector skips messages: they hold ids, numbers
+    and texts, and no cycle of references goes through them. `msgspec.structs.replace` makes a
+    changed copy."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -34,8 +35,8 @@ class BaseCommand(
 class BaseEvent(
     msgspec.Struct, frozen=True, kw_only=True, gc=False, tag=True, forbid_unknown_fields=True
 ):
-    """Base of the events that the core may receive; `time_s` is seconds since the run began. Each
-    kind is a subclass, made like those of `BaseCommand`."""
+    """Base of the events that the core (the scheduling code) may receive; `time_s` is seconds since
+    the run began. Each kind is a subclass, made like those of `BaseCommand`."""
 
     time_s: float
 

@@ -18,8 +18,8 @@ from rollpacker.core.events import Event
 from rollpacker.core.messages import COMMANDS, EVENTS
 
 POOL_SWITCH = "switch"
-"""Name of the note that says how long engines or trainer took to park, in a run that shares its
-pools of devices. The time of waking up is in `Entered`."""
+"""Name of the note that says how long engines or trainer took to free the devices ("park"), in a
+run that shares its pools of devices. The time of waking up is in `Entered`."""
 CALLBACK_SECONDS = "timing_s/callbacks"
 """Metric of an evaluation's note: seconds that the program's own callbacks took at its end."""
 EVALUATION_ROLLOUT = "timing_s/testing_gen"
@@ -55,7 +55,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """An event, the commands that the core answered, and the seconds that the controller needed."""
+    """An event, the commands that answer it, and the seconds that the controller needed."""
 
     time_s: float
     event: Event
@@ -64,9 +64,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Entry for a span of time of which the core knows nothing; `time_s` is its end. Its name is
-    "startup", "evaluation", "switch", or "gradients" (the work on `StartGradients` commands, with
-    their number of groups as a metric)."""
+    """Entry for a span of time that no event reports; `time_s` is its end. Its name is "startup",
+    "evaluation", "switch", or "gradients" (the work on `StartGradients` commands, with their number
+    of groups as a metric)."""
 
     time_s: float
     name: str

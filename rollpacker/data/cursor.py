@@ -64,8 +64,8 @@ class PromptCursor:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a position that `state` returned. Raises `DataError` if the data or seed
-        differs."""
+        """Continue from a position that `state` returned. Raises `DataError` if data or seed
+        differ."""
         for key, own in self.state().items():
             if key not in state:
                 raise DataError(f"the saved place in the data ({self.name}) lacks {key}.")

@@ -15,8 +15,8 @@ from rollpacker.data.dataset import DataError, DatasetConfig
 from rollpacker.imports import GIVEN, ImportSpecError, given, require
 
 MAX_TOLD = 200
-"""Length in characters up to which a row's columns are written into the name that stands in for a
-prompt which the environment gives later. Longer columns are left out."""
+"""Largest number of characters of a row's columns, as JSON, that are part of the name which stands
+for a prompt until the environment gives it. Longer columns are left out of the name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,8 +204,8 @@ def _without(train: list[_Made], held_out: list[_Made], dropped: Counter[str]) -
 
 
 def _report_small_tasks(train: list[_Made], kept: list[_Made]) -> None:
-    """Warn of each task that loses most training rows because their prompts are also in eval. Such
-    tasks have few distinct problems, and the mixture of tasks changes."""
+    """Warn of each task that loses most training rows because their prompts are also evaluation
+    prompts. Such tasks have few distinct problems, and the mixture of tasks changes."""
     before = Counter(_task_name(row) for row in train)
     after = Counter(_task_name(row) for row in kept)
     for task, count in before.items():
@@ -374,7 +374,7 @@ def _report_too_long(
 
 
 def _fingerprint(rows: Sequence[PromptRow], answer_column: str | None) -> str:
-    """Return the SHA-256 of a data set's rows, with the answer's column under `answer` only."""
+    """Return the SHA-256 of a data set's rows, in which the answer is called `answer` only."""
     twice = None if answer_column == "answer" else answer_column
     digest = hashlib.sha256()
     for row in rows:

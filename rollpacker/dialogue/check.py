@@ -63,8 +63,8 @@ def remarks(template: DialogueTemplate, rewrites: Rewrites | None) -> list[str]:
 def scripted(
     template: DialogueTemplate, prompt: Sequence[Message], *, rewrites: bool = False
 ) -> Trajectory:
-    """Return a dialogue with three turns of the model as the template writes them, each ended by
-    the template's token. `rewrites` says whether the template rewrites earlier messages."""
+    """Return a dialogue with three turns of the model as the template writes them, ended by its
+    token. `rewrites`: each turn's prompt is rendered anew from all messages before it."""
     messages = list(prompt)
     trajectory = Trajectory(template.prompt(messages))
     for turn, answers in _script(template.tools):

@@ -135,8 +135,8 @@ class TemplateDialogue:
         return thought, behind.lstrip("\n")
 
     def _by_schema(self, text: str, sampled: Sequence[int], turn: int) -> dict[str, Any]:
-        """Return the message as transformers' own parser reads it, for tokenizers with a schema.
-        The parser completes what is cut off, so calls without the turn's end are malformed."""
+        """Return the message as transformers' parser reads it, for tokenizers with a response
+        schema. It completes what is cut off, so calls in an unfinished turn count as malformed."""
         tokenizer = self.template.tokenizer
         is_over = bool(sampled) and sampled[-1] in self.template.end_tokens
         try:

@@ -68,8 +68,7 @@ class Rewrites:
 
 def find_rewrites(template: DialogueTemplate) -> Rewrites | None:
     """Find how a template rewrites earlier messages, by rendering short dialogues. Dialogues that
-    the template refuses (such as several calls at once) are skipped. None: there is no
-    rewriting."""
+    the template refuses (such as several calls at once) are skipped. None: no rewriting."""
     found: dict[tuple[str, str], tuple[str, Change]] = {}
     for name, messages in probes(template):
         try:

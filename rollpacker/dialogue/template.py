@@ -169,8 +169,8 @@ class DialogueTemplate:
         return text[len(close) :]
 
     def _without(self, end: int | None, text: str) -> str:
-        """Return the text without its beginning that the generated end token `end` stands for.
-        None: the turn was cut off, and nothing is removed."""
+        """Return the text to give after a turn without that beginning of it which the model has
+        generated as the token `end`. None: the turn was cut off, and nothing is removed."""
         if end is None:
             return text
         mark = self._encoder.text_of(end)
@@ -180,14 +180,14 @@ class DialogueTemplate:
         return text.removeprefix(mark)
 
     def _ending_of(self, followed: str) -> str:
-        """Return the text that ends a turn, whether or not messages follow. Some templates add
-        further text after the last message."""
+        """Return the text that ends a turn whether or not messages follow. `followed` is the text
+        after a turn with messages behind it. Some templates add text after the last message."""
         length = num_alike(self._last_ending, followed)
         return followed[: whole_marker(followed, length, self._encoder.markers)]
 
     def _find_tools(self, last: str, followed: str) -> None:
-        """Find out whether the template needs a call's arguments as text. Raises `TemplateError`
-        unless it shows tools, calls and results."""
+        """Find out whether the template needs calls' arguments as text. Raises `TemplateError`
+        unless it shows tools, calls and results. `last`, `followed`: texts that it has rendered."""
         name = str(self.tools[0].get("function", {}).get("name", ""))
         result: Message = {
             "role": "tool",
@@ -224,8 +224,8 @@ class DialogueTemplate:
 
 
 def stand_in_calls(results: Sequence[Message]) -> Message:
-    """Return an assistant's message with tool calls that fit these results. The last call contains
-    the placeholder `STAND_IN`."""
+    """Return an assistant's message with a tool call for each of these messages of tools' results.
+    The last call contains the placeholder `STAND_IN`."""
     calls = []
     for index, result in enumerate(results):
         it = STAND_IN if index == len(results) - 1 else "one before"
@@ -237,7 +237,8 @@ def stand_in_calls(results: Sequence[Message]) -> Message:
 
 
 def shown_again(message: Message, arguments_are_text: bool) -> dict[str, Any]:
-    """Return a message in the form that templates expect, with malformed calls in its content."""
+    """Return a message as templates expect it: malformed calls are part of its content, and with
+    `arguments_are_text` the arguments of calls are JSON text."""
     shown = dict(message)
     malformed = shown.pop("malformed_tool_calls", None)
     if malformed:

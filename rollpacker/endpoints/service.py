@@ -87,7 +87,8 @@ class Service:
         self.breaker.succeeded()
 
     def failed(self, why: str, *, after_s: float | None = None) -> None:
-        """Record that an attempt was not answered. `after_s`: seconds of a pause asked for."""
+        """Record that an attempt was not answered. `after_s`: the pause that the service asked
+        for."""
         self.breaker.failed(why)
         if after_s is not None:
             now = asyncio.get_running_loop().time()

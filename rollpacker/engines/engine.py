@@ -38,7 +38,7 @@ class EngineError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one response are drawn: limit, temperature, truncation, stops and noise."""
+    """How the tokens of one response are drawn: limit, temperature, truncation, stops and seed."""
 
     max_response_tokens: int
     temperature: float = 1.0
@@ -49,8 +49,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """Strings that end a response; the response keeps the tokens up to and with the stop string."""
     seed: int = 0
-    """Seed of the noise (random numbers). The noise depends on the seed, the request's `noise`, the
-    turn and the token's position alone."""
+    """Seed of the noise (random numbers). It depends only on the seed, the sample (or the one that
+    `GenerationRequest.noise` names), the turn and the token's position."""
 
     def truncation(self, vocabulary_size: int) -> tuple[int, float]:
         """The top_k and the top_p to draw with. They are the vocabulary's size and 1, which
@@ -69,18 +69,18 @@ class Carried:
     log_probs: tuple[float, ...]
     """Log-probability of each token under the weights that it was drawn from."""
     verify: bool = True
-    """Whether to draw every token again with its own noise, all in one pass, and keep those before
-    the first that comes out differently: the response is then the one that generation from scratch
-    gives. False: all tokens stay, with the log-probabilities that they have."""
+    """Whether to draw all tokens again with their own random numbers, in one pass, and keep those
+    before the first that comes out differently: the response is then the one that generation from
+    scratch gives. False: all tokens stay, with the log-probabilities that they have."""
     floor: int = 0
     """Length up to which the end of the response is refused: if the response stops with at most
     that many tokens, its tokens after the first that came out differently are drawn again, with new
-    noise, sixteen times at most. Used with `verify` only. 0: no end is refused."""
+    random numbers, sixteen times at most. Used with `verify` only. 0: no end is refused."""
     ceiling: int | None = None
-    """Most tokens of a response in which a carried token came out differently. If it gets longer,
-    the tokens after that one are drawn again, as with `floor`. None: any length is accepted."""
+    """Most tokens of a response in which one of these tokens came out differently. If it gets
+    longer, tokens after that one are drawn again, as with `floor`. None: any length will do."""
     redraws: Redraws = ()
-    """The sets of noise that these tokens were drawn with, as `Response.redraws` reported them."""
+    """The sets of random numbers for these tokens, as `Response.redraws` reported them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ class Response:
     from, that is after temperature, top-k and top-p. At temperature 0: under the plain softmax."""
     finish_reason: str
     """How the response ended: "stop", "length" (a limit), or "aborted" (before its end). For a
-    trajectory of several turns: the reason that the command `Conclude` gives."""
+    trajectory of several turns: the reason that the scheduler's command `Conclude` gives."""
     version: int
     redraws: Redraws = ()
     """The sets of random numbers that the tokens were drawn with, where the end of the response was
@@ -157,7 +157,7 @@ class Response:
 @dataclass(frozen=True, slots=True)
 class EngineOutput:
     """An event of one sample that an engine reports, with the sample's response. The event's
-    `time_s` is 0 until the driver, which receives it, sets it."""
+    `time_s` is 0 until the run's main loop, which receives the event, sets it."""
 
     event: SampleGenerated | SampleAborted | SampleFailed
     response: Response | None = None

@@ -50,7 +50,7 @@ class EngineHost:
         self._calls: queue.SimpleQueue[tuple[int, Call]] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._outputs: list[EngineOutput] = []
-        """Outputs that have not been reported yet."""
+        """Outputs of the engine that have not been reported to the run yet."""
         self._answers: list[tuple[int, Answer]] = []
         """Answers that have not been sent yet, each with the number of its call."""
         self._error: BaseException | None = None

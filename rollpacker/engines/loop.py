@@ -224,8 +224,8 @@ def abortion(entry: Pending, response: Response, **facts: Any) -> Numbered:
 
 
 def untouched(entry: Pending, version: int) -> Response:
-    """The response of a sample that ended before the engine generated anything for this request:
-    the tokens that it carried from an earlier request, if there are any."""
+    """The response of a sample that was aborted before the engine generated anything for this
+    request: its tokens from an earlier request, if any. `version`: that of the weights."""
     request = entry.request
     return Response(
         sample=request.sample,

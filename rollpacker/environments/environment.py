@@ -197,7 +197,7 @@ class Lost:
 
 
 class Environments(Protocol):
-    """All environments of a run, as the controller uses them, in one event loop."""
+    """All environments of a run, as the run's own process uses them, in one event loop."""
 
     tools: tuple[ToolSchema, ...]
     """Schemas of the tools that the model is shown, unless an episode has its own (`Begun`)."""

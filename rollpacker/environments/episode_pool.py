@@ -67,9 +67,9 @@ class EpisodePool(WorkerPool):
         self._grow()
 
     def begin(self, payload: bytes, limit_s: float, whose: Hashable) -> PoolCall:
-        """Make a call that begins an episode. Once it is answered, its `worker` is the episode's
-        process. `whose`: the episode's prompt, which is suspected if the process dies during a
-        call."""
+        """Make a call that begins an episode, to be answered within `limit_s` seconds in a process.
+        Once it is answered, its `worker` is the episode's process. `whose`: the episode's prompt,
+        which is suspected if the process dies during a call."""
         call = self._made(payload, limit_s)
         call.whose = whose
         if whose in self._suspects:

@@ -27,7 +27,7 @@ from rollpacker.sandbox.sandbox import Sandbox
 @dataclass(frozen=True, slots=True)
 class Loaded:
     hello: dict[str, Any]
-    """What the controller is told of the tools or the environment: `name`, `tools`, `begins`,
+    """What the run's process is told of the tools or the environment: `name`, `tools`, `begins`,
     `is_deterministic`, `gives_rewards`, `scores_at_end`, and `rows` if it asked for them."""
     make: Callable[[Calls], Played]
     """Function that makes an episode whose functions are called through the given `Calls`."""

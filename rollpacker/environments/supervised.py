@@ -1,4 +1,4 @@
-"""Environments in processes of their own, as the controller uses them (`Environments`).
+"""Environments in processes of their own, as the run's process uses them (`Environments`).
 
 This process imports none of the user's code. Whatever goes wrong in an environment becomes a `Lost`
 with its cause, and is never counted as zero.
@@ -68,7 +68,7 @@ class _Life:
     turn: int = 0
     """Number of the last turn that was answered. 0: the episode has only begun."""
     last: Begun | Answered | None = None
-    """The answer to the last answered turn, or to the beginning. None: there is no answer yet."""
+    """The environment's answer to the last turn, or to the beginning. None: there is none yet."""
     call: PoolCall | None = None
     """The call to the episode's process that is under way. None: no call is."""
 
@@ -77,8 +77,8 @@ class _Life:
 class _Episode:
     life: _Life | None = None
     said: dict[int, Begun | Answered] = field(default_factory=dict)
-    """The first answer to each turn, in any life of the episode. Later answers are compared with it
-    if environments are deterministic."""
+    """The first answer to each turn, however often the episode was begun. Later answers are
+    compared with it if environments are deterministic."""
 
 
 class SupervisedEnvironments:
@@ -299,7 +299,7 @@ class SupervisedEnvironments:
         self, known: _Episode, life: _Life, what: tuple[Any, Any], timeout_s: float | None
     ) -> dict[str, Any] | Lost:
         """Make a call in the episode's process and return the reply. If there is no reply, or it
-        reports a failure, this life of the episode ends and a `Lost` is returned."""
+        reports a failure, the episode as begun this time ends, and a `Lost` is returned."""
         pool = self._pool
         if pool is None:  # the run closes, and somebody plays an episode to its end
             return self._ended(known, life, _CANCELLED)
@@ -398,8 +398,7 @@ def _calls_in(reply: Mapping[str, Any]) -> tuple[ToolCall, ...]:
 
 
 def _compared(answer: Begun | Answered) -> str:
-    """The parts of an answer that must be the same in every life, as text. The seconds are left
-    out."""
+    """The parts of an answer, as text, that must be the same whenever its episode is played."""
     values: list[Any] = [answer.messages]
     if isinstance(answer, Answered):
         values += [answer.reward, answer.done, answer.truncated]

@@ -44,7 +44,7 @@ _SAID_IN_FULL = (
 
 
 def main(line: int | Line) -> None:
-    """Answer requests until the controller hangs up. `line`: its connection, or the descriptor."""
+    """Answer the run's requests until it hangs up. `line`: the connection, or its descriptor."""
     asyncio.run(_serve(connected(line)))
 
 
@@ -81,7 +81,7 @@ class _Episode:
 
 
 class _Server:
-    """Plays the episodes of this process, as the controller's requests say."""
+    """Plays the episodes of this process, as the requests of the run's process say."""
 
     def __init__(self, controller: Controller, loaded: Loaded) -> None:
         self._controller = controller

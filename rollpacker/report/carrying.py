@@ -21,22 +21,22 @@ from rollpacker.report.step_history import CarriedInto, SampleHistory, StepHisto
 
 
 def carrying(job: Mapping[str, Any]) -> str:
-    """How the job of a session (one process of the run) keeps the tokens of prompts that are put
-    off to a later round: "none", "exact" or "weighted"."""
+    """Which tokens of prompts put off to a later round a run with the settings `job` keeps: "none",
+    "exact" (those that newer weights draw again) or "weighted" (all, weighted in the loss)."""
     tail = job.get("tail_batching") or {}
     return str(tail.get("carry", "none")) if tail.get("enabled", True) else "none"
 
 
 def keeps_noise(job: Mapping[str, Any]) -> bool:
-    """Whether in this job a prompt that is launched again continues the responses that it had,
-    since its launch uses the same random numbers as before."""
+    """Whether a prompt that is launched again uses the same random numbers, and so continues the
+    responses that it had, in a run with the settings `job`."""
     tail = job.get("tail_batching") or {}
     return bool(tail.get("selection", "published") == "none")
 
 
 def complements(job: Mapping[str, Any]) -> bool:
-    """Whether this job (`tail_batching.complement`) draws the end of a response again if it comes
-    before the place where an earlier launch of the response was cut off."""
+    """Whether a run with the settings `job` (`tail_batching.complement`) draws a response's end
+    again if it comes before the place where an earlier launch of the response was cut off."""
     tail = job.get("tail_batching") or {}
     return carrying(job) == "exact" and bool(tail.get("complement", True))
 
@@ -128,10 +128,10 @@ class CarryCounts:
     tokens: int = 0
     """Number of carried tokens that launches began with."""
     looked_at: int = 0
-    """Number of carried tokens of the samples whose carried tokens were verified, those after the
-    first that came out differently included."""
+    """Number of all carried tokens of samples whose carried tokens newer weights drew again. Those
+    after the first that came out differently count, too."""
     kept: int = 0
-    """Number of carried tokens that came out the same when they were verified."""
+    """Number of carried tokens that newer weights drew again, and that came out the same."""
     redraws: int = 0
     """Number of times that a response's end was drawn again, since it lay on the wrong side of the
     place where an earlier launch was cut off (`tail_batching.complement`)."""
@@ -156,14 +156,14 @@ class CarryCounts:
     @property
     def mismatch_per_update(self) -> float:
         """Chance, per carried token and weight update, that the token comes out differently. 0 if
-        no token of older weights was verified."""
+        no token of older weights was drawn again."""
         looked_at = sum(age * num for age, num in self.verified.items())
         num = sum(num for age, num in self.mismatches.items() if age)
         return num / looked_at if looked_at else 0.0
 
     def by_age(self) -> dict[int, float]:
-        """Mapping from a token's age in weight updates to the share of verified tokens of this age
-        that came out differently."""
+        """Mapping from an age in weight updates to the share of tokens of this age that came out
+        differently, of those that newer weights drew again."""
         return {age: self.mismatches[age] / self.verified[age] for age in sorted(self.verified)}
 
     def plain(self) -> dict[str, Any]:

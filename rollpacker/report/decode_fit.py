@@ -21,7 +21,7 @@ NUM_BENDS = 16
 """Number of sizes of the key-value cache that are tried as the bend: the size above which reading
 the cache takes longer than launching the kernels."""
 BEND_ROUNDS = 2
-"""Number of searches for the bend: with a better bend other stretches count as outliers."""
+"""Number of searches for the bend (see `NUM_BENDS`): after the first, outliers are known better."""
 CLOSER_LOOKS = 4
 """Number of refinements of a search for the bend, each in the interval around the best so far."""
 BEND_GAIN = 0.02
@@ -52,8 +52,8 @@ class DecodeFit:
     """Ratio of the measured seconds to those of a machine without disturbances. The constants
     already contain this factor."""
     num_left_out: int
-    """Number of stretches left out of the fit, since each took longer than predicted by more than
-    half the seconds of a typical round."""
+    """Number of stretches of decode steps left out of the fit, since each took longer than it was
+    predicted to by more than half the seconds of a typical round."""
 
     def step_s(self, running: Vector, cached: Vector) -> Vector:
         """Predicted seconds of a decode step for each pair of `running` (number of samples) and
@@ -117,8 +117,8 @@ def fit_line(rounds: Sequence[Sequence[Stretch]]) -> DecodeFit:
 
 
 def fit_rounds(rounds: Sequence[Sequence[Stretch]]) -> DecodeFit:
-    """Fit the points of `DecodeFit.knots` to the seconds of whole rounds, for an engine that gives
-    several tokens in a step. Single stretches are too noisy: it is chance which sample leads."""
+    """Fit the points of `DecodeFit.knots` to whole rounds, for an engine that gives several tokens
+    of a sample in a step. Single stretches would be too noisy for that."""
     tables = [_Stretches(of_round) for of_round in rounds]
     counts = _knots(max(int(table.running.max()) for table in tables))
     columns = np.array([_table_columns(table, counts).sum(axis=0) for table in tables])
@@ -162,8 +162,8 @@ class _Stretches:
 
 
 def _best_bend(columns: Callable[[float], Matrix], table: _Stretches, weights: Vector) -> float:
-    """The bend (a number of cached tokens) with the smallest squared error under fixed weights of
-    the stretches, found by ever closer searches."""
+    """The bend (number of cached tokens from which on they slow a step down) with the least squared
+    error under fixed weights of the stretches of decode steps, found by ever closer searches."""
     seconds = table.seconds * weights
 
     def loss(bend: float) -> float:

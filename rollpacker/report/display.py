@@ -154,8 +154,8 @@ def learned(state: State) -> dict[str, str]:
 
 
 def doing(history: History) -> str:
-    """What the run is doing now, in words: the kind of the round, the phase, and during generation
-    the number of samples in engines."""
+    """What the run is doing now, in words: the kind of the step's first round, the phase, and while
+    engines generate the number of samples in them."""
     kind, words = history.step.kind, phase_words(history)
     text = words if kind is None else f"{kind} round, {words}"
     if history.phase == "rollout":

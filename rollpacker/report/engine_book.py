@@ -37,7 +37,7 @@ class EngineCounts:
 
 
 def engines_of(job: Mapping[str, Any]) -> int:
-    """The number of engines of the session (process of the run) that wrote this `Session.job`."""
+    """The number of engines in the settings `job` of a session (process of the run)."""
     number: int = (job.get("fleet") or {}).get("num_engines", 1)
     return number
 
@@ -75,7 +75,7 @@ class EngineBook:
         self._busy_since: dict[int, float] = {}
         self._lost_since: dict[int, float] = {}
         self._awaited: set[int] = set()
-        """Numbers of the engines of the last change of sizes that are not ready yet."""
+        """Numbers of new engines, made with another number of devices, that are not ready yet."""
 
     def begin_session(self, job: Mapping[str, Any]) -> None:
         """Begin a session (one process of the run), whose engines are all new."""
@@ -124,8 +124,7 @@ class EngineBook:
                     self._come(sample, number, now)
 
     def release(self, engines: Iterable[int] = ()) -> None:
-        """Note that the devices of exactly these engines are lent to the trainer until the next
-        round."""
+        """Note that from now on the trainer has the devices of exactly these engines (numbers)."""
         self._released = frozenset(engines)
 
     def nowhere(self, samples: Iterable[SampleId]) -> list[SampleId]:

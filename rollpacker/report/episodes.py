@@ -14,7 +14,7 @@ from rollpacker.report.tool_seconds import ToolSeconds
 
 NUM_SLOWEST = 10
 MAX_REASON = 300
-"""Maximum number of characters that are kept of an environment's text on why an answer was lost."""
+"""Maximum number of characters that are kept of an environment's text on why it gave no answer."""
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class Answers:
     waited_s: float = 0.0
     """Sum of the seconds that answers took beyond those that the environments report."""
     lost: Counter[str] = field(default_factory=Counter)
-    """Number of lost answers by cause, also of episodes that were then tried again."""
+    """Number of answers that environments failed to give, by cause, in all attempts at episodes."""
 
     def add(self, other: Answers) -> None:
         self.num += other.num
@@ -57,7 +57,7 @@ class Slow(NamedTuple):
     tool: str
     """Name of the tool whose call took longest. Empty if no tool was called, or it is not known."""
     came: bool = True
-    """Whether the answer came. False if it came too late, so that the episode was lost."""
+    """Whether the environment gave this answer in time. False: it did not; the episode was lost."""
 
     def plain(self) -> dict[str, Any]:
         slow = {"sample": self.sample, "turn": self.turn, "seconds": self.seconds}
@@ -79,7 +79,7 @@ class StepEpisodes:
     answers: dict[str, Answers] = field(default_factory=dict)
     """Counts of answers by the prompts' data source, those in lost episodes included."""
     first_reason: dict[str, str] = field(default_factory=dict)
-    """Why the first answer was lost, in the environment's words, by cause."""
+    """By cause: an environment's words on the first answer that it failed to give."""
     slowest: list[Slow] = field(default_factory=list)
     """The slowest answers of environments, slowest first."""
     tools: dict[str, ToolSeconds] = field(default_factory=dict)
@@ -111,7 +111,7 @@ class StepEpisodes:
             self._keep_slowest([*self.slowest, Slow(seconds, str(sample), turn, tool)])
 
     def lose(self, event: Acted) -> None:
-        """Note that an answer of an environment was lost."""
+        """Note that an environment failed to give an answer, so that its episode was lost."""
         sample, calls, seconds = event.sample, event.calls, event.seconds or 0.0
         self.answers.setdefault(sample.prompt.source, Answers()).lost[event.cause] += 1
         self.first_reason.setdefault(event.cause, event.reason[:MAX_REASON])

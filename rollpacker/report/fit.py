@@ -88,12 +88,13 @@ class _Clocked:
     num_skipped: int = 0
     """Number of rounds whose decode steps cannot be counted."""
     reason: str = ""
-    """Why the last such round was skipped. Empty: no round was skipped."""
+    """Why the decode steps of the last skipped round cannot be counted. Empty: none was skipped."""
     drafted: bool = False
-    """Whether the order in which samples ended contradicts an engine with one token per step.
-    `rounds` are then counted for samples that grow at different speeds."""
+    """Whether samples ended in an order that an engine with one token per decode step cannot give.
+    `rounds` is then what `_as_drafted` had gathered."""
     _as_drafted: ClockedRounds = field(default_factory=list)
-    """All rounds counted for samples that grow at different speeds. Empty unless `may_draft`."""
+    """The rounds, with decode steps counted as if a step could give several tokens of a sample.
+    Empty unless `may_draft`."""
 
     def add(self, round_: RoundHistory) -> None:
         if self.may_draft:
@@ -142,8 +143,8 @@ class _Asked:
                 self.capped.add(end.num_tokens)
 
     def _forget(self, row: int, before: CarriedInto) -> None:
-        """Remove the length that an earlier launch of the same response had added. `row` is the
-        prompt's row in the dataset, `before` the tokens of that launch."""
+        """Remove the length of a response's earlier launch from the lengths of its prompt. `row` is
+        the prompt's row in the dataset, `before` the tokens of that launch."""
         told = (self.pools if before.whole else self.stopped).get(row, [])
         if before.num_tokens in told:
             told.remove(before.num_tokens)
@@ -228,7 +229,8 @@ def _own_s(step: StepHistory, start_s: float, end_s: float) -> float:
 
 
 def _training_s(step: StepHistory, train_on_s: float, trained_s: float) -> float:
-    """Seconds from `TrainOn` to its answer, plus those of gradients that were computed before."""
+    """Seconds of a training step: from the command to train (`train_on_s`) to the trainer's answer
+    (`trained_s`), plus those of gradients that were computed before the command."""
     begun_s = sum(
         max(0.0, min(note.time_s, train_on_s) - (note.time_s - note.seconds))
         for note in step.notes

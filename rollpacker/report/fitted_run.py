@@ -59,7 +59,7 @@ class FittedRun:
     field whose name ends in `_s` is a mean over the run, in seconds."""
 
     job: Mapping[str, Any]
-    """`JobConfig`, the core's settings, of the last session (process of the run), as a mapping."""
+    """`JobConfig`, the settings of steps and rounds, of the run's last process, as a mapping."""
     slots: int | None
     """Maximum number of samples that an engine generates at once. None: no limit."""
     num_steps: int
@@ -68,8 +68,8 @@ class FittedRun:
     num_skipped: int
     """Number of rounds left out of the fit, since samples failed or ended out of order."""
     step: DecodeFit
-    """Constants of decode steps. If the engine gave several tokens in a step, they are fitted to
-    the seconds of whole rounds, and a decode step stands for a token."""
+    """Constants of decode steps. If the engine gave several tokens of a sample in a step, they are
+    fitted to whole rounds, as if each token of the sample that is furthest took one step."""
     errors: Mapping[str, RoundErrors]
     """Errors of the fit for each kind of round, and for "all" rounds."""
     checks: Mapping[int, tuple[Check, ...]]

@@ -73,7 +73,8 @@ from rollpacker.report.turn_book import ENVIRONMENT, TurnBook
 
 @dataclass(slots=True)
 class TrainerBook:
-    """State and losses of the trainer, up to the last log entry that `History` has read."""
+    """What the trainer does, how often it was lost (`losses`) and for how long, up to the last log
+    entry that `History` has read."""
 
     num_streaming: int = 0
     """Number of groups whose gradients are being computed while the round goes on."""
@@ -163,8 +164,8 @@ class History:
         return dataclasses.replace(self.step, step=step, end_s=now)
 
     def take(self, now: float, event: Event, commands: Sequence[Command]) -> StepHistory | None:
-        """Read an event and the commands with which the core answered it, as `feed` does for a
-        `Record`. Returns the step that this commits, or None."""
+        """Read an event and the commands with which the run answered it, as `feed` does for a
+        `Record` (log entry of both). Returns the step that the commands commit, or None."""
         done = self._event(event, now)
         for command in commands:
             self._command(command, now)

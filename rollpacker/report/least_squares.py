@@ -18,10 +18,11 @@ ITERATIONS = 25
 
 @dataclass(frozen=True, slots=True)
 class RobustFit:
-    """Constants fitted to measured seconds, one for each column, and how well they predict them."""
+    """Constants fitted to measured seconds, and how well they predict these seconds."""
 
     x: Vector
-    """The constants, one for each column, without the time lost to disturbances."""
+    """The constants, one for each column of the fitted matrix. They are too small by the time that
+    the machine lost to disturbances, for which `factor` makes up."""
     weights: Vector
     """Weight of each row (measurement) in the last iteration of the fit."""
     loss: float

@@ -67,8 +67,8 @@ class LengthBias:
         return self._unshifted(self._window.metrics()) | self._weighted()
 
     def _unshifted(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Returns the metrics, with a shift of 0 if the last steps trained on every response. The
-        estimate of the policy's mean length lags behind while lengths drift, which is no shift."""
+        """Returns the metrics, with a shift of lengths set to 0 if the last steps trained on every
+        response, since the difference then only shows that the policy's lengths drift."""
         if "length/shift" in metrics and all(self._whole):
             own = metrics["length/trained_mean"]
             return metrics | {"length/policy_mean": own, "length/shift": 0.0}
@@ -96,9 +96,9 @@ def _ends(
     """For each prompt the lengths in tokens of its complete responses, and of its stopped
     responses.
 
-    If tokens of an earlier launch came out differently, the response counts with its length at that
-    launch: it was only generated again because it was long. With `complement` the new length counts
-    if the earlier response was cut off, since the new one does not end before the cut."""
+    If a response was generated again and differs from that of an earlier launch, the earlier length
+    counts: only long responses are put off, so new lengths alone would be too short. With
+    `complement` a response that was cut off never gets shorter, and its new length counts."""
     launched = dict.fromkeys(s.prompt for round_ in rounds for s in round_.samples)
     ends: dict[PromptId, tuple[list[int], list[int]]] = {p: ([], []) for p in launched}
     for round_ in rounds:

@@ -32,11 +32,11 @@ class PhaseBook:
         self._doing, self._evaluates_in = self._evaluates_in or self._doing, None
 
     def begin(self) -> None:
-        """Begin the session in the phase `controller`, in which nothing else is under way."""
+        """Begin with the phase `controller`: the run only decides on commands, nothing else."""
         self._doing = "controller"
 
     def turn(self, step: StepHistory, phase: str, now: float) -> None:
-        """End the current phase at the time `now`, and begin another."""
+        """End the current phase at the time `now`, add it to `step`, and begin `phase`."""
         self._end(step, now)
         self._doing, self._since_s = phase, now
 
@@ -80,8 +80,8 @@ class PhaseBook:
         self._waits_since_s = now
 
     def end_wait(self, step: StepHistory, now: float, switch_s: float = 0.0) -> None:
-        """End the wait for a device pool, if there is one. Its last `switch_s` seconds were the
-        switch, in which parked processes wake up."""
+        """End the wait for a device pool, if there is one. In its last `switch_s` seconds, counted
+        as a phase of their own, the run had the pool and its parked processes woke up."""
         since_s, self._waits_since_s = self._waits_since_s, None
         if since_s is not None:
             woke_s = max(since_s, now - switch_s)

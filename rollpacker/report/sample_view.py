@@ -105,8 +105,8 @@ def _seconds(one: Mapping[str, Any], name: str) -> str:
 
 
 def _message(mark: str, message: Any, what: str, style: str) -> Iterator[Line]:
-    """Yields the lines that show a message of a dialogue. A number instead of a message stands for
-    as many messages or turns (`what`) that were left out."""
+    """Yields the lines that show a message of a dialogue, with `mark` before them. A number instead
+    of a message stands for as many messages or turns (`what`) that the file leaves out."""
     if not isinstance(message, dict):
         yield printable(f"  ... {message} {what} left out here ..."), _ASIDE
         return

@@ -60,8 +60,8 @@ class CarriedInto(NamedTuple):
     whole: bool
     """Whether the tokens are a complete response, rather than the beginning of one."""
     version: int
-    """Version of the weights that generated the tokens or last verified them; of several versions
-    the oldest."""
+    """Version of the weights that generated the tokens, or last drew the same ones again. If they
+    have several versions, the oldest."""
 
 
 @dataclass(slots=True)
@@ -73,8 +73,8 @@ class SampleHistory:
     start_s: float
     carried: CarriedInto | None = None
     num_kept: int | None = None
-    """Number of carried tokens (of an earlier launch) that came out the same when they were
-    verified. None if they were not verified."""
+    """Number of carried tokens (of an earlier launch) that newer weights drew again, and that came
+    out the same. None if they were not drawn again."""
     num_redraws: int = 0
     end_s: float | None = None
     end: End | None = None
@@ -151,7 +151,7 @@ class Phase:
 
 @dataclass(slots=True)
 class Turns:
-    """Times at which a step passed from one stage to the next. None: the log has no such time."""
+    """Times at which a step began to train, was trained and so on. None: not in the log."""
 
     committed_before_s: float | None = None
     """Time of the commit of the step before. None if an earlier process of the run did it."""
@@ -180,7 +180,8 @@ class StepPrompts:
     """For each prompt, why the last of its lost samples was lost."""
 
     def lose(self, sample: SampleId, reason: str) -> None:
-        """Note that a sample of this prompt was lost."""
+        """Note for the sample's prompt why this sample was lost: its engine, reward or environment
+        failed."""
         self._lost[sample.prompt] = reason
 
     def drop(self, command: Drop) -> None:
@@ -230,8 +231,8 @@ class StepHistory:
 
     @property
     def kind(self) -> RoundKind | None:
-        """The kind of the step's first round. Rounds that refill the step may be of other kinds.
-        None: no round was launched."""
+        """The kind of the step's first round; further rounds, which the step needs if prompts fall
+        short, may be of other kinds. None: no round was launched."""
         return self.rounds[0].kind if self.rounds else None
 
     @property

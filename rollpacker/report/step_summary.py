@@ -98,7 +98,7 @@ class Lengths:
     finished: LengthStats | None
     """Statistics of all completed responses, trained on or not. None: there were none."""
     censored: tuple[int, ...]
-    """For each aborted sample the tokens that it had reached, fewer than it would have had."""
+    """Numbers of tokens of the samples stopped before their end, fewer than they would have had."""
     bias: Mapping[str, float]
     """Metrics that compare trained lengths with the policy's own (see `LengthBias`)."""
 

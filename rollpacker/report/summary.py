@@ -130,7 +130,7 @@ class RunSummary:
         }
 
     def _engines(self) -> dict[str, Any]:
-        """A row for each engine, and for each change of size. Empty for a run with one engine."""
+        """Rows of engines, and of changes of their number of devices. Empty for a single engine."""
         book = self.accounting.history.engines
         counts, seconds = book.counts, self.accounting.seconds()
         if not counts:
@@ -160,7 +160,7 @@ class RunSummary:
         return {"trainer": {"losses": book.losses, "mean_away_s": book.away_s / book.losses}}
 
     def _switches(self) -> dict[str, Any]:
-        """A row for each change of the engines' number of devices. Empty if there was none."""
+        """A row for each change of the number of devices of each engine. Empty: there was none."""
         switches = self.accounting.history.engines.switches
         if not switches:
             return {}

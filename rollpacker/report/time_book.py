@@ -36,8 +36,8 @@ RARE_CAUSES = ("imbalance", ENVIRONMENT, "recovery", "callbacks", *POOL_CAUSES)
 """Causes that a report leaves out if they have no seconds."""
 
 WHILE_AWAY = ("reward_wait", "evaluation", ENVIRONMENT)
-"""Phases in which nothing waits until engines are parked (have left their devices), so that the
-seconds of parking count as the phase's own."""
+"""Phases in which nothing waits for engines that leave a shared pool of devices (are parked), so
+that the seconds of parking count as the phase's own, not as a switch."""
 
 ROLLOUT_CAUSES = ("decode", "tail_idle", "imbalance")
 
@@ -112,11 +112,13 @@ class TimeBook:
         self.slots = self._given_slots if session.slots is None else session.slots
 
     def step_seconds(self, peak_live: int) -> dict[str, float]:
-        """Seconds by cause since the last committed step. The step under way goes on counting."""
+        """Seconds by cause since the last committed step. The step under way goes on counting.
+        `peak_live`: largest number of the step's samples in engines at once."""
         return self._seconds_so_far(peak_live)
 
     def close_step(self, peak_live: int) -> dict[str, float]:
-        """Returns the seconds by cause since the last committed step, and begins a new step."""
+        """Returns the seconds by cause since the last committed step, and begins a new step.
+        `peak_live`: largest number of the old step's samples in engines at once."""
         seconds = self._seconds_so_far(peak_live)
         for cause, value in seconds.items():
             self.totals[cause] += value
@@ -125,12 +127,14 @@ class TimeBook:
         return seconds
 
     def abandon_step(self, peak_live: int) -> None:
-        """Note that the run starts the step anew. The seconds so far count for the new attempt."""
+        """Note that the run starts the step anew. The seconds so far count for the new attempt.
+        `peak_live`: largest number of samples that the old attempt had in engines at once."""
         self._open = self._seconds_so_far(peak_live)
         self._rollout_s = self._live_s = self._idle_s = 0.0
 
     def seconds(self, peak_live: int) -> dict[str, float]:
-        """Seconds by cause up to the last log entry. They add up to `wall_s`."""
+        """Seconds by cause up to the last log entry. They add up to `wall_s`. `peak_live`: largest
+        number of samples that the step under way had in engines at once."""
         so_far = self._seconds_so_far(peak_live)
         return {cause: self.totals[cause] + so_far[cause] for cause in CAUSES}
 

@@ -74,9 +74,9 @@ def by_engine(round_: RoundHistory) -> list[RoundHistory]:
 
 def stretches(round_: RoundHistory, *, slots: int | None, drafted: bool = False) -> list[Stretch]:
     """The stretches of decode steps between the ends of samples, in order, for a round of one
-    engine. `slots`: maximum number of samples at once; None: no limit. With `drafted` a step is one
-    token of the sample that is furthest, and tokens that were drawn again are estimated. Raises
-    `ClockError` if the ends cannot come from such an engine."""
+    engine. `slots`: maximum number of samples at once; None: no limit. `drafted`: the engine gives
+    several tokens of a sample in a step, so a token of the sample that is furthest counts as a
+    step. Raises `ClockError` if the ends cannot come from such an engine."""
     redrawn = any(end.num_redraws for end in round_.ends)
     if round_.is_irregular or (redrawn and not drafted):
         raise ClockError("a sample failed or was launched again")

@@ -31,7 +31,8 @@ class _Episode:
     environment_s: float = 0.0
 
     def drawn(self, sample: SampleHistory | None) -> None:
-        """Note that a message of the model has ended."""
+        """Note that a message of the model has ended. `sample`: the record of the conversation's
+        sample; None: the step has no such record, so the message's seconds do not count."""
         self.turns += 1
         if sample is not None and sample.end_s is not None:
             begun_s = sample.start_s if self.begun_s is None else self.begun_s
@@ -74,7 +75,7 @@ class TurnBook:
             found.end, found.outcome = End.FINISHED, Outcome.UNUSED
 
     def acted(self, event: Acted, step: StepHistory, now: float) -> None:
-        """Note that the environment has answered, or that its answer is lost."""
+        """Note that the environment has answered, or has failed and will not answer."""
         self.acting.discard(event.sample)
         if event.cause == "cancelled":
             return

@@ -72,8 +72,8 @@ def build_reward(
 
 
 def check_form(configs: Sequence[RewardConfig]) -> None:
-    """Raise `RewardError` for a config that names neither a built-in reward nor the place of a
-    function. Nothing is imported."""
+    """Raise `RewardError` for a config that names neither a built-in reward nor a function as
+    `module:function`. Nothing is imported."""
     for config in configs:
         if config.function in BUILT_IN or ":" in config.function:
             continue

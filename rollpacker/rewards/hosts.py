@@ -261,7 +261,7 @@ class HostedReward:
         )
 
     def begun(self, process: _HostProcess, unsandboxed: bool) -> None:
-        """Note that this host's process can judge, so that it is sent samples from now on."""
+        """Send samples to this host from now on. `unsandboxed`: nothing isolates programs there."""
         self._unsandboxed |= unsandboxed
         self.book.ready(process.number)
         self._tell()
@@ -310,7 +310,7 @@ class _HostProcess:
     """The process of one reward host, from its start to its loss. Meets the protocol `Owner`."""
 
     def __init__(self, hosted: HostedReward, number: int) -> None:
-        """Starts the process. Raises `OSError`."""
+        """Starts the process of the host with the index `number`. Raises `OSError`."""
         self.number = number
         self.status = Status()
         self._hosted = hosted

@@ -118,7 +118,7 @@ class Failed:
 
 
 class Reward(Protocol):
-    """All rewards of a run together, as the controller uses them."""
+    """All rewards of a run together, as the run's own process uses them."""
 
     names: tuple[str, ...]
     """Names of the individual rewards, in the order of the config."""

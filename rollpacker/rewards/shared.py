@@ -25,7 +25,7 @@ _LOGGED_EVERY_S = 2.0
 
 @contextmanager
 def logged_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show progress in the log alone."""
+    """Show the progress of `what`, which has `total` parts, in the log alone."""
     told = time.monotonic()
 
     def tell(done: int) -> None:

@@ -65,8 +65,8 @@ class Weighted:
         return self.config.deadline or getattr(self.part, "DEADLINE", None)
 
     def limit_s(self, timeout_s: float | None) -> float | None:
-        """Return the limit in seconds of one check: `timeout_s`, that of the task, but at most the
-        deadline's `max_s`. None (also without a deadline): the reward's own limit."""
+        """Return the limit of one check in seconds: `timeout_s`, but at most the `max_s` of this
+        reward's deadline. None, if either is missing: the reward's own limit counts."""
         deadline = self.deadline
         if timeout_s is None or deadline is None:
             return None

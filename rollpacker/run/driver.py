@@ -73,13 +73,13 @@ from rollpacker.run.ports.watch import Watch
 from rollpacker.trainer.trainer import Trainer
 
 TICK_S = 0.25
-"""Seconds between two checks of the deadline while the main task waits. Observers are shown the log
-entries that have come since the last check."""
+"""Seconds between two checks, while no slow work is to be done, that what the run waits for is not
+overdue. At each, observers are also shown the new log entries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """The parts of a run that its controller drives. No part knows another, or the controller."""
+    """A run's engines, trainer, rewards and so on, for its controller to connect and drive."""
 
     job: Job
     engines: Engines
@@ -105,7 +105,7 @@ class Parts:
 
 
 class Controller:
-    """Drives one run to its end, from the state that `parts.job` (the core) has when it begins."""
+    """Drives a run to its end, from the present state of `parts.job` (the core, which decides)."""
 
     def __init__(
         self,
@@ -179,8 +179,9 @@ class Controller:
         )
 
     def open(self, *, started_at: str, began_s: float, marks: tuple[str, ...] = ()) -> None:
-        """Write the first log entries of this process: date, step, settings, and how long loading
-        took. `marks`: words that qualify all numbers of this process, such as `unsandboxed`."""
+        """Write this process's first log entries: date (`started_at`), step, settings, and how long
+        loading took since `began_s` (of the run's clock). `marks`: words that qualify all its
+        numbers."""
         job = self.parts.job
         session = Session(
             started_at=started_at,
@@ -226,11 +227,11 @@ class Controller:
         self.bus.take(StopRequested(time_s=0.0, reason=reason))
 
     def fail(self, error: BaseException) -> None:
-        """End the run with this error when the main task has done its present work. Thread-safe."""
+        """End the run with this error after slow work at hand, such as training. Thread-safe."""
         self._main.post(self._main.fail, error)
 
     def end_at_once(self, error: BaseException) -> None:
-        """End the run with this error, and cancel what the main task does now. Thread-safe."""
+        """End the run with this error; cancel slow work at hand, such as training. Thread-safe."""
         self._main.end_at_once(error)
 
     async def close(self) -> None:
@@ -247,7 +248,7 @@ class Controller:
         self.parts.log.flush()
 
     def _ports(self) -> list[Port]:
-        """Returns the ports, which carry out commands; the bus checks that no command lacks one."""
+        """Returns the ports, each of which carries out some kinds of the core's commands."""
         parts, shared = self.parts, self._shared
         bus, main = shared.bus, shared.main
         rows = None
@@ -329,8 +330,8 @@ class Controller:
         return Episodes(self._shared, self._scoring, player, rows=rows, carried=self._carried)
 
     def _of_turns(self) -> list[Port]:
-        """Returns the ports that carry out commands of turns with environments. Without
-        environments that is one port that raises, since the core gives no such command."""
+        """Returns the port that has environments answer the model. A run without environments gets
+        one that raises, as the core never gives it a command."""
         episodes = self._generation.episodes
         return [Unsaid(*OF_TURNS)] if episodes is None else [episodes]
 
@@ -354,7 +355,7 @@ class Controller:
             self.bus.take(Committed(time_s=0.0, step=job.step, checkpointed=True))
 
     async def _next(self) -> Deed | Finish:
-        """Wait for the next slow work, or for the core's command to finish, and return either.
+        """Wait for the next piece of slow work, or for the command `Finish`, which ends the run.
         Raises the error that a part of the run died of, or `DeadlineExceeded`."""
         while True:
             self.parts.log.raise_error()
@@ -385,7 +386,7 @@ class Observing:
 
 @dataclass(frozen=True, slots=True)
 class Fetching:
-    """Carries out `FetchPrompts`: takes prompts from the data's cursor, on the main task."""
+    """Carries out `FetchPrompts`: takes the next training prompts, and tells the core."""
 
     bus: Bus
     main: MainTask

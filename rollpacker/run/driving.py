@@ -57,7 +57,7 @@ NOT_BEGUN = "interrupted before the first step; the same command starts again"
 
 @contextlib.contextmanager
 def not_begun(message: str = NOT_BEGUN) -> Iterator[None]:
-    """A context in which a `KeyboardInterrupt` without a message gets this message."""
+    """A context in which a `KeyboardInterrupt` that carries no message is given this message."""
     try:
         yield
     except KeyboardInterrupt as error:
@@ -89,7 +89,7 @@ class Caller:
         """Functions for this thread to call while the run has a thread of its own; the item None
         means that no more come. None instead of a queue: the run is in this thread itself."""
         self.is_busy = False
-        """Whether this thread is in a call for the run, where an interrupt may be raised."""
+        """Whether this thread executes a function given to `call`, and can be interrupted in it."""
 
     @property
     def is_apart(self) -> bool:
@@ -172,7 +172,7 @@ def _loop_runs_here() -> bool:
 
 def drive(controller: Controller, caller: Caller, *, is_command: bool) -> str:
     """Run to the end, or until somebody asks for an early end. Returns why the run ended.
-    `is_command`: whether the process serves this run alone. Raises the error that ended the run,
+    `is_command`: whether a second request may end the process. Raises the error that ended the run,
     and `KeyboardInterrupt` if it was ended at once; a resume is possible in both cases."""
     import asyncio
 
@@ -186,7 +186,7 @@ def drive(controller: Controller, caller: Caller, *, is_command: bool) -> str:
 
 @contextlib.contextmanager
 def python_set_for_runs() -> Iterator[None]:
-    """A context in which Python has the settings `SWITCH_INTERVAL_S` and `COLLECT_AFTER`."""
+    """A context with Python's settings for a run: `SWITCH_INTERVAL_S` and `COLLECT_AFTER`."""
     switch_interval_s, thresholds = sys.getswitchinterval(), gc.get_threshold()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     if 0 < thresholds[0] < COLLECT_AFTER:  # 0: the program wants none at all

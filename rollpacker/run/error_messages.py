@@ -76,7 +76,7 @@ _MEMORY_ADVICE = (
 
 
 def report_error(error: BaseException) -> int:
-    """Print the message for `error` to stderr, and a bug's traceback. Returns the exit code."""
+    """Print an error's message to stderr, a bug's after its traceback. Returns the exit code."""
     error = _innermost(error)
     code, message = classify(error)
     if code == 1:
@@ -116,8 +116,8 @@ def classify(error: BaseException) -> tuple[int, str]:
 
 @contextmanager
 def naming(folder: Path) -> Iterator[None]:
-    """A context for writes into this folder: an `OSError` for lack of space, or a failing disk,
-    that names no file is given the folder's name."""
+    """A context for writes into this folder. An `OSError` that says that the disk is full or
+    failing, but names no file, is given the folder's name."""
     try:
         yield
     except OSError as error:

@@ -17,11 +17,11 @@ Decode = Callable[[Sequence[int]], str]
 
 class BuildSamples(Protocol):
     """Type of the function that applies the algorithm: groups of (response, reward) become training
-    samples with advantages, in the same order, and metrics. `weights` multiply the losses of
-    samples. `scores`: log-probs and values by other models; None if the algorithm asks none.
-    `updates`: number of the optimizer step that trains on each group. `reward_parts`: each reward's
-    own values; `turn_rewards`: the values of a trajectory's turns. `partial`: whether these are not
-    all groups of the step, so that token weights still lack the factor that depends on all."""
+    samples with advantages, in the same order, and metrics. `weights` multiply the samples' losses.
+    `scores`: log-probs and values by other models; None if the algorithm asks none. `updates`: for
+    each group the number of the optimizer step that trains on it. `reward_parts`: each reward's own
+    values; `turn_rewards`: rewards of single turns. `partial`: whether these are only some of the
+    step's groups, so that weights of tokens are provisional (they depend on the total)."""
 
     def __call__(
         self,
@@ -73,7 +73,7 @@ class RewardsFailed(RunError):
 
 
 class DeadlineExceeded(RuntimeError):
-    """Something that the run waited for gave no sign of life before its deadline."""
+    """Something that the run waited for made no progress before its deadline."""
 
     def __init__(self, what: str, seconds: float, key: str) -> None:
         super().__init__(

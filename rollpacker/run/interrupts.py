@@ -16,7 +16,7 @@ _BEFORE: dict[signal.Signals, Callable[[int, FrameType | None], object] | signal
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGHUP: signal.SIG_DFL,
 }
-"""The handled signals, each with the default handler that `heed` replaces."""
+"""The signals that `heed` handles, each with Python's default handler, to put back afterwards."""
 _process = 0
 """Id of the process that handles the signals. A child that it forks has another id, and its signals
 act as usual."""

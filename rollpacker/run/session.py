@@ -69,7 +69,7 @@ class RunSession:
     resume: bool
     overwrite: bool
     is_command: bool
-    """Whether the process serves this run alone, as that of the command `rollpacker train` does."""
+    """Whether this is the process of a command, which a second interrupt ends at once."""
     display: bool
     observers: Sequence[Observer]
     callbacks: Sequence[Callback]
@@ -77,7 +77,7 @@ class RunSession:
     _controller: Controller | None = field(default=None, init=False)
     _is_folder_taken: bool = field(default=False, init=False)
     has_begun: bool = field(default=False, init=False)
-    """Whether the run has begun, so that a checkpoint of it is worth having."""
+    """Whether `drive` was called. An earlier interrupt leaves nothing in a new run's folder."""
 
     def prepare(self, began: float) -> None:
         """Build all parts of the run in the order of their needs, and connect them. `began`: the
@@ -216,8 +216,8 @@ class RunSession:
         return policy
 
     def _check_training(self) -> None:
-        """Check pipeline stages and algorithm. If settings make the algorithm another than the
-        named one, show which it is."""
+        """Check pipeline stages and algorithm. Show the algorithm if settings turn the one that the
+        config names into another."""
         from rollpacker.pipeline.stages.check import check_stages
 
         check_stages(self.config)
@@ -287,8 +287,8 @@ class RunSession:
     def _check_identity(
         self, before: Mapping[str, Any], now: Mapping[str, Any], step: int, job: dict[str, Any]
     ) -> None:
-        """Check that config and identity (fingerprints) are still those of the run. `step`: that of
-        the checkpoint. `job`: the core's state, which gets the cap on responses if it lacks one."""
+        """Raise `RunError` if config or fingerprints (`before`, `now`) make this another run.
+        `step`: the checkpoint's. `job`: the core's state, which gets the old cap on responses."""
         from rollpacker.config.load import changes_since
 
         old = config_before(self.folder)

@@ -1,5 +1,5 @@
 """Builds bubblewrap's command line: an empty environment, new namespaces of every kind, and only
-the interpreter's files, which cannot be written. The zygote (`zygote.py`) runs inside."""
+the interpreter's files, read-only. Inside, `zygote.py` forks each run."""
 
 from __future__ import annotations
 
@@ -157,8 +157,8 @@ def command(
     users: Sequence[str],
 ) -> list[str]:
     """Return bubblewrap's whole command line. `own`: descriptors of our files, with their paths in
-    the sandbox. `fds`: descriptors that the zygote gets by number. `users`: arguments for user and
-    group."""
+    the sandbox. `fds`: descriptors that the process inside gets by number. `users`: arguments for
+    user and group."""
     ours = [
         word for fd, path in own for word in ("--perms", "0644", "--ro-bind-data", str(fd), path)
     ]
@@ -176,7 +176,7 @@ def command(
 
 
 class Users:
-    """User and group of the zygote and its programs. Normally they are those of the process that
+    """User and group of all processes in bubblewrap. Normally they are those of the process that
     starts them, under other numbers inside. `others`: whether programs get a user of their own. The
     host's root needs this, since the kernel does not limit its number of tasks, and can arrange it:
     bubblewrap waits while this process writes the tables of users and groups."""
@@ -239,9 +239,9 @@ def start(
     *,
     tasks_are_counted: bool,
 ) -> subprocess.Popen[bytes]:
-    """Start a zygote that is served over `control` and writes errors to the file `errors`. Its runs
-    enter control groups through the descriptors in `entrances`; `tasks_are_counted`: whether these
-    limit the number of tasks.
+    """Start a zygote (a process that forks the runs), which gets requests over the socket `control`
+    and writes errors to the file `errors`. The runs enter control groups through the descriptors in
+    `entrances`; `tasks_are_counted`: whether these limit the number of tasks.
 
     The zygote ends with the thread that calls this. Raises OSError.
     """

@@ -1,5 +1,5 @@
-"""The attacking programs of the self-test (`selftest.py`), which run inside the sandbox. The
-variable `bait` tells them what to attack."""
+"""The attacking programs of the self-test (`selftest.py`), which run inside the sandbox. Their
+variable `bait` holds what they attack: paths, ports, processes."""
 
 from __future__ import annotations
 

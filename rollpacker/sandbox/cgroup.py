@@ -1,11 +1,11 @@
 """Control groups: a limit on memory and number of tasks for all processes of a run together, and
 one share of the processors for all of them.
 
-Every worker has a group of its own. The zygote stays outside; a run enters the group, by
-descriptors that were opened here, before it gives up its rights. Groups must be allowed somewhere:
-in version 2 below (or beside) this process's own group, with the memory controller; in version 1
-below its own groups. Groups are named after their owner, and those of dead owners are removed by
-the next process.
+Every worker has a group of its own. The worker's zygote (the process that forks its runs) stays
+outside; a run enters the group, by descriptors that were opened here, before it gives up its
+rights. Groups must be allowed somewhere: in version 2 below (or beside) this process's own group,
+with the memory controller; in version 1 below its own groups. Groups are named after their owner,
+and those of dead owners are removed by the next process.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _started(pid: int) -> str:
 
 
 def sweep(place: Place) -> None:
-    """Remove the control groups there whose owners (processes of this program) have ended."""
+    """Remove the control groups in `place` whose owners (processes of this program) have ended."""
     pattern = re.compile(rf"{_PREFIX}-{_pid_namespace()}-(\d+)-(\d+)-")
     for folder in place.folders:
         for group in folder.glob(f"{_PREFIX}-*"):
@@ -172,10 +172,10 @@ def sweep(place: Place) -> None:
 
 
 class Group:
-    """The control group of one worker. Its runs enter the group one after the other."""
+    """The control group of one worker, whose runs enter the group one after the other."""
 
     def __init__(self, place: Place, name: str, max_tasks: int) -> None:
-        """Makes the group. Raises `OSError`."""
+        """Makes the group, for at most `max_tasks` tasks. Raises `OSError`."""
         self._version = place.version
         unique = f"{next(_NUMBERS)}-{name}"  # this process may have several pools
         own = _name(unique)

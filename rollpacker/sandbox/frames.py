@@ -1,4 +1,4 @@
-"""Writes requests to a zygote (`zygote.py` defines the formats) and checks their contents."""
+"""Writes requests to a zygote (a process that forks the runs), and checks their contents."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _PAGE = 4096
 
 
 def header(kind: bytes, run_id: int, limits: Limits, size: int) -> bytes:
-    """Return the fixed part of a request to a zygote, which comes before a payload of `size` bytes.
-    `kind`: b"r" for a run, b"c" to cancel it."""
+    """Return the fixed part of a request to a zygote (a process that forks the runs), before a
+    payload of `size` bytes. `kind`: b"r" for a run, b"c" to cancel it."""
     return zygote.REQUEST.pack(
         zygote.MAGIC,
         kind,
@@ -38,8 +38,8 @@ def cpu_limit_s(limits: Limits) -> float:
 def payload(
     program: str, stdin: str | bytes, files: Mapping[str, str | bytes], limits: Limits
 ) -> bytes:
-    """Return the payload of a request to a zygote: program, input and files. Raises `ValueError`
-    for files outside of the run's folder or beyond its limits."""
+    """Return the payload of a request to the process that forks the runs: program, input and files.
+    Raises `ValueError` for files outside of the run's folder or beyond its limits."""
     parts = [_field(as_bytes(program)), _field(as_bytes(stdin)), zygote.LENGTH.pack(len(files))]
     for name, data in checked_files(files, limits).items():
         parts += (_field(as_bytes(name)), _field(data))

@@ -168,7 +168,7 @@ class HttpSandbox:
 
     async def probe(self, attempts: int = 1) -> bool:
         """Test the service with a harmless program, and return whether programs may start processes
-        there. Raises `SandboxUnavailable` if the service cannot be used."""
+        there. Raises `SandboxUnavailable` if it cannot be used in so many attempts."""
         while True:
             attempts -= 1
             try:

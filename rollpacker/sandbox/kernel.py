@@ -1,5 +1,5 @@
-"""System calls of the zygote (`zygote.py`) that Python has no function for. Runs inside bubblewrap;
-uses only the standard library and ctypes."""
+"""System calls that Python has no function for, for `zygote.py`. Runs inside bubblewrap; uses only
+the standard library and ctypes."""
 
 from __future__ import annotations
 

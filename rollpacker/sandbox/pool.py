@@ -1,4 +1,4 @@
-"""A pool of workers, each with a zygote: the backend "bwrap".
+"""The backend "bwrap": a pool of workers, each with a zygote (a process that forks its runs).
 
 A run gets an idle worker of its profile (or a new one), sends it one request and waits for the
 reply. The worker ends the run at its limit. A worker that was stopped, that died, that does not

@@ -1,8 +1,8 @@
 """Runs one program as `__main__`, inside the sandbox, after all rights were given up.
 
-It is given into the sandbox as one compiled file. A warm run calls `run_program` in its copy of the
-zygote; a cold run is a new interpreter started with this file. It imports only what is built in
-(not even `__future__`), since a cold run would pay for the rest.
+It is given into the sandbox as one compiled file. A warm run, forked from a loaded interpreter,
+calls `run_program`; a cold run is a new interpreter started with this file. It imports only what is
+built in (not even `__future__`), since a cold run would pay for the rest.
 """
 
 import _signal  # type: ignore[import-not-found]  # typeshed has no stub of it
@@ -55,8 +55,8 @@ def run_program(program: bytes) -> None:
 
 
 def _open_standard_streams() -> None:
-    """Give the program standard streams of its own. The zygote's were made for other files, and
-    remember whether those can seek."""
+    """Give the program standard streams of its own. Those that it was forked with were made for
+    other files, and remember whether these can seek."""
     streams = (("stdin", "r", -1, "strict"), ("stdout", "w", -1, "strict"))
     for fd, (name, mode, buffering, errors) in enumerate(
         (*streams, ("stderr", "w", 1, "backslashreplace"))

@@ -79,7 +79,7 @@ PYTHON = Profile(
         *("resource", "fcntl", "string", "threading", "traceback", "typing"),
     ),
 )
-"""The profile with the standard library, forked from a warm interpreter."""
+"""The profile with the standard library, parts of which are loaded before a run is forked."""
 COLD = Profile(name="cold", warm=("fcntl", "math", "resource"), is_cold=True)
 """The profile with the standard library in a new interpreter for each run."""
 PROFILES = {profile.name: profile for profile in (PYTHON, COLD)}

@@ -121,8 +121,8 @@ async def self_test(box: Sandbox, *, backend: str) -> tuple[tuple[str, ...], tup
 
 
 async def _run(box: Sandbox, bait: _Bait, body: str, limits: Limits = _LIMITS) -> RunResult:
-    """Run a program; up to three times if the sandbox itself fails, as it may on a busy machine.
-    Raises `RuntimeError` if it fails each time."""
+    """Run the program `body`; up to three times if the sandbox itself fails, as it may on a busy
+    machine. Raises `RuntimeError` if it fails each time."""
     for _ in range(3):
         result = await box.run(bait.program(body), files={"own.txt": "own file"}, limits=limits)
         if result.status is not Status.SANDBOX_ERROR:

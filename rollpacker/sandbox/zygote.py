@@ -50,9 +50,9 @@ FLAGS = ("-ISB", "-X", "utf8")
 START_CODE = (
     f"import sys; sys.path.append({OWN!r}); from rollpacker.sandbox.zygote import main; main()"
 )
-"""Code that starts the zygote. Its arguments: the profile's name, "cold" or "warm", the modules to
-import, separated by commas, and the descriptors of the socket and of the control groups'
-entrances."""
+"""Code that starts the zygote. Its arguments: the profile's name, "cold" or "warm" (start an
+interpreter for each run, or fork one), the modules to import, separated by commas, and the
+descriptors of the socket and of the control groups' entrances."""
 MAX_TASKS = 128
 _CHUNK, _LARGE = 1 << 16, 1 << 20
 
@@ -85,7 +85,7 @@ def send_all(fd: int, data: bytes | memoryview) -> None:
 
 class Kept:
     """Bytes of a run that pass through the zygote, kept in a memory mapping of their own. The next
-    run is a copy of the zygote's memory, in which nothing of this run may be left."""
+    run is forked from this process, in whose memory nothing of this run may be left."""
 
     def __init__(self, most: int) -> None:
         self._size = 0
@@ -148,8 +148,8 @@ class PreparedRun:
         return pid
 
     def watch(self, control: int, wall_s: float, cpu_s: float, cap: int) -> bytes:
-        """Wait until the run ends or must be ended. Returns how it ended (`ENDED...`); exit code,
-        times and output are in this object's fields."""
+        """Wait until the run ends or must be ended (as with output of over `cap` bytes). Returns
+        how it ended (`ENDED...`); exit code, times and output are in this object's fields."""
         began = time.monotonic()
         self.output = {fd: Kept(cap + _CHUNK) for fd in (self._stdout, self._stderr)}
         how = self._follow(control, began + wall_s, cap)
@@ -194,7 +194,7 @@ class PreparedRun:
         return self.output[fd].add(fd, _CHUNK) > 0
 
     def _drain(self, cap: int) -> bool:
-        """Read the rest of the output. Returns whether no process can write more output."""
+        """Read output to its end or beyond `cap` bytes. Returns whether no more can be written."""
         closed = 0
         for fd, kept in self.output.items():
             try:
@@ -305,7 +305,7 @@ def _hand_over(source: int, target: int, size: int) -> bool:
 
 
 class Request:
-    """A request as the run's process reads it."""
+    """A request, as the process forked for a run reads it."""
 
     def __init__(self, source: int) -> None:
         header = REQUEST.unpack(receive_exactly(source, REQUEST.size))
@@ -330,8 +330,8 @@ def prepare(
     *,
     cold: bool,
 ) -> bytes:
-    """Turn this copy of the zygote into a process without rights, as its request says. Returns the
-    program; with `cold` it does not return, but executes the program in a new interpreter."""
+    """Turn this process, forked for a run, into one without rights, as its request says. Returns
+    the program; with `cold` it does not return, but executes the program in a new interpreter."""
     os.setsid()
     for group in entrances:
         os.write(group, b"0")

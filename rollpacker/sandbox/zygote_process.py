@@ -1,4 +1,4 @@
-"""A zygote in its bubblewrap, as the controller's process uses it: for one run at a time."""
+"""A zygote (process that forks the runs) in bubblewrap, used from outside for a run at a time."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ class WorkerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A zygote's reply. The outputs may be one byte longer than their limit, which shows that there
-    was more."""
+    """The reply about a run. An output that exceeds its limit is cut one byte beyond it."""
 
     how: bytes
     exit_code: int
@@ -49,7 +48,7 @@ class Reply:
 
 
 class Worker:
-    """A worker: one zygote process. It is started once, and must be closed in any case."""
+    """One zygote (process that forks the runs). Started once, it must be closed in any case."""
 
     def __init__(self, name: str, profile: Profile, group: Group | None) -> None:
         self.name = name
@@ -59,8 +58,8 @@ class Worker:
         self.group = group
         self._errors = os.memfd_create("errors", os.MFD_CLOEXEC)
         self._child: Child | None = None
-        """The process of bubblewrap. Its `pid` becomes that of the zygote, as this process sees it,
-        once the zygote has started. None: it was not started."""
+        """The process of bubblewrap. Once the zygote (the process inside it) has started, `pid` is
+        the zygote's, as seen from here. None: it was not started."""
         self._writer: asyncio.StreamWriter | None = None
         self._impatient: asyncio.TimerHandle | None = None
         self._asked = False
@@ -68,7 +67,7 @@ class Worker:
         self._waited_share = 0.0
 
     async def start(self, program: str, call_filter: bytes) -> None:
-        """Start the zygote and wait for its first report. Raises `WorkerError`."""
+        """Start the process that forks the runs, and wait for its report. Raises `WorkerError`."""
         try:
             await self._spawn(program)
             assert self._writer is not None

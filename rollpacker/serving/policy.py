@@ -39,8 +39,8 @@ class EnginePolicy:
         self, prompt: Sequence[int], sampling: SamplingParams, *, n: int = 1, turn: int = 1
     ) -> list[Response]:
         """Returns `n` responses to a prompt (tokens), as message number `turn` of a dialogue.
-        Cancelling the call stops the engine. Raises `RequestFailed` if the engine cannot
-        generate."""
+        Cancelling the call makes the engine stop these responses. Raises `RequestFailed` if the
+        engine cannot generate."""
         asked = PromptId("served", 0, next(self._numbers))
         samples = [SampleId(asked, index=index, attempt=0) for index in range(n)]
         tokens = tuple(prompt)

@@ -27,7 +27,7 @@ RECORDED = "sessions.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A dialogue up to a message of the model, with that message."""
+    """A dialogue up to and including a message of the model, which later calls may continue."""
 
     call: int
     trajectory: Trajectory
@@ -121,7 +121,8 @@ class Sessions:
         return found, digest, number
 
     def answered(self, asked: Asked, response: Response, wire: Mapping[str, Any]) -> None:
-        """Keep the model's answer to a call, so that later calls can continue it, and record it."""
+        """Keep the model's answer to a call, so that later calls can continue it, and record it.
+        `response`: the answer as tokens. `wire`: the message that the client gets."""
         call, self._num_calls = self._num_calls, self._num_calls + 1
         drawn = Segment(response.tokens, response.log_probs)
         digest = asked.digest.copy()

@@ -1,5 +1,5 @@
 """Tokens that trajectories of deferred prompts (put off to a later round) had generated, and how
-many of these tokens the next launch of the trajectory can keep.
+many of these tokens a trajectory can keep when it is launched (given to an engine) again.
 
 A message that was generated before is not decoded again: an engine reads its tokens in one pass,
 and keeps those before the first that comes out differently (with chance `carry.mismatch` for each
@@ -22,15 +22,14 @@ from rollpacker.sim.workload import Workload
 
 
 class CarriedTurns:
-    """Remembers the tokens of trajectories when the core puts their prompts off to a later round
-    (command `Defer`), so that the next launch can keep them. Tokens are counted after the prompt
-    and include environments' answers."""
+    """Remembers the tokens of trajectories when the scheduling core puts their prompts off to a
+    later round (command `Defer`), for when they are launched again. Tokens are counted after the
+    prompt and include environments' answers."""
 
     def __init__(self, workload: Workload, mismatch: float, responses: Responses) -> None:
         assert workload.trajectories is not None
         self.verified = Verified()
-        """Counts of the policy's tokens, kept from earlier launches, that newer weights
-        verified."""
+        """Counts of the policy's tokens, of earlier launches, that newer weights verified."""
         self.same: dict[int, int] = {}
         """By a sample's key: how many tokens come out the same as in its earlier launch."""
         self._workload, self._mismatch, self._responses = workload, mismatch, responses
@@ -43,15 +42,15 @@ class CarriedTurns:
 
     @classmethod
     def of(cls, machine: Machine, workload: Workload, responses: Responses) -> CarriedTurns | None:
-        """Make the object for a run. None: no tokens of deferred trajectories are kept."""
+        """Make the object for a run; None if the run keeps no tokens of deferred trajectories."""
         return cls(workload, machine.mismatch, responses) if machine.carries_turns else None
 
     def routes(self) -> Routes:
         return {Defer: self._defer}
 
     def launch(self, keys: Iterable[int], version: int) -> None:
-        """Begin these trajectories under weights of this version: draw how many tokens of each
-        one's earlier launch come out the same, and store the number in `same`."""
+        """Begin the trajectories with these keys under weights of this version: draw how many
+        tokens of each one's earlier launch come out the same, and store the number in `same`."""
         samples, noises, self._version = self._responses.samples, self._responses.noises, version
         for key in keys:
             self.same[key] = self.take_up(samples[key], noises[key], version)
@@ -66,12 +65,12 @@ class CarriedTurns:
 
     def keep(self, noise: SampleId, tokens: int, version: int) -> None:
         """Remember how many tokens a deferred prompt's sample had, and the version of the weights
-        that generated them. `noise` is the id of the sample's random numbers."""
+        that generated them. `noise` is the id with which the sample's turns are drawn."""
         self._left[noise.prompt, noise.index] = tokens, version
 
     def take_up(self, sample: SampleId, noise: SampleId, version: int) -> int:
         """How many tokens of the sample's earlier launch come out the same under weights of this
-        version; 0 without an earlier launch. `noise` is the id of its random numbers."""
+        version; 0 without one. `noise` is the id with which the sample's turns are drawn."""
         tokens, drawn_by = self._left.pop((noise.prompt, noise.index), (0, version))
         drawn = self._drawn(noise, tokens) if tokens else 0
         if not drawn:
@@ -84,8 +83,8 @@ class CarriedTurns:
         return tokens if kept == drawn else self._place(noise, kept)
 
     def _drawn(self, noise: SampleId, tokens: int) -> int:
-        """Number of tokens that the policy generated among the first `tokens` of the trajectory,
-        whose random numbers have the id `noise`; the rest are environments' answers."""
+        """Number of tokens that the policy generated among the first `tokens` of the trajectory
+        drawn for the sample `noise`; the rest are environments' answers."""
         drawn = 0
         for turn in self._trajectories.turns(noise):
             drawn += min(turn.tokens, tokens)
@@ -95,8 +94,8 @@ class CarriedTurns:
         return drawn
 
     def _place(self, noise: SampleId, drawn: int) -> int:
-        """Number of tokens of the trajectory, environments' answers included, that stand before the
-        policy's token number `drawn` (counted from 0)."""
+        """Number of tokens, environments' answers included, before the policy's token number
+        `drawn` (counted from 0), in the trajectory drawn for the sample `noise`."""
         place = 0
         for turn in self._trajectories.turns(noise):
             if drawn < turn.tokens:

@@ -48,8 +48,8 @@ class VirtualClock:
         return self.time_s
 
     def stamp(self) -> float:
-        """Simulated seconds since the run began, for an event's time stamp. They are not rounded
-        here: the core rounds them, as the event log does, wherever it measures by them."""
+        """Simulated seconds since the run began, for an event's time stamp. Not rounded: the
+        scheduling core rounds time stamps itself, as the event log does, where it uses them."""
         return self.time_s
 
     def after(self, seconds: float, event: Event) -> None:

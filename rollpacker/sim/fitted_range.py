@@ -33,9 +33,9 @@ share of a step's time."""
 
 def outside_of_scenario(scenario: Scenario, *, step_s: float, whose: str, given: str = "") -> str:
     """Returns sentences to print below a scenario's table: what lies outside of the fitted range,
-    and how many of a step's `step_s` seconds come from power laws. `whose` names that step or its
-    system in the text. `given` is a sentence on the file's constants (`GivenConstants.describe`),
-    or empty."""
+    and how many of a step's `step_s` seconds come from power laws, for lack of given constants.
+    `whose` names that step or its system in the text. `given` is a sentence on the file's constants
+    (`GivenConstants.describe`), or empty."""
     places = [*_places(scenario)]
     if places:
         where = f"Outside of what the constants were fitted to ({FITTED}): {', '.join(places)}."
@@ -91,7 +91,7 @@ def _is_fitted(gpu: GpuSpec) -> bool:
 
 
 def assumed(scenarios: Mapping[str, Scenario], results: Mapping[str, SystemResult]) -> str:
-    """Returns sentences, for below the systems' table, on assumptions that were never fitted."""
+    """Returns sentences to print below the systems' table on what was assumed and never fitted."""
     told = []
     carrying = [
         name

@@ -32,7 +32,7 @@ class GivenConstants:
 
     @property
     def resets(self) -> list[str]:
-        """Overrides that set the file's constants to null; empty if the model is the file's own."""
+        """Overrides that set the file's constants to null; empty for the model of the file."""
         return [] if self.model is None else [f"{key}=null" for key in self.values]
 
     def describe(self) -> str:

@@ -29,7 +29,7 @@ class StepCost:
     per_sequence_s: float
     """Seconds of a decode step for sampling and bookkeeping of one sequence."""
     speculation: Speculation | None = None
-    """Speed-up of decode steps while few sequences run, in rounds of every kind. None: none."""
+    """Speed-up of decode steps while few sequences run, in every round. None: no speed-up."""
     drafts: Drafts | None = None
     """Guessed tokens that decode steps verify, instead of `speculation`. None: no guesses."""
     knots: tuple[tuple[float, float], ...] = ()

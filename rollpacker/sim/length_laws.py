@@ -44,8 +44,8 @@ class Lengths(Protocol):
         self, ranks: IntArray, attempt: int, chunk: int, u: FloatArray, e: FloatArray
     ) -> IntArray:
         """Returns the tokens of `CHUNK` responses, from index chunk * CHUNK on, to each of N
-        prompts: an array (N, CHUNK). `ranks` (N,) are the prompts' places among the stage's
-        prompts, `u` (N,) the prompts' normal scores, `e` (N, CHUNK) those of the responses."""
+        prompts: an array (N, CHUNK). `ranks` (N,) are the prompts' places among prompts checked
+        the same way, `u` (N,) their normal scores, `e` (N, CHUNK) those of the responses."""
 
     def beyond(self, rank: int, u: float, tokens: int) -> tuple[float, Callable[[float], int]]:
         """The chance that a response to the prompt of place `rank` and normal score `u` is longer

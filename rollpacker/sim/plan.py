@@ -336,7 +336,7 @@ class _Search:
 
 
 class _Simulations:
-    """Simulates candidates; none is simulated twice for the same seed and number of steps."""
+    """Simulates candidates (settings to compare), none twice for the same seed and steps."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Ideas that a plan can try on a scenario or a recorded run, each a few config keys set together.
 The search (`sim/plan.py`) knows a system only by `Base` and `Evaluate`, so that both kinds are
-planned by the same code. Every idea is a setting of the core, keeps training on-policy, and fits a
-config."""
+planned by the same code. Every idea is a setting of real runs too, keeps training on-policy, and
+fits a config."""
 
 from __future__ import annotations
 
@@ -104,11 +104,9 @@ class Base:
     ideas: tuple[Idea, ...]
     """Ideas that the search tries, besides those on the factors of tail batching."""
     oracle: Candidate | None = None
-    """Changes that make the system an oracle, which knows all lengths. None: it is not
-    simulated."""
+    """Changes that make the system an oracle, which knows all lengths. None: not simulated."""
     oracle_period: int = 1
-    """The oracle (system that knows all lengths) is simulated for a multiple of this number of
-    steps."""
+    """The oracle (which knows all lengths) is simulated for a multiple of this number of steps."""
     seed: int = 0
     """First seed of the simulations; further seeds count on from this one."""
     mismatch: float = 0.0
@@ -117,7 +115,8 @@ class Base:
     mismatch_band: tuple[float, ...] = ()
     """Lower and upper end of the interval that `mismatch` lies in. Empty: `mismatch` is exact."""
     has_turns: bool = False
-    """Whether samples are trajectories, on which `tail_batching.complement` has no effect."""
+    """Whether samples are trajectories. For these the plan does not vary the rule
+    `tail_batching.complement` (unbiased lengths of continued responses), which has no effect."""
     capped_share: float | None = None
     """Share of the policy's own responses that reach the cap of tokens. None: not known."""
     trust: float | None = None
@@ -286,8 +285,9 @@ def _is_possible(config: Scenario | RunConfig, idea: Idea) -> bool:
 
 
 def factors_idea(factors: tuple[float, float], *tiers: tuple[float, float]) -> Idea:
-    """The idea to use tail batching with `factors`, a pair (prompt_factor, sample_factor), and with
-    further tiers (short rounds of prompts left over by earlier ones), each with such a pair."""
+    """The idea to use tail batching with `factors`: by how many times a short round launches more
+    prompts and more samples of each than it needs. Each of `tiers` is such a pair for further short
+    rounds, of the prompts that earlier ones put off."""
     return Idea(
         name="factors " + " then ".join(f"({p:g}, {s:g})" for p, s in (factors, *tiers)),
         slot=FACTORS,
@@ -310,8 +310,8 @@ def order_idea(
     max_deferrals: int = 4,
     complement: bool = True,
 ) -> Idea:
-    """The idea to use tail batching that only changes the order of training, with prompt factor
-    `factor` and these settings for deferred prompts (put off to a later round)."""
+    """The idea to use tail batching that only changes the order of training: a round launches
+    `factor` times the prompts that it needs, and these settings hold for the deferred ones."""
     treated = ["tokens carried" if carry == "exact" else "drawn from scratch"]
     if stragglers == "pool":
         treated.append(f"awaited after {max_deferrals}")
@@ -340,9 +340,9 @@ OFF = Idea(
 
 
 def factor_grid(base: Base, *, fine: bool) -> list[Idea]:
-    """Ideas on tail batching to try, the last of which turns it off. They set factors of one or two
-    short rounds or, where only the order of training may change, a prompt factor and where deferred
-    prompts wait. `fine`: try more of them."""
+    """Ideas on tail batching to try, the last of which turns it off. Each sets how many more
+    prompts than needed a round launches, and either how many more samples or, where only the order
+    of training may change, where deferred prompts wait. `fine`: try more of them."""
     return [*(_order_grid if base.order_only else _published_grid)(base, fine), OFF]
 
 
@@ -367,7 +367,8 @@ def _order_grid(base: Base, fine: bool) -> list[Idea]:
 
 
 def _published_grid(base: Base, fine: bool) -> list[Idea]:
-    """Ideas with factors of one and of two tiers, each of which gives a whole number of samples."""
+    """Ideas with one kind of short round, and with a second for prompts put off by the first.
+    Sample factors are such that a prompt gets a whole number of samples."""
     num_samples = base.samples_per_prompt
     samples = [(num_samples + more) / num_samples for more in (0, 1, 2, 4)]
     few = samples[:3] if fine else samples[1:3]
@@ -380,7 +381,8 @@ def _published_grid(base: Base, fine: bool) -> list[Idea]:
 
 
 def neighbours(base: Base, candidate: Candidate) -> list[Idea]:
-    """Ideas whose factors differ a little from the candidate's, in one number."""
+    """Ideas like the candidate's on tail batching, with one number a little larger or smaller.
+    Empty without tail batching, or if the run chooses the numbers itself."""
     tail = base.tail_of(candidate)
     if not tail.enabled or tail.chooses:
         return []

@@ -22,9 +22,8 @@ NOISE_ERRORS = 3.0
 
 def round_shares(tail: TailBatchingConfig, prompts_per_step: int) -> dict[str, float] | None:
     """Mapping from each kind of round (one batch of generation) to its share of all rounds in the
-    long run; None if the factors of tail batching change during a run. Every prompt launched beyond
-    those that a round trains on is launched again by a round of the next tier, or at last by a long
-    round."""
+    long run; None if the number of prompts that a short round launches changes during a run. Shares
+    follow from numbers of prompts: those that a short round puts off make up the later rounds."""
     if not tail.enabled:
         return {"plain": 1.0}
     if tail.chooses:
@@ -57,7 +56,7 @@ class Measure:
     """Length shift: mean length of trained responses divided by that of the policy's own responses,
     minus 1, as a long-run mean."""
     kinds_s: Mapping[str, float]
-    """Mapping from a kind of round to the mean, over its steps, of the seconds behind `cost_s`."""
+    """Mapping from a kind of round to what `cost_s` is over the steps of this kind alone."""
     tokens: float
     """Number of response tokens that a step trains on, as a long-run mean."""
 

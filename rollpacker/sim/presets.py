@@ -54,7 +54,7 @@ LUCKY_SHARE: float = _LENGTHS["lucky_share"]
 """Of the responses that exceed the paper's cap, the share that does so by luck, and not because the
 prompt is hard (its responses often run to the cap)."""
 PROMPTS: dict[str, float] = _LENGTHS["prompts"]
-"""Values of the three fields of `LengthLaw` that say how a length depends on its prompt."""
+"""Values of three fields of `LengthLaw`, by name, that say how a length depends on its prompt."""
 
 
 def length_laws(longer_share: float, lucky_share: float) -> dict[str, Mapping[float, int]]:

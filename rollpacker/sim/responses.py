@@ -80,8 +80,8 @@ class Responses:
         self.lengths: list[int] = []
         """Number of tokens of each response; another if its end is refused and drawn again."""
         self.noises: list[SampleId] = []
-        """Id that each response's random numbers belong to, with the attempt that set its
-        length."""
+        """Sample id with which each response's length was drawn: that of an earlier launch if the
+        sample continues or repeats that launch's response, else its own."""
         self.done: list[int] = []
         """Number of tokens that each response begins with, which are not generated anew."""
         self.reached: dict[int, int] = {}
@@ -92,7 +92,8 @@ class Responses:
         """By key: how often the response's end was refused and drawn again. No entry: never."""
         self.keys: dict[SampleId, int] = {}
         self._bounds: dict[int, tuple[int, int]] = {}
-        """`floor` and `ceiling` (see `Draw`), by key of a response that was put off before."""
+        """By key of a response that was put off before: the lengths that an end of it must exceed
+        (`Draw.floor`) and may not exceed (`Draw.ceiling`)."""
         self.verified = Verified()
         self.redraws_to_come: dict[int, list[int]] = {}
         """By key: lengths that the response gets, one at each refusal of its end, the next last."""
@@ -156,9 +157,9 @@ class Responses:
         return sum([sum(lengths(group[0].prompt, 0)[: len(group)]) for group in groups])
 
     def next_redraw(self, key: int) -> bool:
-        """Called when the response of this key ends. If the end is refused, because its length is
-        not above `floor` or not within `ceiling` (see `Draw`), gives the response the length of its
-        next end and returns True; returns False if the end stands."""
+        """Called when the response of this key ends. If the end is refused, since a put-off
+        response may end neither where it was cut off or before, nor beyond a limit, sets the length
+        to that of its next end and returns True; returns False if the end stands."""
         redraws = self.redraws_to_come.get(key)
         if not redraws:
             return False

@@ -1,4 +1,4 @@
-"""Simulates a scenario: makes the machine and the core's configuration from it, and runs them."""
+"""Simulates a scenario: makes a machine and the scheduling core's config from it, and runs them."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def simulate(
     progress: Callable[[int], None] = lambda steps: None,
 ) -> SystemResult:
     """Simulate `scenario.steps` steps of the scenario's system. `observe` is called with every
-    event and the core's answer, `progress` with the number of steps done. `calibration` None: the
-    default constants. Raises `ConfigError` if a trace of lengths cannot be read."""
+    event and the scheduling core's commands in answer, `progress` with the number of steps done.
+    `calibration` None: the default constants. Raises `ConfigError` for an unreadable trace file."""
     machine = machine_of(scenario, calibration or Calibration())
     simulation = Simulation(
         job_config(scenario, machine),
@@ -85,7 +85,7 @@ def machine_of(scenario: Scenario, calibration: Calibration) -> Machine:
 
 
 def job_config(scenario: Scenario, machine: Machine) -> JobConfig:
-    """The core's configuration for a scenario, without a limit of steps (the simulation counts)."""
+    """The scheduling core's config for a scenario, without a limit: the simulation counts steps."""
     rollout, scheduler = scenario.rollout, scenario.reward_scheduler
     layouts = _layouts(scenario, machine)
     degrees = tuple(sorted(layout.tensor_parallel for layout in layouts))
@@ -126,8 +126,8 @@ def job_config(scenario: Scenario, machine: Machine) -> JobConfig:
 
 
 def _tail(scenario: Scenario) -> TailBatchingConfig:
-    """The core's settings of tail batching. If samples have turns, the core starts trajectories put
-    off to a later round anew, since the machine keeps their tokens (`Machine.carries_turns`)."""
+    """The scheduling core's settings of tail batching. If samples have turns, the core is told that
+    no tokens are kept for later rounds: the machine keeps them itself (`Machine.carries_turns`)."""
     tail = scenario.tail_batching
     return replace(tail, carry="none") if scenario.turns is not None and tail.carries else tail
 

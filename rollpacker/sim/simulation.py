@@ -1,5 +1,5 @@
 """A simulated run: the bus (event loop) of a real run, with ports that only know how long things
-take. Ports carry out the core's commands (above each line) and answer with events (beside it).
+take. Ports obey the scheduling core's commands (above each line) and answer with events (beside).
 
       ports/rollout    ports/rewards    ports/training    simulation      responses
         Launch, Abort,   Score,           StartGradients,   FetchPrompts    Defer
@@ -65,8 +65,8 @@ class Simulation:
         pools: Port | None = None,
     ) -> None:
         """`unkind`: rates of faults, drawn by `seed`; None: no faults. `observe` is called with
-        every event and the core's answer, as a real run logs them. `pools` obeys `Enter` and
-        `Leave` of a job that shares pools of devices; None: the job has its devices at once."""
+        every event and the scheduling core's commands in answer. `pools` makes the run wait for
+        devices that it shares with other jobs; None: it has its own."""
         self.job = make_job(config)
         self.clock = clock = VirtualClock()
         self._tally = tally = Tally(machine.gpus, workload, machine.train_gpus or 0)

@@ -149,7 +149,7 @@ class OpenStep:
 
     def __init__(self, began_s: float) -> None:
         self.kind = ""
-        """Kind of the step's latest round; `tensor_parallel` is that round's too."""
+        """Kind of the step's latest round, with the degree `tensor_parallel`; empty before one."""
         self.tensor_parallel = 1
         self.began_s = self.rollout_from_s = began_s
         self.empty_since_s: float | None = None
@@ -160,8 +160,7 @@ class OpenStep:
         self.preemptions = 0
         self.tokens_generated = 0
         self.tokens_redrawn = 0
-        """Number of tokens generated up to ends of responses that were then refused and drawn
-        again."""
+        """Number of tokens generated up to ends of responses that were refused and drawn again."""
         self.tokens_trained = 0
         self.num_trained = 0
         self.max_trained = 0

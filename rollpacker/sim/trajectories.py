@@ -34,7 +34,8 @@ class Turn(NamedTuple):
 
 
 AtRank = Callable[[Mapping[float, float], SampleId, int, int], NDArray[np.floating[Any]]]
-"""Type of `Workload.at_rank`, which draws values for a sample from a law given by quantiles."""
+"""Type of `Workload.at_rank`, which draws values from a law: (law by quantiles, sample, number
+given to the law, how many values)."""
 Message = Callable[[SampleId, int], int]
 """Type of `Workload.message`, which returns the tokens of a sample's message in a turn."""
 
@@ -51,7 +52,7 @@ class Trajectories:
     ) -> None:
         draw = functools.partial(_draw, at_rank, message, spec, max_response_tokens)
         self.turns = functools.lru_cache(MAX_KEPT)(draw)
-        """Function that returns the turns of the sample with this id of random numbers."""
+        """Function from a sample's id to the sample's turns, always the same for the same id."""
 
     def total(self, sample: SampleId) -> int:
         """Number of tokens of a sample's trajectory, without the answer to its last message."""

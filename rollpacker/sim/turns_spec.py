@@ -53,7 +53,7 @@ class TurnsSpec:
         )
 
     def acting(self, kinds: tuple[str, ...]) -> ActingConfig:
-        """The core's configuration of turns, for prompts of the sources `kinds`."""
+        """The scheduling core's configuration of turns, for prompts of the sources `kinds`."""
         kind = KindConfig(workers=self.workers, deadline=self.deadline)
         return ActingConfig(
             limits=TurnLimits(max_turns=self.max_turns, max_trajectory_tokens=self.max_tokens),

@@ -66,8 +66,8 @@ class UnkindConfig:
 
 
 class Unkind:
-    """Stands between the core and the simulated engines, rewards and environments, and turns some
-    of their events into faults."""
+    """Stands between the scheduling core and the simulated engines, rewards and environments, and
+    turns some of their events into faults."""
 
     def __init__(self, config: UnkindConfig, *ports: Port, seed: int = 0) -> None:
         self.config = config
@@ -96,7 +96,7 @@ class Unkind:
         return routes
 
     def answer(self, event: Event) -> Event:
-        """The event that the core receives in place of this one: a fault, or the event itself."""
+        """The event that the scheduling core gets instead: a fault, or this event itself."""
         config = self.config
         match event:
             case SampleGenerated(sample=sample):

@@ -68,8 +68,7 @@ class Workload:
             self.policy_length_mean, self.policy_length_p95 = lengths
 
     _latest: ClassVar[tuple[object, Workload] | None] = None
-    """Pair of what the last workload's draws depend on and that workload, made by `of`; None at
-    first."""
+    """What the draws of the workload that `of` made last depend on, and it; None at first."""
 
     @classmethod
     def of(cls, scenario: Scenario) -> Workload:
@@ -193,8 +192,8 @@ class Workload:
     # -- what a response is like -------------------------------------------------------
 
     def lengths(self, prompt: PromptId, attempt: int, count: int | None = None) -> list[int]:
-        """Lengths, in tokens, of at least `count` responses to the prompt in this attempt, by
-        sample index. `count` None: twice the samples per prompt."""
+        """Lengths, in tokens, of at least `count` responses to the prompt at its launch number
+        `attempt` (from 0), by sample index. `count` None: twice the samples per prompt."""
         place = prompt.row if self._rows is None else self._place(prompt)
         block, start = place // BLOCK_ROWS, place % BLOCK_ROWS * CHUNK
         values = self._lengths(block, attempt, 0)[start : start + CHUNK]
@@ -278,7 +277,7 @@ class Workload:
         return self.seed, stream, place, sample.attempt, sample.index
 
     def _place(self, prompt: PromptId) -> int:
-        """Number of prompts that come before this recorded prompt, over all epochs."""
+        """Number of prompts that come before this recorded prompt, earlier epochs included."""
         assert self._rows is not None
         return prompt.epoch * len(self._rows) + self._place_of_row[prompt.row]
 
@@ -302,8 +301,7 @@ class Workload:
     def _cap_hard(
         self, lengths: IntArray, chosen: IntArray, part: _Part, block: int, attempt: int, chunk: int
     ) -> None:
-        """Set the lengths of responses to hard prompts to the cap, in place, with the law's
-        chance."""
+        """Set lengths of responses to hard prompts to the cap, in place, with the law's chance."""
         law = part.lengths
         if not law.hard_prompts:
             return
@@ -333,14 +331,14 @@ class Workload:
         return np.round(seconds, 6).ravel().tolist(), correct.ravel().tolist()
 
     def _rows_of(self, block: int, part: int) -> IntArray:
-        """Rows of the block, from 0, whose prompts belong to the stage `part`."""
+        """Places in this block of prompts, from 0, of those checked in the way number `part`."""
         if len(self._parts) == 1:
             return np.arange(BLOCK_ROWS)
         places = np.arange(block * BLOCK_ROWS, (block + 1) * BLOCK_ROWS) % self._pattern.size
         return np.flatnonzero(self._pattern[places] == part)
 
     def _ranks(self, block: int, part: int, chosen: IntArray) -> IntArray:
-        """For each chosen row of the block: how many prompts of the stage `part` come before it."""
+        """For each chosen place in the block: number of earlier prompts checked in the same way."""
         places = chosen + block * BLOCK_ROWS
         periods, offsets = np.divmod(places, self._pattern.size)
         num_own = np.count_nonzero(self._pattern == part)

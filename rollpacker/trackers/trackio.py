@@ -1,4 +1,4 @@
-"""Shows a run in trackio: on this machine, for `trackio show` (`TRACKIO_DIR`), or in a Space."""
+"""Shows a run in trackio: on this machine (`TRACKIO_DIR`), or in a Space of Hugging Face."""
 
 from __future__ import annotations
 

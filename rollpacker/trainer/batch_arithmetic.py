@@ -20,11 +20,10 @@ class BatchArithmetic:
     short_samples_per_prompt: int
     short_samples: int
     cascade_rounds: tuple[tuple[int, int], ...]
-    """Number of prompts, and of samples per prompt, of each further round that generates for
-    prompts put off by a short round (one that ends without the longest responses). Empty: there are
-    none."""
+    """Number of prompts, and of samples per prompt, of each further round for prompts put off by a
+    short round (one that ends without the longest responses). Empty: there are none."""
     long_samples: int
-    """Number of samples that a round which waits for all of its samples submits to engines."""
+    """Number of samples that a long round (one that waits for all of them) submits to engines."""
     pooled: bool
     """Whether prompts that a short round (one that ends without the longest responses) puts off are
     generated for in the next short round. False: other rounds generate for them."""
@@ -97,8 +96,8 @@ def _most_carried(config: RunConfig) -> int:
 
 
 def tail_notes(config: RunConfig) -> list[str]:
-    """Return sentences on tail batching and on training while rewards are awaited, for `--dry-run`
-    to print below the numbers. Empty if these settings need no remark."""
+    """Return sentences about the settings of short and long rounds, and of training that begins
+    before all rewards are there, for `--dry-run` to print. Empty if they need no remark."""
     tail, stream = config.tail_batching, config.stream_trainer
     notes = []
     if tail.chooses:

@@ -73,15 +73,15 @@ class Batcher:
 
     @property
     def layout(self) -> Literal["sorted", "packed"]:
-        """How rows lie in this batcher's micro-batches. For the setting `auto` this is `packed` if
-        all models' attention allows it."""
+        """How rows lie in micro-batches: end to end (`packed`), or padded to the longest
+        (`sorted`). For the setting `auto` it is `packed` if all models' attention allows it."""
         return "packed" if self._packed else "sorted"
 
     def plan(self, lengths: Sequence[int]) -> list[list[int]]:
         """Group rows of these lengths (`row_length`: tokens that go through the model) into
-        micro-batches, and return the row indices of each. A row longer than the most tokens of a
-        micro-batch gets its own. The result depends on lengths and the order of equally long rows
-        only."""
+        micro-batches, and return each one's row indices. A row longer than the most tokens of a
+        micro-batch gets its own. The result depends only on lengths and the order of equally long
+        rows."""
         packs = plan_packs if self.layout == "packed" else _sorted_runs
         chosen = self._max_tokens
         return packs(lengths, chosen if isinstance(chosen, int) else chosen(lengths, packs))
@@ -110,8 +110,8 @@ class Batcher:
 
 
 def budget_of(config: TrainConfig, of_stages: Callable[..., int] | None) -> int | Budget:
-    """Return the `max_tokens` argument of a `Batcher` for this config. `of_stages` is the method
-    `Stage.budget`, which chooses that number with pipeline stages; None: there are none."""
+    """Return a `Batcher`'s `max_tokens` (most tokens of a micro-batch) for this config. `of_stages`
+    is the method `Stage.budget`, which chooses it with pipeline stages; None: there are none."""
     if config.micro_batch_tokens != "auto":
         return config.micro_batch_tokens
 

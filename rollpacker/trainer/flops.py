@@ -56,7 +56,7 @@ PEAK_TFLOPS: dict[tuple[str, ...], float] = {
 From NVIDIA's datasheets (halved where one gives the sparse number); GeForce and RTX A6000 from the
 white papers of their architectures."""
 _OTHER_CHIPS = ("Laptop", "MIG", "D", "Ti")
-"""A device's name with one of these words is that of another chip than the table's."""
+"""Words in the name of a device whose chip is not the one that `PEAK_TFLOPS` lists."""
 _MEASURE_S = 0.05
 _MATMUL_SIZE = 512
 

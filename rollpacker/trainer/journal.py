@@ -61,7 +61,7 @@ class Journal:
         self._segments = [Segment(0, folder)]
 
     def add(self, method: str, calls: Sequence[bytes], numbers: Sequence[int]) -> None:
-        """Record a call that all of these ranks have carried out. Raises `OSError` if writing
+        """Record a call that these ranks have all carried out. Raises `OSError` if writing
         fails."""
         file = self._segments[-1].file
         head = json.dumps([method, list(numbers), [len(call) for call in calls]])

@@ -85,8 +85,8 @@ class OpenStep:
         return any(samples for _, samples in self.parts)
 
     def rescale(self, factor: float, *, gradient_has_it: bool) -> None:
-        """Multiply the provisional weights of all samples so far by `factor`. `gradient_has_it`
-        says that the gradient accumulated so far was multiplied already."""
+        """Multiply the loss weights of all samples so far, which were provisional, by `factor`.
+        `gradient_has_it`: the gradient accumulated so far is multiplied already."""
         if not gradient_has_it:
             self.gradient_scale *= factor
         self.parts = [(so_far * factor, samples) for so_far, samples in self.parts]
@@ -202,7 +202,7 @@ class Learner:
         self._step.rescale(factor, gradient_has_it=all(multiplied))
 
     def apply(self) -> StepOutcome:
-        """Make the step's last update, and return a record of it. Raises the same errors as
+        """Make the step's last update, and return its record. Raises the same errors as
         `update`."""
         outcome = self.update()
         self.version += 1

@@ -61,8 +61,7 @@ class LearnerFiles:
         return None if self.stage is None else self.stage.mirror_of(self.trained["actor"])
 
     def _stage_tensors(self) -> dict[str, Tensor] | None:
-        """Return this pipeline stage's tensors by the whole model's names. None: there is no
-        stage."""
+        """Return this pipeline stage's tensors by the whole model's names. None: no stages."""
         if self.stage is None:
             return None
         tensors = checkpoint.state_tensors(self.model)

@@ -181,7 +181,8 @@ class _RunningSoftmax:
         self._chosen = torch.zeros_like(self._top)
 
     def add(self, logits: Tensor, first: int) -> None:
-        """Add a block of logits [rows, columns], which begins at column `first`. Overwrites it."""
+        """Add a block of logits [rows, columns] from column `first` on; the block is
+        overwritten."""
         index = self._targets - first
         inside = (index >= 0) & (index < logits.shape[1])
         found = logits.gather(-1, index.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]

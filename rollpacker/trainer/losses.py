@@ -163,8 +163,8 @@ def _old_log_probs(
 
 
 def _known_reference(samples: Sequence[TrainSample], like: Tensor) -> Tensor | None:
-    """Return the reference model's log-probs that the samples brought along, for a metric; None if
-    some sample has none. A penalty on them is in the advantages already."""
+    """Return the reference model's log-probs that the samples brought along; None if some sample
+    has none. They serve a metric alone, as a penalty on them is in the advantages already."""
     known = [s.ref_log_probs for s in samples if s.ref_log_probs is not None]
     return _flat(known, like) if len(known) == len(samples) else None
 

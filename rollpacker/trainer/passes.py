@@ -58,8 +58,9 @@ class Passes(Protocol):
         ...
 
     def rescale(self, factor: float) -> bool:
-        """Multiply by `factor` the losses that running passes have yet to add to `sums`. Returns
-        whether no pass is running, so that gradients may be multiplied now."""
+        """Multiply by `factor` the losses that running passes have yet to add to the `sums` given
+        to `differentiate`. Returns whether no pass is running: gradients may then be multiplied
+        now."""
         ...
 
     def finish(self) -> bool:
@@ -177,8 +178,7 @@ def note_micro_batch(
     factor: float,
     flops: FlopModel,
 ) -> None:
-    """Add a micro-batch's losses times `factor`, token counts and FLOPs, but not time, to
-    `sums`."""
+    """Add a micro-batch's losses times `factor`, token counts and FLOPs to `sums`, but no time."""
     lengths = [len(s.prompt_tokens) + len(s.response_tokens) - 1 for s in samples]
     sums.add_micro_batch(
         batch=batch,

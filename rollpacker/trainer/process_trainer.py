@@ -60,8 +60,8 @@ class ProcessTrainer:
     """A `Trainer` (trainer/trainer.py) whose work is done by ranks, which are processes of their
     own. Calls must not overlap. `ranks` may be connected or only started; `close` ends them.
     `engine_weights` are the names, shapes and dtypes of the weights that engines get. `journal_in`
-    is the folder for recorded calls and kept states; None: the system's folder for temporary files.
-    The constructor and all calls raise `TrainerProcessError` if a rank ends."""
+    is the folder for recorded calls and for states written between checkpoints; None: the system's
+    folder for temporary files. Constructor and calls raise `TrainerProcessError` if a rank ends."""
 
     def __init__(
         self,
@@ -260,8 +260,7 @@ class ProcessTrainer:
         return self._switch_s
 
     def _go_back(self, setup: LearnerSetup, order: Sequence[int]) -> None:
-        """Start ranks in the layout before a failed change. Raises `RanksLost` if that fails
-        too."""
+        """Start ranks in the layout before a failed change. Raises `RanksLost` if this fails."""
         try:
             self._load_anew(setup, order)
         except Exception as error:
@@ -272,9 +271,9 @@ class ProcessTrainer:
             self._kept.give_up(self.version)
 
     def _relaid(self, outcomes: Sequence[StepOutcome]) -> dict[str, float]:
-        """Change the layout after a step if a measured one would be quicker. Returns the change's
-        metrics; empty: there was no change. Lost ranks are not reported here but found by
-        `how_lost`, since the step is done."""
+        """Change the layout (split of the model over ranks) after a step if another would be
+        quicker by the measured times. Returns the change's metrics; empty: no change. Lost ranks
+        are not reported here but found by `how_lost`, since the step is done."""
         overseer = self.overseer
         if overseer is None or self._relayout is None:
             return {}
@@ -309,7 +308,7 @@ class ProcessTrainer:
         assert version == self.version, (version, self.version)
 
     def _begin(self, tell: Callable[[], None]) -> None:
-        """Connect to the started ranks, and have them load the models. Calls `tell` as a sign of
+        """Connect to the started ranks; have them load the models. Calls `tell` as a sign of
         life."""
         began = time.perf_counter()
         if not self._ranks.all:  # else they are
@@ -358,7 +357,7 @@ class ProcessTrainer:
     def _metrics(
         self, told: Sequence[tuple[StepOutcome, float | None]], step: int
     ) -> dict[str, float]:
-        """Return an update's metrics from the ranks' records. `step` is its step's number from
+        """Return an update's metrics from the ranks' records. `step`: number of its step, from
         1."""
         outcomes = [outcome for outcome, _ in told]
         metrics = step_metrics(outcomes, told[0][1])
@@ -368,9 +367,9 @@ class ProcessTrainer:
         return metrics
 
     def _arrange(self) -> None:
-        """Tell the ranks how pipeline stages are to send tensors and plan, if the overseer has
-        changed that. This is done before they compute again, not in `apply`: a rank lost there,
-        after the update, would count as lost in a finished step."""
+        """Tell the ranks how pipeline stages are to send tensors and plan, if the overseer (which
+        watches links and speeds) has changed that. This is done before the next step's work, not in
+        `apply`, where a rank lost after the update would count as lost in a finished step."""
         if self.overseer is not None and self._arranged != self.overseer.arrangement:
             self._all("arrange", self.overseer.arrangement)
             self._arranged = self.overseer.arrangement

@@ -77,8 +77,7 @@ def moments_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
 def restore_moments(
     optimizer: torch.optim.Optimizer, saved: Mapping[nn.Parameter | Tensor, Mapping[str, Tensor]]
 ) -> None:
-    """Load moments that `moments_of` returned, exactly. Parameters not in `saved` get no
-    moments."""
+    """Load moments that `moments_of` returned, exactly. Parameters not in `saved` get none."""
     known: Any = optimizer
     known.state.clear()
     for group_index, group in enumerate(optimizer.param_groups):

@@ -114,8 +114,8 @@ def _token_weights(
     denominator: int | None,
     max_response_tokens: int | None,
 ) -> list[float]:
-    """Return for each response the weight of its tokens' losses. The denominator counts the
-    responses of the same optimizer update; if given, `denominator` takes its place."""
+    """Return for each response the weight of its tokens' losses, which is divided by `denominator`;
+    None: by what is counted over the responses of the same optimizer update."""
     weights = [0.0] * len(responses)
     for update in set(of_update):
         places = [place for place, of in enumerate(of_update) if of == update]
@@ -134,8 +134,8 @@ def _token_weights(
 def _with_old(
     sample: TrainSample, update: int, scores: Mapping[SampleId, TokenScores] | None
 ) -> TrainSample:
-    """Give a sample the log-probs under the weights that sampled it, from `scores`, unless it is
-    trained on by the step's first optimizer update (number 0), before which these weights stand."""
+    """Return the sample with the trainer's log-probs under the weights that sampled it (from
+    `scores`); for the step's first update (number 0), whose weights are the same, as it is."""
     if update == 0:
         return sample
     own = (scores or {}).get(sample.sample)
@@ -151,7 +151,7 @@ def _turns(
     config: AlgorithmConfig,
 ) -> Turns | None:
     """Return the dialogue turns of these samples, each with its token count and reward; None if
-    credit is not by turn. A penalty (`shaped` minus `rewards`, [N]) counts at the last turn."""
+    credit is per sample. A penalty (`shaped` minus `rewards`, [N]) counts at the last turn."""
     if config.credit == "trajectory":
         return None
     counts: list[int] = []

@@ -133,7 +133,7 @@ class ShardedGradients:
         self._sum_at_backward()
 
     def _sum_at_backward(self) -> None:
-        """Let backward passes sum gradients over no processes, or with "micro-batch" over this
+        """Let backward passes sum gradients over no processes; with "micro-batch" over the
         replica's."""
         self._fsdp.set_requires_gradient_sync(self._at_every_backward)
         self._fsdp.set_requires_all_reduce(self._is_complete)

@@ -23,10 +23,11 @@ more than 1.22 or less than 0.82 times the engine's."""
 MAX_LOG_RATIO = 20.0
 """Largest absolute log of an importance ratio, so that one broken token gives no infinity."""
 WEIGHT, WEIGHT_SQUARED = "mismatch_weight", "mismatch_weight_squared"
-"""Names of the two sums reported by the loss from which the metric `sampling/ess` is computed."""
+"""Names of two sums over tokens, reported by the loss: of the weights that correct for mismatch of
+engine and trainer, and of their squares. They give the effective sample size, `sampling/ess`."""
 OUTSIDE_SUM = "mismatch_outside"
-"""Name of the sum reported by the loss that becomes the metric `sampling/mismatch_outside`. Other
-sums become `actor/NAME`."""
+"""Name of a sum reported by the loss: the number of tokens whose mismatch weight was cut or left
+out. It becomes `sampling/mismatch_outside`; sums of other names become `actor/NAME`."""
 _ADDED = (
     *("response_tokens", "real_tokens", "padded_tokens", "micro_batches"),
     *("recomputed_micro_batches", "samples", "ranks", "flops"),
@@ -45,7 +46,7 @@ class StepSums:
     micro_batches: int = 0
     recomputed_micro_batches: int = 0
     samples: int = 0
-    """Number of samples whose `sample_weights` were given to `add_micro_batch`."""
+    """Number of samples whose factor (`sample_weights`) was given to `add_micro_batch`."""
     ranks: int = 1
     flops: float = 0.0
     seconds: float = 0.0
@@ -53,7 +54,7 @@ class StepSums:
     min_log_ratio: float = math.inf
     max_log_ratio: float = -math.inf
     totals: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Further sums, by name. A sum to which nothing was added is 0."""
+    """Further sums, such as `loss`, by name. A sum to which nothing was added is 0."""
 
     def add_micro_batch(
         self,

@@ -27,8 +27,8 @@ class Trained:
         run_dtype: torch.dtype,
         mirror: str | None = None,
     ) -> None:
-        """Shard `module` if `shards` are given, and build its optimizer. `named_by` is the
-        submodule by whose parameter names gradients and state are known. `mirror` names this
+        """Shard `module` if `shards` are given, and build its optimizer. Gradients and state go by
+        the parameter names in `named_by`, a submodule or `module` itself. `mirror` names this
         stage's copy of a tied weight that another pipeline stage updates: its gradient is summed
         here, but it is not updated. None: there is no such copy."""
         self.module = module
@@ -79,8 +79,7 @@ class Trained:
         return whole(norm).item()
 
     def non_finite(self) -> list[str]:
-        """Return the names of parameters whose gradient, as far as this rank has it, is not
-        finite."""
+        """Return names of parameters whose gradient, as far as this rank has it, is not finite."""
         if self._sharded is not None:
             return self._sharded.non_finite()
         gradients = dict(self.optimizer.gradients())

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rollpacker.weights.buffer import WeightSource
 
 AUTO_MICRO_BATCH_TOKENS = 4096
-"""Default of `train.micro_batch_tokens`, and the number from which the setting `auto` starts."""
+"""Default of `train.micro_batch_tokens`; for `auto` the number that long samples can raise."""
 
 
 class TrainerError(RuntimeError):
@@ -183,18 +183,18 @@ class TrainConfig:
     """Passes over the training data. None: as many as `steps` needs. Not both can be None."""
     processes: int | None = None
     """Number of the trainer's own processes, over which parameters, gradients and optimizer state
-    are sharded (FSDP2). They can train while the engine generates (stream_trainer). None: the
-    trainer works in the run's own process, on the engine's weights. Under `torchrun` the processes
-    are those that torchrun started."""
+    are sharded (FSDP2). With stream_trainer.enabled they train while the engine generates. None:
+    the trainer works in the run's own process, on the engine's weights. Under `torchrun` the
+    processes are those that torchrun started."""
     replicas: int = 1
     """Number of whole copies of the model, each sharded over its share of the trainer's processes.
     A replica computes gradients alone; they are added up over all replicas at the end of a step."""
     colocate: bool = False
     """Whether engines and the trainer's processes share devices: each device then has one trainer
-    process, and an engine or a part of one. With stream_trainer, engines leave their devices
-    towards the end of a round of generation; their samples go on in other engines, and replicas
-    begin to train on prompts with all samples. On CUDA, trainer and engine wait in host memory for
-    their turn."""
+    process, and an engine or a part of one. If training begins during generation (stream_trainer),
+    engines leave their devices towards the end of a round; their samples go on in other engines,
+    and replicas train on prompts whose samples are all done. On CUDA, trainer and engine wait in
+    host memory for their turn."""
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     gradient_sync: Literal["step", "micro-batch"] = "step"
     """When gradients are added up over several processes: once a step, or after every micro-batch,
@@ -343,7 +343,7 @@ class TrainSample(ScoreRequest):
     """A sample to train on, with advantage and loss weight, in one form for all algorithms."""
 
     rollout_log_probs: tuple[float, ...]
-    """The engine's log-probs, one per sampled token, as in all fields below."""
+    """The engine's log-prob of each sampled token."""
     advantage: float | tuple[float, ...]
     """The advantage: one number for all sampled tokens, or one per sampled token."""
     token_weight: float
@@ -423,7 +423,7 @@ class Trainer(Protocol):
 
     async def reload(self, replicas: Sequence[int] | None = None) -> None:
         """Move what `offload` moved back to the devices of these replicas (None: of all), bit for
-        bit. Only reloaded replicas may be called, and a joint call needs all reloaded."""
+        bit. Only reloaded replicas may be called; a call of all needs all of them reloaded."""
         ...
 
     def save(self, folder: Path) -> None:

@@ -77,8 +77,7 @@ class Memory:
     live_tokens: int = 0
     """Largest number of tokens whose activations this stage keeps at once; 0 without stages."""
     in_turn: tuple[str, ...] = ()
-    """Names of the parts that are held only while the process uses a device that it shares with an
-    engine."""
+    """Names of the parts held only while the process uses a device shared with an engine."""
 
     @property
     def size_bytes(self) -> int:
@@ -102,15 +101,14 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """The largest sweep (micro-batches of one update) of a process, if all responses are as long as
-    allowed."""
+    """A process's largest sweep (micro-batches of one update), for responses as long as allowed."""
 
     micro_batch_tokens: int
-    """Tokens of the largest micro-batch."""
+    """Number of tokens of the largest micro-batch."""
     num_micro_batches: int
     tokens: int
     row_tokens: int
-    """Tokens of each row."""
+    """Number of tokens of each sample that go through the model, if it is as long as allowed."""
     bubble_share: float = 0.0
     """Predicted share of the time in which pipeline stages are idle, over all stages."""
 
@@ -157,11 +155,12 @@ class Decoder:
         return 0 if self.shape is None else self.shape.layers
 
     def matrices_in(self, stage: int) -> int:
-        """Return the number of elements of a stage's layer matrices; 0: the shape is not known."""
+        """Return the number of elements of a stage's layer matrices; 0: model's shape not known."""
         return 0 if self.shape is None else self.layers_in(stage) * self.shape.layer_matrices
 
     def in_stage(self, stage: int) -> int:
-        """Return a stage's number of parameters, with the last stage's copy of a tied weight."""
+        """Return this model's number of parameters in a pipeline stage, all of them if it is not
+        split. The last stage's copy of a tied weight counts."""
         shape = self.shape
         if not self.layers or shape is None:
             return self.parameters
@@ -175,7 +174,7 @@ class Decoder:
         return count
 
     def mirrored_in(self, stage: int) -> int:
-        """Return the size of the last stage's copy of a tied weight, in parameters; else 0."""
+        """Return how many parameters of a stage are its copy of the first stage's tied weight."""
         is_last = len(self.layers) > 1 and stage == len(self.layers) - 1
         if is_last and self.has_head and self.shape is not None and self.shape.tied:
             return self.shape.embedding
@@ -200,7 +199,7 @@ class TrainingMemory:
 
     @classmethod
     def of(cls, config: RunConfig, *, on_cuda: bool, notes: list[str]) -> TrainingMemory:
-        """Read the sizes and shapes of the run's models. `notes` gets what cannot be known."""
+        """Read the run's models' sizes and shapes. `notes` gets sentences on those not known."""
         dtype = config.model.dtype
         if dtype == "auto":
             dtype = "bfloat16" if on_cuda else "float32"
@@ -305,7 +304,7 @@ class TrainingMemory:
         self, count: int, own: int, what: str, matrices: int, prefix: str = ""
     ) -> list[MemoryPart]:
         """Return the memory parts for gradients of `count` parameters, and for optimizer state of
-        those `own` that this process updates. Of these, `matrices` are in layers' matrices."""
+        the `own` parameters that this process updates, `matrices` of them in matrices of layers."""
         whole = self.ranks > 1 and self.config.train.gradient_sync == "step"
         gradients, shared = (count * 4, "") if whole else (count * 4 // self.ranks, self._shared)
         size, formula = 8 * own, f"{what} x 2 moments x 4 bytes{self._shared}"
@@ -359,8 +358,7 @@ class TrainingMemory:
 
     def rank(self, notes: list[str]) -> Memory:
         """Return the memory of a process that trains whole models or shards of them, without
-        pipeline stages. If a model cannot be traced, activations are missing, and `notes` say
-        why."""
+        pipeline stages. If a model cannot be traced, activations are missing; `notes` say why."""
         parts = [part for decoder in self.decoders for part in self.at_rest(decoder)]
         sweep, policy = Sweep.of(self.config, 1), self.policy
         if policy is not None and policy.shape is not None:
@@ -407,8 +405,8 @@ class TrainingMemory:
     def stages(self, notes: list[str]) -> tuple[tuple[Memory, ...], Sweep] | None:
         """Return the memory of a process of each pipeline stage, and the largest sweep (one
         update's micro-batches). None if the policy's shape, or what its layers keep, is not known.
-        Raises `ValueError` if the run would refuse the configured layers of the stages or their cap
-        on live tokens; when None is returned, these may be wrong unnoticed."""
+        Raises `ValueError` for layers or `live_tokens` (cap on tokens with kept activations) of the
+        stages that the run would refuse; when None is returned, these may be wrong unnoticed."""
         pipeline, sweep = self.config.train.pipeline, Sweep.of(self.config, self.ranks)
         caps = live_token_caps(
             pipeline.live_tokens, num_stages=pipeline.stages, longest=sweep.micro_batch_tokens
@@ -522,9 +520,9 @@ class _Working:
         return self.models.num_adapter_parameters(self.decoders[0].layers_in(self.stage))
 
     def _activations(self) -> list[MemoryPart]:
-        """Return the memory parts for activations: what is kept after a forward pass. In the last
-        pipeline stage one micro-batch at most is in that state; tokens beyond it have had their
-        backward pass for inputs, and count with what the backward pass for weights needs."""
+        """Return the memory parts for activations, which a forward pass keeps. The last pipeline
+        stage keeps those of one micro-batch at most; its further tokens have had their backward
+        pass for inputs, and count with what the backward pass for weights needs."""
         after_f = after_i = 0
         formulas = []
         for decoder, trace in self.graphs:
@@ -700,8 +698,7 @@ def run_memory(config: RunConfig) -> int:
 def _decoder(
     name: Literal["policy", "teacher", "critic"], path: str, notes: list[str], *, is_trained: bool
 ) -> Decoder | None:
-    """Read a model's size and shape by its path. None: the size is not known, and a sentence in
-    `notes` says so."""
+    """Read a model's size and shape by its path. None: the size is not known; `notes` say so."""
     folder = model_folder(path)
     shape = read_shape(folder, notes) if folder else None
     count = num_parameters(folder, path, notes)

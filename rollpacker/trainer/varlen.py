@@ -250,8 +250,7 @@ def grouped(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Compute attention within packed rows by plain SDPA, on padded groups of rows of similar
-    length."""
+    """Compute attention within packed rows by SDPA, on padded groups of rows of similar length."""
     groups, to_pack = rows.groups
     flat = [states[0].transpose(0, 1).flatten(1) for states in (query, key, value)]
     outputs = []

@@ -42,7 +42,7 @@ LOSS_WINDOW = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupProgress:
-    """Progress of a warm-up (supervised fine-tuning), which `on_progress` gets after every step."""
+    """Progress of a warm-up (supervised fine-tuning), which the callback gets after each step."""
 
     stage: int
     """Number of the warm-up's present stage, counted from 0."""
@@ -205,8 +205,7 @@ def _stop_at(model: PreTrainedModel, tokens: set[int]) -> None:
 
 
 def _write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, output: Path) -> None:
-    """Write the model to a folder beside `output` and rename it, so that `output` is never
-    incomplete."""
+    """Write the model beside `output` and rename that folder: `output` is never incomplete."""
     unfinished = output.with_name(f"{output.name}.tmp-{os.getpid()}")
     try:
         save_model(model, tokenizer, unfinished)

@@ -1,4 +1,4 @@
-"""The check, before anything is loaded, that a warm-up (fine-tuning) can write its model."""
+"""The check, before anything is loaded, that supervised fine-tuning can write its model."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ if TYPE_CHECKING:
 
 
 class WarmupError(ValueError):
-    """The warm-up cannot go on; the message says where and what to do."""
+    """The warm-up (supervised fine-tuning) cannot go on; the message says where and what to do."""
 
 
 def check_output(output: Path, config: WarmupConfig, overwrite: bool) -> None:
-    """Raise `WarmupError` or `OSError` if the model could not be written to `output`."""
+    """Raise `WarmupError` or `OSError` if the model could not be written to `output`. `overwrite`
+    allows the folder of a model there, other than the one to start from."""
     if config.model is not None:
         start = Path(config.model.path).expanduser()
         if start.resolve() == output.resolve():

@@ -1,4 +1,4 @@
-"""The rows of tokens that a warm-up learns from, made of texts or chat messages."""
+"""The rows of tokens for a warm-up (supervised fine-tuning), made of texts or chat messages."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ class RowParser:
     def _turns(
         self, before: Messages, messages: Messages, tools: Any
     ) -> list[tuple[str, str, bool]]:
-        """Return prompt, completion and True for each of the assistant's messages in `messages`.
-        `tools` are JSON schemas for the template; None: there are no tools."""
+        """Return for each assistant's message in `messages` its prompt, its completion, and True (a
+        chat template rendered them). `tools` are JSON schemas for the template; None: no tools."""
         if self._tokenizer.chat_template is None:
             raise WarmupError(
                 "chat messages need a tokenizer with a chat template; use a text prompt"
@@ -136,8 +136,8 @@ class RowParser:
         return turns
 
     def _turn(self, before: Messages, message: dict[str, Any], tools: Any) -> tuple[str, str, bool]:
-        """Return prompt, completion and True for one of the assistant's messages. Tool calls are
-        written as the template writes them."""
+        """Return an assistant's message as prompt, completion, and True (a chat template rendered
+        them). Tool calls are written as the template writes them."""
         asked, text = self._rendered(before, tools, to_go_on=True), message["content"]
         if message.get("tool_calls"):
             text = self._rendered([*before, message], tools, to_go_on=False)

@@ -22,8 +22,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def _itself(tensor: Tensor) -> Tensor:
-    """Return the tensor that holds the storage: a `DTensor`'s local shard itself, not a view of
-    it."""
+    """Return the tensor that holds the storage: a `DTensor`'s local shard, not a view of it."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 

@@ -106,7 +106,7 @@ def replies(members: Sequence[Member], during: str) -> dict[int, tuple[int, byte
 
 def _look_for_stopped(waiting: Iterable[Member], stopped: dict[int, float], during: str) -> None:
     """Raise `MemberLost` for a member that has been stopped for more than `STOPPED_S` seconds.
-    `stopped`: by member number, since when; it is kept from call to call."""
+    `stopped`: by member number, the `time.monotonic` since when; this function fills it in."""
     for member in waiting:
         if not member.is_stopped():
             stopped.pop(member.number, None)

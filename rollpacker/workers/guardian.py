@@ -86,7 +86,7 @@ def _reap(child: int) -> int | None:
 
 
 def _end_all(child: int, status: int | None) -> int | None:
-    """Kill the child and all descendants. Returns the child's wait status, new or given."""
+    """Kill the child and all descendants. Returns the child's new wait status, or else `status`."""
     until = time.monotonic() + _END_S
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)

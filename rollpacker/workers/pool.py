@@ -68,7 +68,8 @@ class PoolCall:
     """What the call is for, such as an episode's prompt, which is suspected if its worker dies."""
 
     def lost(self, what: str, now: float, *, how: str = "", stopped: bool = False) -> None:
-        """Have the call raise `WorkerLost`: its worker was gone at loop time `now`."""
+        """Have the call raise `WorkerLost`: at loop time `now` its worker had ended (`how`: in
+        words) or was `stopped` by a signal."""
         left_s = self.limit_s - (now - self.began)
         self.settle(WorkerLost(what, how=how, stopped=stopped, left_s=left_s))
 
@@ -187,8 +188,9 @@ class WorkerPool:
     # -- calls ----------------------------------------------------------------------------
 
     async def call(self, payload: bytes, limit_s: float, *, alone: bool = False) -> dict[str, Any]:
-        """Send a call to a worker and return the reply. `limit_s` begins when a worker gets the
-        call. Raises `Overran`, `WorkerLost` and `NoWorker`."""
+        """Send a call to a worker and return the reply. `limit_s`: its most seconds from when a
+        worker has it. `alone`: no other call runs in the worker meanwhile. Raises `Overran`,
+        `WorkerLost` and `NoWorker`."""
         call = self._made(payload, limit_s, alone=alone)
         self._waiting.append(call)
         self._dispatch()
@@ -302,7 +304,7 @@ class WorkerPool:
             one.settle(Overran(shared=shared, own=one is call))
 
     def _reacted(self, worker: PoolWorker, number: int, content: dict[str, Any]) -> None:
-        """Have a call that its async worker gave up raise `Overran`. The worker's others go on."""
+        """Have a given-up call of an async worker raise `Overran`; other calls there go on."""
         call = worker.calls.pop(number, None)
         if call is not None:
             call.settle(Overran(shared=False, told=content))

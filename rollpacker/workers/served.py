@@ -195,7 +195,7 @@ class Served:
     # -- how it is lost --------------------------------------------------------------------
 
     def _look(self, looked_s: float) -> None:
-        """Check, now and again later, whether the process is silent. `looked_s`: last check."""
+        """Check again and again if the process is silent. `looked_s`: time of the last check."""
         if self._is_over:
             return
         now, every_s = time.monotonic(), self._heartbeat_s / 10

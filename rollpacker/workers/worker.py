@@ -59,8 +59,8 @@ class WorkerProcess:
         program: str,
         host: Host | None = None,
     ) -> None:
-        """`load`: message with the code to run. `quota`: of output, shared by processes. `host`:
-        another one, where output then stays; None: this one. Raises `OSError`."""
+        """`load`: message with the code to run. `quota`: limit on printed output, which processes
+        share. `host`: another host, where output then stays; None: this one. Raises `OSError`."""
         self.child: Child | Process
         self._said: Callable[[str], None] | None = None
         self._said_before: list[str] = []

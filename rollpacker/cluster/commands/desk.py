@@ -32,7 +32,7 @@ _LATER = {
     " cluster cancel takes it back",
     **dict.fromkeys(("cancel", "drain"), ". What was asked waits there, and is done once it does"),
 }
-"""What the error message adds if the service does not answer, by the kind of the question."""
+"""What the error message adds if the service does not answer, by the command's name."""
 
 
 class Refused(ValueError):

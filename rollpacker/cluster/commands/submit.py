@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
 
 REDONE_S = 1800.0
-"""Seconds of work that may be lost: if a loss of the job costs more, `submit` prints a note."""
+"""Seconds of work: if a crash of the job may cost more than these, `submit` prints a note."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,8 +68,8 @@ def told(answer: Mapping[str, Any], folder: Path) -> str:
 
 
 def saves_seldom(config: RunConfig, job: ClusterJob) -> str:
-    """Return a note if the run saves so seldom that a loss of it costs more than `REDONE_S` seconds
-    of work. Empty if it costs less."""
+    """Return a note if the run saves its state so seldom that a crash of the job may cost more than
+    `REDONE_S` seconds of work. Empty if it costs less."""
     steps = config.checkpoint.every_steps
     again_s = min(steps, job.steps) * math.fsum(job.mean)
     if again_s <= REDONE_S:
@@ -165,7 +165,7 @@ def check_slo(slo: float) -> None:
 
 
 def check_seconds(args: argparse.Namespace, config: RunConfig) -> None:
-    """Raises `ValueError` unless exactly one of --profile and --phases is given."""
+    """Raises `ValueError` unless the times of phases come from one of --profile and --phases."""
     if (args.profile is None) == (args.phases is None):
         given = [one for one in args.overrides if not one.startswith(("name=", "train.steps="))]
         own = " ".join([*given, f"name={config.name}-alone", "train.steps=8"])
@@ -180,8 +180,8 @@ def check_seconds(args: argparse.Namespace, config: RunConfig) -> None:
 
 
 def check_reachable(job: ClusterJob) -> None:
-    """Raises `ValueError` if the job would miss its SLO (highest slowdown promised) even without
-    other jobs, since it takes seconds to leave devices (park) and to come back (wake)."""
+    """Raises `ValueError` if moving the job off its devices and back in each iteration makes it
+    slower than its SLO (highest slowdown promised), even with no other job on the nodes."""
     work_s = math.fsum(job.mean)
     switches_s = job.rollout_switch_s + job.train_switch_s
     least = 1 + switches_s / work_s
@@ -198,8 +198,8 @@ def check_reachable(job: ClusterJob) -> None:
 
 
 def job_of(args: argparse.Namespace, config: RunConfig, spec: ClusterSpec) -> ClusterJob:
-    """Return the job of a run, with times from the profile of a run or from --phases. Raises
-    `ValueError` if the times or the numbers of devices are not possible."""
+    """Return the job of a run, with times of phases measured in another run (--profile) or given
+    (--phases). Raises `ValueError` if the times or the numbers of devices are not possible."""
     from rollpacker.cluster.profile.job_profile import job_of_run
 
     own: dict[str, Any] = {
@@ -220,7 +220,7 @@ def job_of(args: argparse.Namespace, config: RunConfig, spec: ClusterSpec) -> Cl
 
 
 def going_on(job: ClusterJob, config: RunConfig) -> ClusterJob:
-    """Return the job without the steps that are done already, by the run's newest checkpoint."""
+    """Return the job less the steps that the run's newest checkpoint has already."""
     from msgspec.structs import replace
 
     from rollpacker.cluster.profile.job_profile import saved_step

@@ -24,15 +24,15 @@ MAX_GROUPS = 12
 """Most groups (jobs that share nodes) that are examined closely for one decision: those whose price
 of work a further job would raise least, by a quick estimate."""
 MAX_FORESEEN = 4
-"""Most places for a job in groups for which one decision simulates the turns, cheapest first."""
+"""Most places for a job (nodes in a group) that one decision simulates, the cheapest first."""
 WORTH = 2.0
 """Factor: a job moves if the move saves this many times what its restart costs."""
 DANGER = 0.8
 """A job's SLO (highest slowdown promised) is in danger if the probability of keeping it is below
 this. (Jobs are placed with a higher one, `confidence`: else luck alone would have jobs move.)"""
 RETRY = 0.9
-"""Share: a job tries again to save its SLO once it has fewer iterations left than this many times
-those that it had left at its last try."""
+"""Factor: a job whose SLO is in danger is tried elsewhere or in other turns once its iterations
+left are at most this many times those that it had left at the last try."""
 MIN_BETTER = 0.002
 """Share of the price by which another order of turns must be cheaper to be preferred."""
 
@@ -46,7 +46,7 @@ class CheapestWork:
     confidence: float = 0.99
     orders: tuple[Order, ...] = ORDERS
     saturate: bool = True
-    """Whether the jobs of a group may together have more work than its nodes have time for."""
+    """Whether jobs that share nodes may together have more work than the nodes have time for."""
     moves: bool = True
     """Whether a running job moves to other nodes if that saves more than its restart costs."""
     tail_release: bool = True
@@ -93,9 +93,9 @@ class CheapestWork:
         return self.mends and bool(_endangered(standing))
 
     def _mend(self, state: State, number: int, job: ClusterJob, rest: Rest) -> Choice | None:
-        """Choose another order of turns that keeps all SLOs of the group. If there is none, choose
-        another place for the job, provided that both its own SLO and the others' are kept then.
-        None if neither helps, or if it is too early for another try."""
+        """Choose another order of turns for group `number` that keeps all SLOs. Without one, choose
+        another place for the job, if that keeps its SLO and the others'. None if neither helps, or
+        if it is too early to try again. `rest`: what is left of the job (iterations, waiting)."""
         standing = state.groups[number]
         if rest.iterations > RETRY * standing.tried.get(job.name, math.inf):
             return None
@@ -246,8 +246,8 @@ def _number(choice: Choice) -> int:
 
 
 def _iterations_at_least(layout: Layout) -> list[float]:
-    """Return for each job the mean seconds of an iteration if sharing slows all jobs of the group
-    by the same factor, and as little as the busiest nodes allow in any order of turns."""
+    """Estimate each job's mean seconds per iteration as if sharing slowed all jobs of the group by
+    one factor, the smallest for which the busiest nodes have time enough."""
     holds, works = layout.holds(), layout.works_s()
     busy: dict[object, float] = {}
     for pin, one, work in zip(layout.pins, holds, works, strict=True):

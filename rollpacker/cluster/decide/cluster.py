@@ -331,7 +331,7 @@ class Cluster:
 
     @staticmethod
     def _moved(running: Running) -> Late:
-        """Return the job with the seconds that its SLO lets it wait after one more restart."""
+        """Return a moved job, with the seconds that it may still wait after one more restart."""
         return Late(running.job, running.rest and restarted(running.job, running.rest))
 
     # -- iterations --------------------------------------------------------------------
@@ -359,9 +359,9 @@ class Cluster:
         return self._look_around(running, rest, event.at_s)
 
     def _look_around(self, running: Running, rest: Rest, at_s: float) -> list[Command]:
-        """At a job's commit, find out whether room can be made for a waiting job, and whether this
-        job is better elsewhere; return the commands for that. This is done once after each change
-        of the cluster, and at every commit while an SLO of the group is in danger."""
+        """At a job's commit (end of an iteration), find out whether room can be made for a waiting
+        job, and whether this job is better elsewhere; return the commands. This is done once after
+        each change of the cluster, and at every commit while an SLO of the group is in danger."""
         standing = self.state.groups[running.group]
         has_looked = running.looked == self._num_changes
         is_endangered = self._policy.is_endangered(standing)

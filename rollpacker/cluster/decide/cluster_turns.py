@@ -24,14 +24,14 @@ from rollpacker.cluster.decide.nodes import Node
 from rollpacker.cluster.decide.turns import Order, Turns
 
 MAX_LOSSES = 3
-"""How many times all processes of a job may be lost without a commit, within `LOSSES_S` seconds. At
-one more the job is given up."""
+"""Most times that a job may lose all processes without a commit (finished iteration) between, in
+`LOSSES_S` seconds. At one more the job is given up."""
 LOSSES_S = 3600.0
 """Seconds after which a loss of a job counts no more towards `MAX_LOSSES`."""
 PATIENCE = 3.0
-"""Factor: a job may stay away between phases for this many times its longest planned pause."""
+"""Factor: a job may stay away between two phases for this many times its longest planned pause."""
 PATIENCE_S = 30.0
-"""Seconds for which a job may stay away between two phases in any case, before its turn passes."""
+"""Least seconds between two phases after which a job's turn passes to others (`PATIENCE`)."""
 
 
 class Running(msgspec.Struct):
@@ -53,13 +53,13 @@ class Running(msgspec.Struct):
     steps: int = 0
     work_s: float = 0.0
     looked: int = 0
-    """How many changes the cluster had seen when a move of this job was last considered."""
+    """Number of changes of the cluster (`Cluster`) when it was last considered to move this job."""
     learned: LearnedTimes | None = None
     rest: Rest | None = None
     """Iterations that the job has left, and seconds that its SLO lets it wait. None until the job
-    has committed an iteration or waited for nodes."""
+    has finished an iteration or waited for nodes."""
     lost_s: tuple[float, ...] = ()
-    """Times in seconds at which all processes of the job were lost, since its last commit."""
+    """Times in seconds when all the job's processes were lost, since its last iteration."""
     is_cancelled: bool = False
 
     def loses(self, at_s: float) -> bool:

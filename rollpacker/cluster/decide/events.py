@@ -46,20 +46,20 @@ class Committed(_JobEvent, frozen=True):
     """The job has finished an iteration (rollout and training), and may be moved now."""
 
     work_s: float
-    """Seconds of the iteration without waits for nodes and without switches."""
+    """Seconds of the iteration, less waits for nodes and moves of jobs onto and off devices."""
     times: Times | None = None
     """Seconds of the iteration by phase, measured on the job's nodes; handing over the weights is
     part of training. None: they were not measured, and nothing is learned from the iteration."""
     kind: str = "plain"
-    """Kind of the iteration's round of generation, such as plain, short or long."""
+    """Kind of the iteration's round (batch of generation), such as plain, short or long."""
     step: Omitted[int] = 0
     """Number of the iteration, as the job counts. 0 if the job does not say: the last plus 1."""
     last: Omitted[bool | None] = None
     """Whether the job ends after this iteration. None: the job does not say, so that it ends once
     it has done its submitted number of steps."""
     numbers_otherwise: Omitted[bool] = False
-    """Whether the job's number of this commit is above the steps that it was submitted with, so
-    that it does not count iterations: `step` is then ignored, and each commit counts as one
+    """Whether the job numbers its commits in its own way, so that they are no iterations: the
+    number was above its submitted steps. Then `step` is ignored and each commit counts as one
     iteration. Events of earlier versions do not have this field."""
 
 
@@ -80,10 +80,10 @@ class StayedAway(_JobEvent, frozen=True):
 
 class Lost(_JobEvent, frozen=True):
     """All processes of the job are gone before it has ended. The job is started again from its last
-    commit, unless it was cancelled: then it has ended."""
+    commit (finished iteration), unless it was cancelled: then it has ended."""
 
     counts: Omitted[bool] = True
-    """Whether this loss adds to the count of losses after which the job is given up."""
+    """Whether this loss counts: after too many that count, the job is given up (`GiveUp`)."""
 
 
 class Cancelled(_JobEvent, frozen=True):
@@ -95,11 +95,11 @@ class Drained(_Event, frozen=True):
 
     node: Node
     has_host: bool = True
-    """Whether a host stands for the node, so that processes can be started there now."""
+    """Whether a host (machine) stands for the node, so that processes can be started there now."""
 
 
 class Restored(_Event, frozen=True):
-    """The drained node may have jobs again."""
+    """The node that was closed to jobs (`Drained`) may have jobs again."""
 
     node: Node
 
@@ -136,20 +136,20 @@ class _Command(msgspec.Struct, frozen=True):
 
 
 class Open(_Command, frozen=True):
-    """These nodes are needed, and paid for, from now on."""
+    """These nodes, free until now, are needed and paid for from now on."""
 
     nodes: tuple[Node, ...]
 
 
 class Close(_Command, frozen=True):
-    """No job needs these nodes any more."""
+    """No job needs these nodes any more: they are free, and not paid for from now on."""
 
     nodes: tuple[Node, ...]
 
 
 class Start(_Command, frozen=True):
-    """Start the job on these nodes, whose devices are empty. A running job is stopped at the commit
-    that it has just made and goes on from there; a lost job goes on from its last commit."""
+    """Start the job on these nodes, whose devices are empty. A running job is stopped at the end of
+    the iteration that it just did and goes on from there; a lost job from its last commit."""
 
     job: str
     group: int
@@ -167,8 +167,8 @@ class Grant(_Command, frozen=True):
 
 
 class Stop(_Command, frozen=True):
-    """The job is to end. A cancelled job ends at its next commit. Any other has lost its nodes: it
-    ends at the commit that it has just made, and waits for other nodes."""
+    """The job is to end. A cancelled job ends at its next commit (end of an iteration). Any other
+    has lost its nodes: it ends at the commit that it has just made, and waits for other nodes."""
 
     job: str
     reason: str

@@ -51,7 +51,7 @@ class Forecast(msgspec.Struct, frozen=True):
     iteration_s: float
     """Mean elapsed seconds of an iteration, waits included."""
     slowdown: float
-    """Mean seconds of an iteration, divided by the mean without waits for pools and switches."""
+    """Mean seconds of an iteration, over the mean without waits and moves onto and off devices."""
     deviation: float
     """Standard deviation of the slowdown for a single iteration. Over n iterations the deviation of
     their mean slowdown is this number divided by the square root of n."""
@@ -91,7 +91,7 @@ class Outlook:
 
     def is_hopeless(self, limits: Sequence[float], most: float = math.inf) -> bool:
         """Return whether, after a third of the short simulation, some job's slowdown is far beyond
-        its limit, or the price of work is far above `most`."""
+        its limit in `limits`, or the price of work (per hour over speeds) far above `most`."""
         if self._early is None:
             self._early = self._run(STRETCH, NUM_STRETCHES // 3)
         pairs = zip(self._early, limits, strict=True)
@@ -252,8 +252,7 @@ class GroupTimeline:
 
 
 class Rest(NamedTuple):
-    """What is left of a job's life: its iterations, and the seconds of waiting that it can
-    spare."""
+    """What is left of a job: its iterations, and the seconds that its SLO still lets it wait."""
 
     spare_s: float
     """Seconds that the job may wait besides what its SLO lets it wait in its remaining iterations.
@@ -267,14 +266,14 @@ class Rest(NamedTuple):
 
 
 def rest_of(job: ClusterJob, rest: Mapping[str, Rest]) -> Rest:
-    """Return what is left of the job's life (iterations, seconds to wait): its entry in `rest`, or
-    else all of its steps."""
+    """Return what is left of the job (iterations, seconds to wait): its entry in `rest`, or else
+    all of its steps."""
     return rest.get(job.name) or Rest(0.0, job.steps)
 
 
 def limits(layout: Layout, rest: Mapping[str, Rest]) -> list[float]:
     """Return for each job the highest slowdown of its remaining iterations that keeps its SLO.
-    `rest`: what is left of jobs' lives, by name; a job that is absent has all of its steps left."""
+    `rest`: what jobs have left to do and may wait, by name; others have all steps left."""
     return [
         rest_of(job, rest).slowdown(job.slo, work)
         for job, work in zip(layout.jobs, layout.works_s(), strict=True)
@@ -287,9 +286,9 @@ _TOLERANCE = 1e-9
 def bounds(
     layout: Layout, forecasts: Sequence[Forecast], rest: Mapping[str, Rest], confidence: float
 ) -> list[float]:
-    """Return for each job the slowdown over the rest of its life that is not exceeded with this
-    confidence. `rest`: what is left of jobs' lives, by name. In a group of several jobs one more
-    iteration of waiting is added, because a job that joins makes all wait once more."""
+    """Return for each job the slowdown over its remaining iterations that is not exceeded with this
+    confidence. `rest`: what jobs have left, by name. In a group of several jobs one more iteration
+    of waiting is added, because a job that joins makes all wait once more."""
     joins = len(layout.jobs) > 1
     found = []
     for job, one in zip(layout.jobs, forecasts, strict=True):

@@ -34,7 +34,7 @@ from typing import NamedTuple
 from rollpacker.cluster.decide.job import ClusterJob, Times
 
 LINK_OVERHEAD = 1.17
-"""Factor by which sending weights is slower than bytes over the link's rate (RollMux, Fig. 12)."""
+"""Factor: seconds of sending weights over their bytes by the link's rate (RollMux, Fig. 12)."""
 SPREAD_GB_S = 6.0
 """Rate at which weights spread among a rollout pool's nodes, in 1e9 bytes/s (RollMux, Fig. 12)."""
 
@@ -63,31 +63,31 @@ class Sharing:
     seconds to add."""
 
     rollout_scale: float = 1.0
-    """Factor: rollout seconds on this group's GPUs over those in the job's profile."""
+    """Factor: rollout seconds on this group's GPUs over those that the job was submitted with."""
     train_scale: float = 1.0
-    """Factor: training seconds in this group over those in the job's profile. Below 1 with faster
-    GPUs, or with more training nodes than the job asked for."""
+    """Factor: training seconds in this group over those that the job was submitted with. Below 1
+    with faster GPUs, or with more training nodes than the job asked for."""
     rollout_switch_s: float = 0.0
     train_switch_s: float = 0.0
-    """Seconds to park and to wake the job on the training nodes. 0 if no other job is on them."""
+    """Seconds to move the job off the training devices (park) and back. 0 if it is alone there."""
     publish_s: float = 0.0
     """Seconds after training to send the weights over the link, with the training pool held."""
     tail: float = 0.0
     """Share of a rollout, at its end (tail), in which most of its nodes are the next job's."""
 
     def work_s(self, times: Times) -> float:
-        """Seconds of the job's iteration in this group without waits and switches between jobs."""
+        """Seconds of the job's iteration in this group, less waits and switches between jobs."""
         return sum(self.here(times))
 
     def here(self, times: Times) -> Times:
-        """Return a job's times as they are in this group, without waits and switches between jobs.
-        Sending the weights is part of training."""
+        """Return a job's times as they are in this group, without waits and without moving jobs
+        onto and off devices. Sending the weights is part of training."""
         rollout_s = times.rollout_s * self.rollout_scale
         train_s = times.train_s * self.train_scale + self.publish_s
         return times._replace(rollout_s=rollout_s, train_s=train_s)
 
     def alone(self, here: Times) -> Times:
-        """Return the times of the job alone, from `here`: its times as measured in this group."""
+        """Return the times that the job would have alone. `here`: times measured in this group."""
         rollout_s = here.rollout_s / self.rollout_scale
         train_s = max(here.train_s - self.publish_s, 0.0) / self.train_scale
         return here._replace(rollout_s=rollout_s, train_s=train_s)
@@ -98,7 +98,8 @@ class Sharing:
         return TAIL_MOVE_S if self.tail else 0.0
 
     def after_rollout_s(self, times: Times) -> float:
-        """Return the seconds from when a job leaves its rollout nodes until it can train."""
+        """Return the seconds of a rollout's last part (tail) on few devices and of the wait for
+        rewards, after which the job can train."""
         tail_s = times.rollout_s * self.rollout_scale * self.tail
         return tail_s + self.tail_move_s + times.between_s
 
@@ -125,7 +126,7 @@ def sharing(
     link_gb_s: float = math.inf,
     tail_release: bool = True,
 ) -> Sharing:
-    """Return how a job's times change on so many rollout nodes and training devices of a group."""
+    """Return how a job's times change in a group of so many rollout nodes and training devices."""
     assert train_devices >= job.train_devices
     lanes = min(job.train_devices, job.rollout_devices)
     publish_s = LINK_OVERHEAD * job.model_gb / (lanes * link_gb_s)

@@ -49,7 +49,7 @@ class RoundTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_un
 
     kind: str = "plain"
     share: float = 1.0
-    """Share of the job's iterations that have this kind of round, above 0 to 1."""
+    """Share of iterations whose round (batch of generation) is of this kind, above 0 to 1."""
     rollout_s: tuple[float, ...]
     train_s: tuple[float, ...]
     """Seconds of training in these iterations: as many numbers as in `rollout_s`, or one."""
@@ -105,7 +105,7 @@ class ClusterJob(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_un
 
     name: str
     rounds: tuple[RoundTimes, ...]
-    """Kinds of the job's rounds of generation (plain, short, long), whose shares add up to 1."""
+    """Kinds of the job's rounds (batches of generation): plain, short, long. Shares add up to 1."""
     steps: int
     """Number of iterations that the job has left to do."""
     steps_before: Omitted[int] = 0
@@ -118,11 +118,11 @@ class ClusterJob(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_un
     """Name of the owner whose quota the job counts against. Empty if unknown."""
     rollout_devices: int = 8
     train_devices: int = 8
-    """Smallest number of devices that the job trains on; in a group it trains on all there are."""
+    """Fewest devices that the job trains on. In a group it trains on all of the group's."""
     rollout_memory_gib: float = 0.0
-    """GiB of host memory that the parked rollout keeps on each of the job's rollout nodes."""
+    """GiB of host memory on each rollout node for the job's rollout while off the devices."""
     train_memory_gib: float = 0.0
-    """GiB of host memory that the parked trainer keeps on each training node of the group."""
+    """GiB of host memory on each training node for the job's trainer while off the devices."""
     model_gb: float = 0.0
     """Size of the weights that are sent to the rollout nodes after each training, in 1e9 bytes."""
     rollout_switch_s: float = 0.0
@@ -131,7 +131,7 @@ class ClusterJob(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_un
     cold_start_s: float = 0.0
     """Seconds from a start of the job's processes to its first iteration, also after a move."""
     tail_share: float = 0.0
-    """Share of a rollout, its last part (tail), on few devices, while other jobs have the rest."""
+    """Share of a rollout's time, its end (tail), in which other jobs have most of its devices."""
     tail_devices_share: float = 0.125
     """Share of the rollout's devices that run its tail (`tail_share`)."""
 
@@ -198,7 +198,7 @@ EVALUATED = "+evaluation"
 
 
 class Iteration(msgspec.Struct, frozen=True, kw_only=True):
-    """One finished step of a job, with its seconds without waits for pools and switches."""
+    """One finished step of a job. Its seconds are less waits and moves onto and off devices."""
 
     step: int
     kind: str
@@ -209,8 +209,8 @@ class Iteration(msgspec.Struct, frozen=True, kw_only=True):
     a refill, a further round for missing samples) until the last sample has ended, fetching of
     prompts included; and the seconds of an evaluation's generation."""
     between_s: float
-    """Seconds after generation, without a pool, of waiting for rewards or for a refill's
-    prompts."""
+    """Seconds of the step when generation was over and no pool held: rewards were awaited, or
+    prompts for a refill (a further round for missing samples)."""
     train_s: float
     """Seconds for which the training pool is held, until the weights are handed over, and seconds
     of gradients computed earlier in the step. 0 in a step that had nothing to train on."""

@@ -93,7 +93,7 @@ class Layout:
         return alone_price(job, self.rollout_pool, self.train_pool)
 
     def memory_fits(self) -> bool:
-        """Return whether every node has host memory for what its parked jobs keep there."""
+        """Return whether every node has host memory for its parked jobs (moved off the devices)."""
         if math.fsum(job.train_memory_gib for job in self.jobs) > self.train_pool.host_memory_gib:
             return False
         kept: dict[object, float] = {}
@@ -127,11 +127,11 @@ class Layout:
         )
 
     def works_s(self) -> list[float]:
-        """Return for each job the mean seconds of an iteration without waits and switches."""
+        """Return each job's mean seconds of an iteration, less waits and moves off devices."""
         return [one.work_s(job.mean) for job, one in zip(self.jobs, self.sharings, strict=True)]
 
     def holds(self) -> list[Holds]:
-        """Return for each job the seconds of a mean iteration with each pool held and with none."""
+        """Return for each job how long it holds each pool, and none, in a mean iteration."""
         return [one.holds(job.mean) for job, one in zip(self.jobs, self.sharings, strict=True)]
 
     def period_s(self) -> float:
@@ -143,7 +143,7 @@ class Layout:
         return closed_period_s(self.holds(), self.pins)
 
     def slowdowns(self) -> list[float]:
-        """Return each job's slowdown if jobs take turns in round robin, for mean iterations."""
+        """Return each job's slowdown by sharing nodes in round robin, for mean iterations."""
         period = self.period_s()
         return [period / work for work in self.works_s()]
 

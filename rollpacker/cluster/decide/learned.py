@@ -1,6 +1,6 @@
-"""Learns how long a job's phases take from its iterations, which replace those of its profile.
+"""Learns how long a job's phases take: new iterations replace those that it was submitted with.
 
-The last `WINDOW` iterations count, all alike. At first they are drawn from the profile, and each
+The last `WINDOW` iterations count, all alike. At first they are drawn from its profile, and each
 measured iteration replaces one of these. So drift is followed with a lag of half a window, and a
 kind of round that comes more often, or is new, gets its share. Placement is told only of changes of
 the mean by more than `MATERIAL`, and by more than chance explains in so few iterations.
@@ -21,7 +21,7 @@ WINDOW = 32
 MATERIAL = 0.04
 """Share of an iteration's mean seconds that a change must exceed for placement to be told."""
 SURE = 3.0
-"""Number of standard errors that a change must exceed to count as more than luck."""
+"""Number of standard errors that a change of a job's times must exceed not to be taken for luck."""
 ENOUGH = 4
 """Fewest iterations of one kind of round from which its times are judged to have changed."""
 _STEP = (0.7548776662466927, 0.5698402909980532)
@@ -30,7 +30,7 @@ iterations from the profile."""
 
 
 class LearnedTimes:
-    """The times of one job's phases as learned from its profile and its latest iterations."""
+    """Learns the times of a job's phases from its latest iterations, beginning with given times."""
 
     def __init__(self, job: ClusterJob) -> None:
         self._job = job
@@ -39,8 +39,8 @@ class LearnedTimes:
         )
 
     def saw(self, kind: str, times: Times) -> ClusterJob | None:
-        """Take in an iteration: the kind of its round, and its seconds on the profile's devices.
-        Returns the job with new times if they have changed by much, else None."""
+        """Take in an iteration: the kind of its round, and its seconds on the devices that the job
+        was measured on. Returns the job with new times if they have changed by much, else None."""
         self._seen.append((kind, times.positive()))
         if not self._has_changed():
             return None

@@ -20,9 +20,9 @@ class Pool:
     devices_per_node: int
     price_per_device_h: float
     host_memory_gib: float
-    """GiB of host memory of one node."""
+    """GiB of host memory of one node, for what jobs keep there while off its devices."""
     scale: float = 1.0
-    """Factor: seconds of the phase here over those in a job's profile; above 1 is slower."""
+    """Factor: seconds of the phase here over those a job was submitted with; above 1 is slower."""
 
     @property
     def node_price_per_h(self) -> float:
@@ -40,7 +40,7 @@ class Node(NamedTuple):
 
 
 def memory_gib(job: ClusterJob, phase: Phase) -> float:
-    """Return the GiB of host memory that the parked job needs on each of its nodes of a phase."""
+    """Return the GiB of host memory per node of a phase that the job needs when off the devices."""
     return job.rollout_memory_gib if phase == "rollout" else job.train_memory_gib
 
 

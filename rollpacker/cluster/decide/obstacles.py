@@ -23,7 +23,7 @@ from rollpacker.cluster.decide.turns import Order
 MAX_CANDIDATES = 6
 """Number of places for a waiting job that are examined, those in the least loaded groups first."""
 _NUM_TRIES = 3
-"""Number of SLOs tried for a job, each higher than the last: orders of turns may depend on it."""
+"""Most SLOs tried for a job. A higher SLO may change the turns and with them the slowdown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def _breaks(
 
 
 def _load(layout: Layout) -> float:
-    """Return the share of the training nodes' time that the jobs take at their SLO's slowdown."""
+    """Return the share of the training nodes' time that jobs take if as slow as SLOs allow."""
     pairs = zip(layout.jobs, layout.holds(), layout.works_s(), strict=True)
     return math.fsum(holds.train_s / work / job.slo for job, holds, work in pairs)
 

@@ -34,7 +34,7 @@ class Choice:
 
     @property
     def new_nodes(self) -> int:
-        """Number of free rollout nodes that the job would take."""
+        """Number of rollout nodes, free so far, that the job would take."""
         return sum(is_new(node) for node in self.pin)
 
     @property
@@ -68,7 +68,7 @@ class Summary:
     spare_devices: int
 
     def could_take(self, job: ClusterJob) -> bool:
-        """Whether the job might join the group: it has enough devices, and its SLOs may be kept."""
+        """Whether the job might join the group: it finds devices enough, and SLOs may be kept."""
         mean = job.mean
         return (
             job.train_devices <= self.spare_devices
@@ -91,8 +91,8 @@ class Summary:
 
 
 def summary_of(layout: Layout, rest: Mapping[str, Rest], iteration_s: Sequence[float]) -> Summary:
-    """Return the summary of a group. `rest`: what is left of jobs' lives, by name. `iteration_s`:
-    mean seconds of each job's iterations."""
+    """Return the summary of a group. `rest`: iterations and seconds to wait that jobs have left, by
+    name. `iteration_s`: mean seconds of each job's iterations."""
     holds, works = layout.holds(), layout.works_s()
     busy: dict[object, float] = {}
     for pin, one, work in zip(layout.pins, holds, works, strict=True):
@@ -129,7 +129,7 @@ class Standing:
     _summary: Summary | None = None
     _without: dict[str, float] = field(default_factory=dict)
     _outlooks: dict[tuple[str, Pin, Order], Outlook] = field(default_factory=dict)
-    """Forecasts of the group with a further job, by that job's name, nodes and order of turns."""
+    """Forecasts of the group with one more job, by that job's name, nodes and order of turns."""
 
     @property
     def summary(self) -> Summary:
@@ -336,8 +336,8 @@ class Policy(Protocol):
         """Whether a job of the group is likely to miss its SLO (slowdown promised) where it is."""
 
     def move(self, state: State, number: int, job: ClusterJob, *, rest: Rest) -> Choice | None:
-        """Choose a place for a running job of group `number` at its commit. None: the job stays. A
-        choice of its own group changes only the order of turns there."""
+        """Choose a place for a running job of group `number` at its commit (end of an iteration).
+        None: the job stays. A choice of its own group changes only the order of turns there."""
 
 
 class Stays:

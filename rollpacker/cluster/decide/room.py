@@ -35,23 +35,22 @@ class Late(NamedTuple):
 
 
 def bearable(job: ClusterJob, rest: Rest) -> Rest:
-    """Return what is left of the life (iterations, seconds to wait) of a job that has waited for
-    nodes. If the wait has broken its SLO already, it is forgiven: a job whose SLO cannot be kept
-    could share nodes with no other."""
+    """Return what is left (iterations, seconds to wait) of a job that has waited for nodes. If its
+    SLO is broken already, its waits are forgotten: else it could share nodes with no other."""
     if rest.slowdown(job.slo, math.fsum(job.mean)) < 1:
         return Rest(0.0, rest.iterations)
     return rest
 
 
 def restarted(job: ClusterJob, rest: Rest) -> Rest:
-    """Return what is left of the job's life (iterations, seconds to wait) after one more restart,
-    whose seconds count as waiting."""
+    """Return what is left of the job (iterations, seconds to wait) after one more restart, whose
+    seconds count as waiting."""
     return rest._replace(spare_s=rest.spare_s - job.cold_start_s)
 
 
 def pays(state: State, number: int, job: ClusterJob, waits: ClusterJob, restarts: float) -> bool:
-    """Whether this many restarts of `job`, in group `number`, cost less than what the job `waits`
-    loses by waiting until the next job of the cluster ends."""
+    """Whether room should be made: `restarts` restarts of `job`, in group `number`, cost less than
+    the job `waits` loses if it waits until the next job of the cluster ends."""
     layout = state.groups[number].layout
     soonest_s = min(
         rest_of(one, standing.rest).iterations * math.fsum(one.mean)

@@ -60,7 +60,7 @@ class _Seat:
     """A rollout node, or all training nodes together, with the job that holds it."""
 
     members: list[_Member] = field(default_factory=list)
-    """The jobs that use the node."""
+    """The jobs that take turns on the node, whether they hold it or not."""
     holder: str | None = None
 
     def due(self, phase: Phase) -> _Member:
@@ -85,7 +85,7 @@ class Turns:
 
     @order.setter
     def order(self, order: Order) -> None:
-        """Set the order of turns. A change to round robin begins the counts of turns anew."""
+        """Set the order of turns. A change to round robin begins the counts of past turns anew."""
         if order == "round_robin" != self._order:
             for one in self._members.values():
                 is_between = one.turns["rollout"] > one.turns["train"]

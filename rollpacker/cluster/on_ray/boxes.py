@@ -17,8 +17,8 @@ again within seconds is not added twice."""
 
 
 class Boxes:
-    """The boxes of letters of a `Mailbox`. All methods run in one event loop. Each returns the
-    epoch (name of the mailbox's life), and `read` also letters."""
+    """The boxes of letters (messages) of a `Mailbox`. All methods run in one event loop. Each
+    returns the epoch (a name that changes once all letters are lost), and `read` also letters."""
 
     def __init__(self) -> None:
         self._epoch = secrets.token_hex(8)

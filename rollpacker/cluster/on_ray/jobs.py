@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     from rollpacker.cluster.service.runner import JobOrder
 
 NODES_FILE = "nodes.json"
-"""File in the cluster's folder with the address of the host that stands for each node."""
+"""File in the cluster's folder: for each node of a pool, the address of its host (machine)."""
 STARTS_FILE = "starts.jsonl"
 """File in the cluster's folder, one JSON object a line: on which hosts each job was started, with
 which exit code it ended, and which of its hosts were cut off at that time."""
 BEGIN_S, KILL_S = 3.0, 2.0
 """Most seconds for which a call of this module waits for a job to start, and to be killed."""
 CODES_S = 0.02
-"""Seconds for which exit codes of jobs are used again before their host is asked once more."""
+"""Seconds for which jobs' exit codes count as fresh: their host is not asked again."""
 
 
 def pool_resource(pool: str) -> str:
@@ -66,7 +66,7 @@ class RayRunner:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._wardens = Wardens(name, head=head, folder=self._folder)
         self._nodes: dict[str, str] = {}
-        """Address of the host that stands for each node, by the node's name POOL/NUMBER."""
+        """Address of the host (machine) of each node, by the node's name POOL/NUMBER."""
         with contextlib.suppress(FileNotFoundError):
             self._nodes = json.loads((self._folder / NODES_FILE).read_text())
         self._places: dict[Start, tuple[str, ...]] = {}
@@ -75,8 +75,8 @@ class RayRunner:
         self._codes: dict[Start, int] = {}
         """Exit codes of the starts of jobs that have ended."""
         self._left: dict[str, set[Start]] = {}
-        """For each host, the starts of jobs that ended while the host was cut off. Their processes
-        are killed there before another job is started on the host."""
+        """For each host, the starts of jobs that ended while the host was cut off. What they left
+        there is killed before another job is started on the host."""
         self._read_starts()
         self._gone_s: dict[Start, float] = {}
         """Time in seconds since when the first process of a job's start is known to be gone."""
@@ -107,14 +107,14 @@ class RayRunner:
     # -- where ---------------------------------------------------------------------------
 
     def hosts(self, *, fresh: bool = True) -> dict[str, dict[str, float]]:
-        """Return the resources of ray's hosts, by address. `fresh`: ask ray even if it has just
-        said."""
+        """Return the resources of ray's hosts, by their address. `fresh`: ask ray anew each
+        time."""
         return self._wardens.hosts(fresh=fresh)
 
     def host_of(self, node: Node) -> str | None:
-        """Return the address of the host that stands for the node: it is chosen once and kept while
-        ray has it. A host on which an earlier start may still run is not chosen anew. None: ray has
-        no free host of the pool. Raises `OSError` if ray does not answer."""
+        """Return the address of the host (machine) that stands for the node: it is chosen once and
+        kept while ray has it, never one on which an earlier start may still run. None: ray has no
+        free host of the pool. Raises `OSError` if ray does not answer."""
         hosts = self.hosts()
         is_marked = any(
             name.startswith(pool_resource("")) for one in hosts.values() for name in one
@@ -148,7 +148,7 @@ class RayRunner:
         return address
 
     def has_host(self, node: Node) -> bool:
-        """Whether a host stands for the node now. Raises `OSError` if ray does not answer."""
+        """Whether a host (machine) stands for the node. Raises `OSError` if ray does not answer."""
         return self.host_of(node) is not None
 
     # -- jobs ----------------------------------------------------------------------------
@@ -190,7 +190,7 @@ class RayRunner:
         self._left.pop(address, None)
 
     def stop(self, job: str, incarnation: int) -> None:
-        """Ask the job to save a checkpoint at its next commit and to end."""
+        """Ask the job to save a checkpoint and end, once its present iteration is finished."""
         start = (job, incarnation)
         if start in self._places and start not in self._codes:
             self._wardens.tell([self._places[start][0]], "stop", job, incarnation, key=start)

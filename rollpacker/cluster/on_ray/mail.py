@@ -57,7 +57,7 @@ class RayMailbox:
 
     @property
     def epoch(self) -> str:
-        """Name of the mailbox's life at its last answer; it changes once letters are lost."""
+        """Name of this mailbox's epoch at its last answer; it changes once all letters are lost."""
         return self._epoch
 
     def post(self, box: str, sender: str, key: str, kind: str, facts: Mapping[str, Any]) -> None:
@@ -73,7 +73,7 @@ class RayMailbox:
         return found
 
     def forget(self, box: str, upto: int) -> None:
-        """Remove the box's letters up to the number `upto`."""
+        """Remove the box's letters (messages) up to the number `upto`."""
         self._epoch = self._call("forget", box, upto)
 
     def _call(self, method: str, *arguments: Any, within_s: float = ANSWER_S) -> Any:

@@ -95,8 +95,8 @@ class Wardens:
     # -- calls ---------------------------------------------------------------------------
 
     def begin(self, address: str, method: str, *arguments: Any, key: Hashable = None) -> None:
-        """Begin a call of a method of this host's warden, unless the same call has no answer yet.
-        `key`: distinguishes calls of the same method with other arguments."""
+        """Begin a call of a method of this host's warden (actor), unless the same call has no
+        answer yet. `key`: distinguishes calls of the same method with other arguments."""
         call = (address, method, key)
         if call not in self._calls:
             function = getattr(self._actor(address), method)
@@ -110,8 +110,8 @@ class Wardens:
         key: Hashable = None,
         within_s: float = ANSWER_S,
     ) -> list[Any]:
-        """Call a method of the wardens on these hosts and return their answers. Raises `OSError`
-        for the first host that does not answer yet (the call goes on), or answers with an error."""
+        """Call a method of these hosts' wardens (actors), and return the answers. Raises `OSError`
+        for the first host that does not answer yet (the call goes on), or answers an error."""
         for address in addresses:
             self.begin(address, method, *arguments, key=key)
         mute = self._mute()

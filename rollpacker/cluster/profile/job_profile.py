@@ -33,8 +33,8 @@ WARM_FACTOR = 1.5
 MAX_WARM = 3
 WAKE_GB_S: Mapping[Phase, float] = {"rollout": 25.0, "train": 10.0}
 """Rate of copying between host memory and a device, by phase, in 1e9 bytes per second, for parking
-and waking alike. Published warm starts (RollMux, arXiv 2512.11306) come to 18 to 39 for rollout and
-8 to 12 for training."""
+(leaving) and waking. Published warm starts (RollMux, arXiv 2512.11306): 18 to 39 for rollout and 8
+to 12 for training."""
 COLD_START_S = 60.0
 GIB, GB = 2**30, 1e9
 SHAPING = (
@@ -59,7 +59,7 @@ class RunProfile:
     num_warm: int
     """Number of warm-up iterations at the run's begin that were left out of `rounds`."""
     switch_s: Mapping[PoolName, float]
-    """Seconds to wake and to park on a pool, together, by pool. Empty if the run shared none."""
+    """Seconds to come onto a pool's devices and leave them, by pool. Empty without shared pools."""
     start_s: float | None
     """Seconds that the run's last start took. None if the log does not have them."""
     model_bytes: int
@@ -113,9 +113,9 @@ def steps_of(config: RunConfig, steps: int | None, folder: str | Path) -> int:
 
 
 def run_needs(profile: RunProfile, pools: Sequence[Pool] = ()) -> dict[str, Any]:
-    """Return devices, host memory, seconds of switches and of a start, as fields of `ClusterJob`.
-    Memory and switches follow from the sizes of weights and optimizer in the checkpoint. If the run
-    shared pools, its training times include sending the weights, so that `model_gb` is 0."""
+    """Return devices, host memory, seconds of a start and of switches (onto devices and off), as
+    fields of `ClusterJob`. Memory and switches follow from sizes of weights and optimizer in the
+    checkpoint. If training times include sending weights (shared pools), `model_gb` is 0."""
     needs = needs_of(
         model_bytes=profile.model_bytes,
         trainer_bytes=profile.trainer_bytes,
@@ -137,9 +137,9 @@ def needs_of(
     num_copies: int,
     pools: Sequence[Pool] = (),
 ) -> dict[str, Any]:
-    """Return devices, host memory and seconds of switches, as fields of `ClusterJob`. The engines
-    hold `num_copies` of the weights, spread over their devices; the trainer's state is spread over
-    its devices. `pools`: pools that the job may run on; empty: unknown."""
+    """Return devices, host memory and seconds of switches (onto devices and off), as fields of
+    `ClusterJob`. Engines hold `num_copies` of the weights, spread over their devices; the trainer's
+    state is spread over its own. `pools`: those that the job may run on; empty: unknown."""
     held = {"rollout": model_bytes * num_copies, "train": trainer_bytes}
     needs: dict[str, Any] = {"model_gb": model_bytes / GB}
     for phase, count in devices.items():
@@ -150,9 +150,8 @@ def needs_of(
 
 
 def fewest_nodes(phase: Phase, devices: int, pools: Sequence[Pool]) -> int:
-    """Return the fewest nodes on which the phase's pools can give a job so many devices: each node
-    then keeps the most of its memory. If no pool is large enough, a node is taken to have 8
-    devices."""
+    """Return the fewest nodes on which the phase's pools can give a job so many devices: nodes have
+    the most of its memory then. If no pool is large enough, a node is taken to have 8 devices."""
     counts = [
         pool.nodes_for(devices)
         for pool in pools
@@ -221,7 +220,7 @@ def check_profile(profile: RunProfile, config: RunConfig) -> None:
 
 
 def check_device(profile: RunProfile, *, on_gpus: bool) -> None:
-    """Raises `ValueError` if the profile was measured on a CPU and the pools have GPUs."""
+    """Raises `ValueError` if the run's times were measured on a CPU and the pools have GPUs."""
     if on_gpus and profile.config.model.device == "cpu":
         raise ValueError(
             f"profile {profile.folder} was made on a CPU (model.device=cpu), and the pools have "
@@ -242,7 +241,8 @@ class _Book:
     iterations: list[Iteration] = field(default_factory=list)
     start_s: float | None = None
     last_step: int | None = None
-    """Number of the run's last step. None if the latest commit does not say that it is the last."""
+    """Number of the run's last step. None unless the latest finished step says that it is the
+    last."""
     _times: PhaseTimes = field(default_factory=PhaseTimes)
     _woke_s: dict[PoolName, list[float]] = field(default_factory=dict)
     _parked_s: dict[PoolName, list[float]] = field(default_factory=dict)
@@ -266,7 +266,8 @@ class _Book:
             self._parked_s.setdefault(self._left, []).append(entry.seconds)
 
     def switch_s(self) -> dict[PoolName, float]:
-        """Return the median seconds to wake plus to park, by pool. Empty if none is shared."""
+        """Return the median seconds to come onto a pool and leave it, by pool; empty without
+        any."""
         return {
             pool: statistics.median(woke) + statistics.median(self._parked_s.get(pool, [0.0]))
             for pool, woke in self._woke_s.items()

@@ -161,15 +161,15 @@ class _Step:
     rollout_s: dict[str, float] = field(default_factory=dict)
     """Seconds of generation in the step's earlier rounds, by the kind of round."""
     between_s: float = 0.0
-    """Seconds of the step after a round's last sample and before the next phase or round."""
+    """Seconds of the step between a round's last sample and the next round or the training."""
     begun_s: float = 0.0
-    """Seconds of gradients that were computed before the trainer was told to train."""
+    """Seconds of computing gradients before the trainer was told to train (by `TrainOn`)."""
     train_on_s: float | None = None
     synced_s: float | None = None
     commit_s: float | None = None
     is_last: bool = False
     is_judging: bool = False
-    """Whether rewards are awaited: the pool that was left last is the rollout pool."""
+    """Whether the step waits for rewards, which is so after the rollout pool was left."""
     evaluated_s: float | None = None
     """Seconds of generation for the step's evaluation. None if the step had none."""
 
@@ -181,8 +181,8 @@ class _Step:
         return is_over and not self.is_judging
 
     def evaluate(self, note: Note) -> None:
-        """Add an evaluation, by the note in the log. Old logs do not measure its generation by
-        itself: then the whole evaluation counts as generation."""
+        """Add the seconds of an evaluation, from its note in the log. Old logs do not tell the
+        seconds of generation apart: then the whole evaluation counts as generation."""
         callbacks_s = note.metrics.get(CALLBACK_SECONDS, 0.0)
         generated_s = note.metrics.get(EVALUATION_ROLLOUT, note.seconds - callbacks_s)
         self.evaluated_s = (self.evaluated_s or 0.0) + generated_s

@@ -81,7 +81,7 @@ _PUNCH_HOLE = 0x01 | 0x02
 
 
 class FileMailbox:
-    """A `Mailbox` with a file for each box. It returns a letter that was posted twice only once."""
+    """A `Mailbox` with a file for each box. It returns a letter (message) sent twice only once."""
 
     def __init__(self, folder: Path) -> None:
         """Raises `ValueError` if the folder is on a network file system: letters might mix."""
@@ -89,7 +89,7 @@ class FileMailbox:
         self.folder = folder.absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._known: OrderedDict[tuple[str, str, str], int] = OrderedDict()
-        """Numbers of the letters that were read, by box, sender and key, to tell repeated ones."""
+        """Numbers of the letters read so far, by box, sender and key, to know repeated ones."""
         own = self.folder / f"{_EPOCH}.{uuid.uuid4().hex}"
         try:
             own.write_text(uuid.uuid4().hex)
@@ -204,7 +204,7 @@ def _data(file: int, place: int) -> int:
 
 
 def _make_hole(path: Path, upto: int) -> None:
-    """Free the first `upto` bytes of the file on disk. Raises `FileNotFoundError`."""
+    """Free the first `upto` bytes of the file on disk. The file must exist."""
     file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         upto = min(upto, os.fstat(file).st_size)

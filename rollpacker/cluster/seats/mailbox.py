@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 SERVICE = "service"
-"""Name of the box of letters to the service. A job's box has the job's name."""
+"""Name of the box of letters (messages) to the service. A job's box has the job's name."""
 
 
 ALL = sys.maxsize
-"""Value for `forget` in place of a letter's number: all letters, as the box is read no more."""
+"""Value for `forget` in place of a letter's number: remove all letters of a box no longer read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class Letter:
     itself, `mailbox_seat.py`). A command sends submit, cancel, drain or status. The service sends
     grant or stop to a job; its answer to a command has the command's word, or is refused."""
     facts: Mapping[str, Any]
-    """Content of the letter by name, as JSON values."""
+    """Content of the letter (message) by name, as JSON values."""
     key: str
     """Name of the letter, which its sender uses once. An answer has it as `about` in its facts."""
 
@@ -44,12 +44,12 @@ class Mailbox(Protocol):
 
     @property
     def epoch(self) -> str:
-        """Name of the mailbox's life. It changes when all letters are lost: a process that waits
-        for an answer then has to post its question again."""
+        """Name of the mailbox's present life. It changes when all letters are lost: a process that
+        waits for an answer then has to post its question again."""
         ...
 
     def post(self, box: str, sender: str, key: str, kind: str, facts: Mapping[str, Any]) -> None:
-        """Put a letter into the box. A letter with a key that its sender has used is ignored."""
+        """Put a letter (message) into the box, unless its sender has used this key before."""
         ...
 
     def read(self, box: str, after: int, within_s: float) -> list[Letter]:

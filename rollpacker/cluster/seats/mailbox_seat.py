@@ -28,7 +28,7 @@ from rollpacker.cluster.seats.seat import SEAT_VARIABLE, START, Alone, Iteration
 from rollpacker.core.ids import PoolName
 
 LEASE_S = 5.0
-"""Seconds without a letter from a job after which its grant of a pool ends (lease)."""
+"""Seconds without a letter (message) from a job after which its grant of a pool ends (lease)."""
 START_LEASE_S = 30.0
 """Seconds without a letter after which the grant of a pool ends while a run's parts start on it. A
 process that loads a model sends letters late: other threads wait for Python's lock."""
@@ -36,7 +36,7 @@ BEAT_S = 1.0
 UNHEARD_S = 60.0
 """Seconds without reaching the mailbox after which a wait for a pool fails."""
 _LOOK_S = 0.02
-"""Seconds within which a wait for a pool notices that the caller has given it up."""
+"""Most seconds until a waiting `enter` notices that its caller has given the pool up."""
 _READ_S = 1.0
 _END_S = 10.0
 """Most seconds for which `close` waits for the threads if the mailbox does not answer."""
@@ -46,8 +46,8 @@ Told = Callable[[str], None]
 
 
 def lease_s(purpose: str) -> float:
-    """Return the seconds without a letter after which a job's grant of a pool ends. `purpose`: why
-    the job asked for the pool, in a word (`START` has a longer lease)."""
+    """Return the seconds without a letter (message) after which a job's grant of a pool ends.
+    `purpose`: why the job asked for the pool, in a word (`START` has a longer lease)."""
     return START_LEASE_S if purpose == START else LEASE_S
 
 
@@ -168,7 +168,7 @@ class MailboxSeat:
                     raise
 
     def _try_to_post(self, kind: str, facts: dict[str, Any], tries: int = 1) -> None:
-        """Post a letter and ignore a failure: the next sign of life (beat) says the same."""
+        """Post a letter (message) and ignore failure: the next sign of life says the same."""
         with contextlib.suppress(OSError):
             self._post(kind, facts, tries)
 

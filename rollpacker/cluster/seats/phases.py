@@ -180,9 +180,9 @@ class _Program:
         self._phase: PoolName | None = None
         """The pool that a thread of this process holds or waits for. None outside of phases."""
         self._holds = False
-        """Whether the phase's pool is held. It is false on all ranks but 0, which has the seat."""
+        """Whether this process holds the phase's pool. Only rank 0 does, which has the seat."""
         self._unknown: str | None = None
-        """Why it is unknown what is on the devices, such as a failed `park`, or None."""
+        """Why it is unknown what is on the devices, such as a failed `park`; None if known."""
         self._lost: str | None = None
         self._wish = threading.Event()
         """Event that is set once the cluster, or a SIGTERM, asks the program to end."""
@@ -338,7 +338,7 @@ class _Seconds:
     def __init__(self) -> None:
         self._counts = False
         self._since_s = 0.0
-        """Time in seconds up to which all time was added to a phase or left out."""
+        """Time in seconds up to which the iteration's seconds are counted or left out."""
         self._told = False
         self._num_untold = 0
         self._warn_once = WarnOnce(_logger)
@@ -380,11 +380,11 @@ class _Seconds:
         self._lap(pool)
 
     def left(self) -> None:
-        """Record that a pool was left now. The time since the phase's work counts for no phase."""
+        """Record that a pool was left now. The seconds since the phase's work are not counted."""
         self._since_s = time.monotonic()
 
     def iteration(self, step: int, kind: str) -> Iteration | None:
-        """Return the seconds of the iteration that has just ended, or None if none was begun."""
+        """Return the ended iteration with its seconds, or None if it began with no rollout."""
         self._lap("between" if self._last == "rollout" else "after")
         counted, spent = self._counts, self._spent
         self._told = True

@@ -45,7 +45,7 @@ class Seat(Protocol):
 
     def watch(self, lost: Callable[[str], None], stop: Callable[[str], None]) -> None:
         """Have `lost` called if the cluster takes a held pool away, and `stop` if it wants the job
-        to end at its next commit. Each gets the reason, and is called in a thread of the seat."""
+        to end after its iteration. Each gets the reason, and is called in a thread of the seat."""
         ...
 
     def close(self) -> None:

@@ -45,8 +45,8 @@ Facts = Mapping[str, Any]
 NUM_NOTES = 200
 NUM_LAST = 8
 PAUSES_S = (0.0, 10.0, 60.0)
-"""Seconds to wait before a lost job is started again, by the number of its losses since its last
-commit: what ended the job may need time to pass. The last number stands for all further losses."""
+"""Seconds to wait before a job's restart after its first, second and each further loss since its
+last commit (finished iteration): what ended the job may need time to pass."""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 """Pattern for the name of a job, or of a cluster, whose folder has the same name."""
 
@@ -83,7 +83,7 @@ class JobRecord(msgspec.Struct):
     starts: list[Start]
     """All starts of the job so far; the n-th has the incarnation n, from 1."""
     num_before: int = 0
-    """How many of these starts, the first ones, were those of ended jobs of the same name."""
+    """How many of `starts`, the first ones, were those of earlier, ended jobs of this name."""
     is_placed: bool = False
     """Whether the job has nodes, which are those of its last start."""
     turn: Turn = msgspec.field(default_factory=Turn)
@@ -94,7 +94,7 @@ class JobRecord(msgspec.Struct):
     waits_since_s: float = 0.0
     """Time in seconds since when the job waits for nodes, or for its processes to start."""
     lost_s: tuple[float, ...] = ()
-    """Times in seconds at which all the job's processes were lost, since its last commit."""
+    """Times in seconds when all the job's processes were lost, since its last iteration."""
     is_cancelled: bool = False
     outcome: str = ""
     """How the job ended: done, failed or cancelled. Empty if it has not ended."""
@@ -125,7 +125,7 @@ class Book:
         self.notes: deque[Note] = deque(maxlen=NUM_NOTES)
         self.drained: set[Node] = set()
         self.hostless: set[Node] = set()
-        """The drained nodes that get jobs again as soon as a host stands for them."""
+        """The drained nodes that get jobs again once a host (machine) stands for them."""
 
     def placed(self) -> Sequence[JobRecord]:
         """Return the records of all jobs that have nodes."""
@@ -324,8 +324,8 @@ def node_of(name: str) -> Node:
 
 
 def committed(at_s: float, record: JobRecord, facts: Facts) -> Committed | None:
-    """Return the event for an iteration that a job reports, or None if it was reported before.
-    Raises `ValueError` for impossible seconds."""
+    """Return the event for the iteration that a job reports in a letter's `facts`, or None if it
+    was reported before. Raises `ValueError` for impossible seconds."""
     times, step, last = times_of(facts), int(facts["step"]), facts.get("last")
     if step <= record.steps:
         return None

@@ -27,7 +27,7 @@ class JobOrder:
 
 
 class NoHost(OSError):
-    """Raised if no host stands for a node at present, so that no job can be started there."""
+    """Raised if no host (machine) stands for a node at present: no job can be started there."""
 
     def __init__(self, node: Node, message: str) -> None:
         super().__init__(message)
@@ -43,11 +43,11 @@ class Runner(Protocol):
         ...
 
     def has_host(self, node: Node) -> bool:
-        """Whether a host stands for this node at present."""
+        """Whether a host (machine) stands for this node of a pool at present."""
         ...
 
     def stop(self, job: str, incarnation: int) -> None:
-        """Ask the job to end at its next commit, with a checkpoint and exit code 130."""
+        """Ask the job to end after its present iteration, with a checkpoint and exit code 130."""
         ...
 
     def kill(self, job: str, incarnation: int) -> None:

@@ -51,7 +51,7 @@ class Forgetting:
         self._answered_s: dict[str, float] = {}
         """For each command's box, the time in seconds of the last answer to it."""
         self._emptied: set[str] = set()
-        """Names of the ended jobs whose boxes were emptied."""
+        """Names of the ended jobs whose boxes (of letters to them) were emptied."""
 
     def answered(self, box: str) -> None:
         self._answered_s[box] = time.monotonic()
@@ -134,7 +134,7 @@ class Service:
             self.step(LOOK_S)
 
     def step(self, within_s: float) -> None:
-        """Deal with letters, awaited for `within_s` seconds at most, and with ended processes."""
+        """Deal with letters (messages), awaited `within_s` seconds at most, and with ended jobs."""
         for work in (partial(self._receive, within_s), self._look, self._send):
             try:
                 work()
@@ -199,8 +199,9 @@ class Service:
             self._want()
 
     def _dealt_with(self) -> Position:
-        """Return the position of the last letter that needs no more work. A question needs work
-        until it is answered: a new service would read that letter, and all after it, again."""
+        """Return the position of the last letter (message) that needs no more work. A question
+        needs some until it is answered: a new service would read that letter and all after it
+        again."""
         if not self._answers:
             return self._position
         return Position(self._position.epoch, self._answers[0][0].number - 1)
@@ -229,8 +230,8 @@ class Service:
                 raise
 
     def _give_up(self, letter: Letter, error: Exception) -> None:
-        """Leave a letter out after a bug in the service. Its state may be half changed, so it ends.
-        The next service begins from the stored events and skips this letter."""
+        """Leave out a letter after a bug in the service. The service's state may be half changed,
+        so it ends. The next one begins from the stored events and skips this letter (message)."""
         why = f"{letter.kind} of {letter.sender} is left out: an error of the service's, {error!r}"
         self._say(f"{why}. It ends; serve again, and please report it")
         self._past.store.leave_out(self._position)
@@ -264,7 +265,7 @@ class Service:
             self._forgetting.forget(self._position.number, ended - left)
 
     def _take(self, letter: Letter) -> Callable[[], Facts] | None:
-        """Act on a letter. Returns the function that makes the answer, or None if none is due."""
+        """Act on a letter. Returns the function that makes its answer, or None if it needs none."""
         facts = letter.facts
         match letter.kind:
             case "submit":

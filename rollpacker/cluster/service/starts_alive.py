@@ -14,11 +14,11 @@ from rollpacker.cluster.service.book import Book, JobRecord, node_name
 from rollpacker.cluster.service.runner import Runner
 
 HOSTLESS_S = 300.0
-"""Seconds for which jobs wait for a host to stand for their node, before they get other nodes."""
+"""Seconds for which jobs wait for their node to have a host (machine), before they get others."""
 _LOOK_S = 1.0
-"""Seconds between two checks whether drained nodes have a host again."""
+"""Seconds between two checks whether nodes closed for want of a host (machine) have one."""
 SILENT_S = 60.0
-"""Seconds without a letter after which a job that holds no pool counts as lost."""
+"""Seconds without a letter (message) after which a job that holds no pool counts as lost."""
 PRESS_S = 30.0
 """Seconds after which processes that were asked to end, and have not, get a signal to stop."""
 KILL_S = 300.0
@@ -36,7 +36,7 @@ class Hostless:
     def __init__(self) -> None:
         self._since_s: dict[Node, float] = {}
         self._failed = set[Node]()
-        """Nodes without a host when jobs were last to be started on them."""
+        """Nodes that had no host (machine) when jobs were last to be started on them."""
 
     def tried(self, failed: Iterable[Node], unknown: Collection[Node]) -> None:
         """Record an attempt to start all jobs that are due. `failed`: nodes that had no host.
@@ -71,7 +71,7 @@ class Alive:
         """Time in seconds of the last check whether nodes have a host again."""
         self.incarnations: set[Start] = set()
         self.ever_heard: set[str] = set()
-        """Names of the jobs whose present processes have sent a letter."""
+        """Names of the jobs whose present processes have sent a letter (message) so far."""
         self._heard_s: dict[str, float] = {}
         self._leaves_since_s: dict[Start, float] = {}
         self._pressed: set[Start] = set()
@@ -112,7 +112,7 @@ class Alive:
         self._heard_s.pop(name, None)
 
     def heard(self, name: str) -> None:
-        """Record that a letter of the job's present start has come now."""
+        """Record that a letter (message) from the job's present start has come now: it is alive."""
         self.ever_heard.add(name)
         self._heard_s[name] = time.monotonic()
 

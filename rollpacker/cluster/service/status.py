@@ -12,7 +12,7 @@ from rollpacker.cluster.service.starts_alive import Alive
 
 NUM_NOTES = 50
 LONG_HELD = 10.0
-"""Factor: the status says so if a job holds a pool for this many times its longest phase."""
+"""Factor: if a job holds a pool for this many times its longest phase, the status says so."""
 NO_COMMIT = "no commit was said: a program calls rollpacker.cluster.committed(step) after each"
 
 
@@ -123,7 +123,7 @@ def _state(record: JobRecord) -> str:
 
 
 def _slowdown(record: JobRecord, now_s: float) -> float | None:
-    """Return a job's elapsed time over that without waits. None if all of it was waiting."""
+    """Return a job's elapsed seconds over those without waits. None if it did nothing but wait."""
     now_s = record.ended_s or now_s
     waited_s = record.waited_s
     turn = record.turn

@@ -46,7 +46,7 @@ class StoredEvent(msgspec.Struct, frozen=True):
 
 
 class Position(msgspec.Struct, frozen=True):
-    """Place of a letter in the mailbox: the name of the mailbox's life, and the letter's number."""
+    """Place of a letter (message): name of the mailbox's life, and number of the letter in it."""
 
     epoch: str
     number: int
@@ -103,7 +103,7 @@ class Store:
         return Position(self._fact("epoch", ""), int(self._fact("position", "0")))
 
     def leave_out(self, letter: Position) -> None:
-        """Have all later services skip this letter."""
+        """Have all later services skip this letter (message), on which a service has failed."""
         self.left_out.add(letter)
         told = json.dumps([[one.epoch, one.number] for one in self.left_out])
         with self._errors():

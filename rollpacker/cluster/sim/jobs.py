@@ -25,9 +25,9 @@ MODELS: Mapping[str, Mapping[str, float]] = _TABLES["models"]
 SIZES: Mapping[str, str] = _TABLES["sizes"]
 GIB_PER_GB = 1e9 / 2**30
 LIFE_SIGMA = 1.2
-"""Standard deviation of the logarithm of jobs' lives, before the longest are cut off."""
+"""Standard deviation of the logarithm of jobs' durations, before the longest are cut off."""
 LONGEST_OVER_MEAN = 142.9 / 14.4
-"""Longest life of a job over the mean life. The published trace has 142.9 and 14.4 hours."""
+"""Longest duration (life) of a job over the mean. The published trace has 142.9 and 14.4 hours."""
 NUM_QUANTILES = 20
 """Number of different lengths, all equally likely, that a drawn job's iterations have."""
 
@@ -54,8 +54,8 @@ def arrivals(spec: ClusterSpec) -> list[Arrival]:
 
 
 def drawn(spec: JobsSpec, seed: int) -> list[Arrival]:
-    """Draw the jobs of a simulation; the same seed gives the same jobs. SLO, profile and life of a
-    job are drawn independently: with other SLOs the jobs are otherwise the same."""
+    """Draw the jobs of a simulation; the same seed gives the same jobs. SLO, profile (phases'
+    times) and life (duration) of a job are independent: other SLOs leave all else as it is."""
     moments = random.Random(f"arrivals/{seed}")
     times = sorted(moments.uniform(0, spec.hours * 3600) for _ in range(spec.count))
     lives = [
@@ -69,7 +69,7 @@ def drawn(spec: JobsSpec, seed: int) -> list[Arrival]:
 
 
 def _scaled(lives: Sequence[float], mean: float) -> list[float]:
-    """Scale jobs' lives to this mean, with none longer than `LONGEST_OVER_MEAN` times it."""
+    """Scale jobs' lives (durations) to this mean, none longer than `LONGEST_OVER_MEAN` times it."""
     longest, factor = mean * LONGEST_OVER_MEAN, 1.0
     for _ in range(60):
         cut = [min(life * factor, longest) for life in lives]
@@ -116,7 +116,7 @@ def iteration_factors(variation: float) -> list[float]:
 
 
 def model_needs(model: str) -> dict[str, float]:
-    """Return memory and seconds of switches and starts of a known model: fields of `ClusterJob`."""
+    """Return a known model's memory and seconds of starts and switches: fields of `ClusterJob`."""
     one = MODELS[model]
     return {
         "rollout_memory_gib": one["rollout_gb"] * GIB_PER_GB,
@@ -205,7 +205,7 @@ class _Reader:
         return Arrival(at_h * 3600, ClusterJob(rounds=profile.rounds, **needs))
 
     def _profile(self, told: dict[str, Any]) -> Profile:
-        """Take the keys about the phases' times out of a trace's line, and return what they say."""
+        """Take the keys about the phases' times out of a trace's line, and return the times."""
         named = [key for key in _ELSEWHERE if key in told]
         if not named:
             return Profile(_rounds(told), {}, None)
@@ -255,7 +255,7 @@ def _check(key: str, value: Any) -> None:
 
 
 def _steps(hours: Any, profile: Profile) -> int:
-    """Return a job's steps by its hours or its profile. Raises `ValueError` if neither says it."""
+    """Return a job's steps by its hours or its profile. Raises `ValueError` if neither has them."""
     if hours is not None:
         life_h = _number("hours", hours)
         if not life_h > 0:

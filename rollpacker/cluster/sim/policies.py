@@ -54,8 +54,8 @@ class AnyGroup(Stays):
 
 @dataclass(slots=True)
 class MostIdle(Stays):
-    """Puts a job into the group (jobs that share nodes) with the least load of its busiest resource
-    over its longest iteration; into a new group if all groups are fully loaded."""
+    """Puts a job into the group (jobs that share nodes) whose busiest nodes are busy for the least
+    share of its longest iteration; into a new group if all groups are fully loaded."""
 
     tail_release: bool = True
 

@@ -25,7 +25,7 @@ from rollpacker.sim.scenario_checks import TRAINED_PARAMETER_BYTES
 from rollpacker.sim.simulate import simulate
 
 PARKED_PARAMETER_BYTES = TRAINED_PARAMETER_BYTES - 4
-"""Bytes of host memory per parameter of a parked trainer, which keeps no gradients (4 bytes)."""
+"""Bytes of host memory per parameter of a trainer off the devices (parked), without gradients."""
 
 
 class Profile(NamedTuple):
@@ -47,8 +47,8 @@ def profile_of_run(folder: str | Path, pools: Sequence[PoolSpec]) -> Profile:
 
 
 def profile_of_scenario(path: str | Path, pools: Sequence[PoolSpec]) -> Profile:
-    """Return the profile of a simulated scenario. Its own time for sending weights is left out:
-    they cross the cluster's link here. Raises `ConfigError` if the scenario is wrong."""
+    """Return the profile (phases' times, needs) of a simulated scenario, without its own time for
+    sending weights: the cluster's link counts. Raises `ConfigError` if the scenario is wrong."""
     scenario = on_pools(load_scenario(path), pools)
     steps = simulate(scenario).steps
     iterations = [
@@ -66,8 +66,8 @@ def profile_of_scenario(path: str | Path, pools: Sequence[PoolSpec]) -> Profile:
 
 
 def on_pools(scenario: Scenario, pools: Sequence[PoolSpec]) -> Scenario:
-    """Return the scenario with the GPUs of these pools, if they name any, and its own number of
-    devices. Streaming is off: on shared pools training never overlaps with generation."""
+    """Return the scenario with these pools' GPUs, if named, and its own number of devices.
+    Streaming is off: on shared pools training never overlaps with generation."""
     cluster = scenario.cluster
     gpus = {phase: _gpu(pools, phase) for phase in ("rollout", "train")}
     trainer = cluster.gpu if cluster.train_gpu is None else cluster.train_gpu

@@ -53,14 +53,14 @@ class _Life:
     train_pool: str = ""
     times: Times = field(default_factory=lambda: Times(0, 0, 0, 0))
     sharing: Sharing = field(default_factory=Sharing)
-    """How sharing nodes changed the job's times when its present rollout was granted."""
+    """How sharing nodes changes the job's times, as of the grant of its present rollout."""
     token: int = 0
     phase: Phase = "rollout"
     asked_s: float = 0.0
     steps: int = 0
     waited_s: float = 0.0
     seen: Times = field(default_factory=lambda: Times(0, 0, 0, 0))
-    """Seconds of the present iteration on the job's nodes, by phase, without waits and switches."""
+    """Seconds of the present iteration by phase, less waits and moves onto devices and off."""
     has_moved: bool = False
     """Whether the cluster moved or stopped the job at its last commit."""
     stopped_s: float | None = None
@@ -98,7 +98,7 @@ class Simulation:
         self.now_s = 0.0
 
     def run(self, told: Told = lambda done: None) -> PolicyResult:
-        """Run until the last job has ended. Raises `ValueError` for a job that fits nowhere."""
+        """Run until the last job has ended. Raises `ValueError` for a job that fits on no nodes."""
         for arrival in self._arrivals:
             self._push(arrival.at_s, "arrive", arrival)
         while self._heap:
@@ -226,7 +226,7 @@ class Simulation:
 
 def pools_of(spec: ClusterSpec, name: str) -> tuple[Pool, ...]:
     """Return the pools for a policy. Under "colocated", jobs roll out on their training nodes: the
-    rollout pool is the cheapest training pool, free, and slower by its memory bandwidth."""
+    rollout pool is the cheapest training pool again, at no price, with that GPU's rollout speed."""
     pools = spec.core_pools()
     if name != "colocated":
         return pools

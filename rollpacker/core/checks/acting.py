@@ -17,16 +17,17 @@ from rollpacker.core.ids import SampleId
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnLimits:
     """Limits at which a trajectory ends although its episode goes on. A message that ended by
-    itself is always given to the environment, which may reward it; limits are checked when the
-    answer is there. None: no limit."""
+    itself is always given to the environment, which may reward it; limits are checked after the
+    environment's answer. None: no limit."""
 
     max_turns: int | None = None
     """Maximum number of messages of the model in a trajectory. None: no limit."""
     max_trajectory_tokens: int | None = None
-    """Limit on a trajectory's tokens, with the environment's, not the prompt's. None: no limit."""
+    """Limit on the tokens of model and environment in a trajectory; the prompt's do not count.
+    None: no limit."""
     max_environment_s: float | None = None
     """Limit on the seconds that an environment takes for all answers of a trajectory. None: no
-    limit. Each answer has a deadline besides; one that comes too late is a failure, not an end."""
+    limit. Each answer has a deadline besides; if one is too late, the sample has failed."""
 
     def __post_init__(self) -> None:
         for name in ("max_turns", "max_trajectory_tokens"):
@@ -56,20 +57,20 @@ class ActingConfig:
     begins: bool = False
     """True if environments write the prompts: an episode then begins before its sample's launch."""
     is_deterministic: bool = False
-    """True if the same messages bring the same answers, so that a lost episode is played again.
-    False: the sample of a lost episode has failed."""
+    """True if the same messages bring the same answers, so that an episode is played again if its
+    environment's process was lost. False: the sample has then failed."""
     order: Order = "longest"
     """Which waiting sample's environment is asked next, where the number at a time is bounded.
     "fifo": that of the oldest sample. "closest": one of the prompt that lacks the fewest samples.
     "longest": the one that is expected to take longest, as in `RewardScheduleConfig.order`."""
     max_retries: int = 1
-    """How often a lost episode is played again before its sample has failed."""
+    """How often an episode whose process was lost is played again before its sample has failed."""
     kinds: Mapping[str, KindConfig] = field(default_factory=dict)
-    """Limits of environments by source of prompts: how many samples act at a time, and the deadline
-    of an answer. A source that is not named has no limits."""
+    """Limits of environments by their prompts' `source`: how many samples may wait for an answer at
+    a time, and the answer's deadline. A source that is not named has no limits."""
     work_by_turn: bool = field(default=True, metadata=absent(False))
-    """How many of a sample's tokens from an earlier launch count as its engine's work. True: at
-    most as many as a mean response has. False: all of them, as in older logs."""
+    """How many of the tokens that an earlier launch left a sample count as work when samples are
+    spread over engines. True: at most a mean response's. False: all, as in older logs."""
     leaves_pool: bool = field(default=True, metadata=absent(False))
     """Whether a job gives a shared rollout pool back while all samples of its round wait for
     environments for long (`stay.py`). False: it keeps the pool, as in older logs."""
@@ -81,10 +82,10 @@ class ActingConfig:
 
 @dataclass(slots=True)
 class Retracing:
-    """Compares a trajectory with the tokens that an earlier launch of its prompt left. The core has
-    one for each sample, and so has the driver, which holds the tokens; both come to the same
-    result. A position is a number of tokens after the prompt, with the environment's in all calls
-    or in none."""
+    """Compares a trajectory with the tokens that an earlier launch of its prompt left, while it is
+    generated again. The job, which knows only counts of tokens, has one for each sample, and so has
+    the program that holds the tokens; both come to the same result. A position is a number of
+    tokens after the prompt, with the environment's in all calls or in none."""
 
     carried: int = 0
     """Tokens that an earlier launch (submission to an engine) left, up to the last sampled one."""
@@ -98,15 +99,15 @@ class Retracing:
 
     def drawn(self, start: int, num_tokens: int, num_kept: int | None) -> None:
         """Records a finished message that began at position `start`. `num_kept`: how many of its
-        tokens came out as before. None: not compared, since an earlier token was different."""
+        tokens are the earlier launch's. None: not compared, since a token before was different."""
         if not self.goes_on:
             return
         self.kept = (self.kept or 0) if num_kept is None else start + num_kept
         self.goes_on = num_kept == num_tokens and self.kept < self.carried
 
     def stopped(self, start: int, num_tokens: int, num_kept: int | None) -> bool:
-        """Records a stopped message; `num_kept` is None if its tokens were not compared. Returns
-        whether the trajectory has its tokens now; if not, it keeps those of the earlier launch."""
+        """Records a message that was stopped, with the arguments of `drawn`. Returns whether the
+        trajectory now ends with this message; if not, it stays as the earlier launch left it."""
         if num_kept is not None:
             self.drawn(start, num_tokens, num_kept)
         return num_tokens > 0 and not (self.goes_on and num_kept is None)

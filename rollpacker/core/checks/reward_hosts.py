@@ -48,7 +48,7 @@ class RewardHosts:
         self._ready.add(number)
 
     def hold(self, number: int) -> None:
-        """Give the host no samples while its driver finds out whether the host still works."""
+        """Give the host no samples while the caller finds out whether the host still works."""
         self._ready.discard(number)
 
     def deal(self, num_samples: int) -> int | None:

@@ -23,16 +23,16 @@ class RewardScheduleConfig:
     round are checked together, when the last one is generated."""
     order: Order = "fifo"
     """Which check starts when a worker becomes free. "fifo": the oldest. "closest": one of the
-    prompt that lacks the fewest verdicts, so that a race on verdicts completes some prompts instead
-    of beginning all. "longest": the one that is expected to take longest, so that it does not end
-    up last and alone. Expected is the longest check of the same prompt so far; before there is one,
-    the mean of all checks. Among equals the longest response comes first."""
+    prompt that lacks the fewest verdicts, so that a round that needs only the first prompts with
+    all verdicts is over sooner. "longest": the one that is expected to take longest, so that it
+    does not end up last and alone. Expected is the longest check of the same prompt so far; before
+    there is one, the mean of all checks. Among equals the longest response comes first."""
     cancel: bool = True
     """Whether running checks of samples that are no longer needed are ended to free workers."""
     max_retries: int = 1
     """How often a check whose worker or endpoint failed is repeated at most; then: no verdict."""
     kinds: Mapping[str, RewardKindConfig] = field(default_factory=dict)
-    """Limits of checks by source of prompts. A missing source has no bound and no deadline."""
+    """Limits of checks by their prompts' `source`. One that is not named has no limits."""
 
     def __post_init__(self) -> None:
         if self.max_retries < 0:

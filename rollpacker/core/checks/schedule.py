@@ -110,8 +110,8 @@ class Schedule(Generic[E]):
         is_right: Callable[[E], bool],
     ) -> None:
         """`say(sample=, timeout_s=, retry=)` makes the command that starts a reward check or
-        environment's answer. `is_right` returns whether an event that is no failure was right; only
-        then can its seconds raise the time limit."""
+        environment's answer, which was started `retry` times before. `is_right` returns whether an
+        event that is no failure was right; only then can its seconds raise the time limit."""
         self.running: dict[SampleId, int] = {}
         """Samples whose reward check or environment's answer runs, in order of starting, each with
         the number of times that it was started before."""
@@ -176,13 +176,15 @@ class Schedule(Generic[E]):
         return retry
 
     def look_again(self, prompt: PromptId) -> None:
-        """Records that the prompt needs fewer further samples now, so that its rank may change."""
+        """Records that the prompt needs fewer further samples now, so that those of its samples
+        that wait for a worker may have another place in the queue."""
         kind = self._kinds.get(prompt.source)
         if kind is not None:
             kind.by_prompt.look_again(prompt)
 
     def ask_again(self, sample: SampleId, retry: int) -> Command:
-        """Command that starts a failed reward check or environment's answer again on its worker."""
+        """Command that starts a failed reward check or environment's answer again on its worker.
+        `retry`: how often it had been started before it failed, as `free` returned it."""
         return self._start(self._kinds[sample.prompt.source], sample, retry + 1)
 
     def start_waiting(self, source: str, missing: Callable[[PromptId], int]) -> list[Command]:

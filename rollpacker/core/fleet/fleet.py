@@ -111,8 +111,8 @@ class Fleet:
         by_turn: bool = False,
     ) -> None:
         """`late` counts ignored events (`ZOMBIE`), by name. `train_group`: devices of a training
-        replica. `by_turn`: how much of carried-over tokens counts as work
-        (`ActingConfig.work_by_turn`)."""
+        replica. `by_turn`: of the tokens that an earlier launch left a sample, at most as many as a
+        mean response has count as work. False: all count."""
         self.config = config
         self.engines = [Engine(number) for number in range(config.num_engines)]
         """Engines of this round, each with as many devices as the round asks for."""
@@ -131,7 +131,7 @@ class Fleet:
         self._router = Router(config.routing)
         self._late = Counter[str]() if late is None else late
         self._seats = Seats(by_turn=by_turn)
-        """Engine of each sample of the round, and the tokens that it is expected to cost."""
+        """Engine of each sample of the round, and the tokens that each is expected to cost."""
         self.unanswered = deque[SampleAborted]()
         """Aborted samples that no engine will answer for, which `direct` reports to the job."""
         self._gathering: set[int] = set()
@@ -425,7 +425,8 @@ class Fleet:
                 self._settle(sample)
 
     def _settle(self, sample: SampleId) -> None:
-        """Reports the end of a stopped sample that no engine has, with its launch's tokens."""
+        """Reports the end of a stopped sample that no engine has, with the tokens that it began
+        with."""
         seats = self._seats
         del seats.work[sample]
         seats.engine[sample] = NOWHERE

@@ -46,8 +46,8 @@ class ParallelismConfig:
     """Tensor-parallel degrees to choose from, ascending. Each must divide the number of devices,
     `rollout.engines` times `initial`, and the model's attention heads."""
     initial: int = 1
-    """Number of devices per engine to begin with: the one that is best without tail batching.
-    Without the planner all rounds have it."""
+    """Number of devices per engine to begin with: the one that is best where every round waits for
+    all of its samples. Without the planner all rounds have it."""
     rise: float = 1.05
     """A round whose preemptions per sample are more than this many times those of the last round of
     its kind calls for more devices per engine: the next higher of `degrees`."""

@@ -29,7 +29,8 @@ class Seats:
         self.source: dict[SampleId, int] = {}
         """Number of the engine that each moving sample comes from, where it may still end first."""
         self.carried: dict[SampleId, int] = {}
-        """Tokens with which each sample was launched, until its next turn; missing if none."""
+        """Number of tokens, left by an earlier launch, that each sample began with. Samples that
+        began with none, or have had an environment's answer since, are missing."""
         self.stopping: set[SampleId] = set()
         """Samples that were told to stop; the engine of each still reports its end."""
 

@@ -59,7 +59,7 @@ class StreamConfig:
     max_share: float = 1.0
     """Largest share of a step's samples that is trained on before the round is over."""
     reward_wait: bool = False
-    """Start gradients, in rounds of any kind, once engines are empty and verdicts are awaited."""
+    """Whether gradients are begun, in rounds of any kind, once only verdicts are awaited."""
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.kinds) - {kind.value for kind in RoundKind})

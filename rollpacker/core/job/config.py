@@ -19,12 +19,13 @@ from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobConfig:
-    """Those settings of a run by which the core decides. Every event log holds them."""
+    """Settings by which the core (`rollpacker/core`) schedules a run. Every event log has them."""
 
     prompts_per_step: int
     samples_per_prompt: int
     max_steps: int | None
-    """Maximum number of steps, those of left-over prompts aside. None: until the data ends."""
+    """Maximum number of steps; more may follow for prompts that earlier rounds left unfinished.
+    None: until the data ends."""
     max_response_tokens: int | None = None
     prompt_tokens: int = 0
     """Mean number of tokens of a prompt, for projections of the key-value cache."""
@@ -49,7 +50,7 @@ class JobConfig:
     """Names of the kinds of round in which the engine decodes speculatively."""
     fleet: FleetConfig | None = field(default=None, metadata=OMIT_DEFAULT)
     """Engines that can be lost and replaced. None: a single engine that lives as long as the run
-    (in older logs of simulations: any number of engines, of which the core knows nothing)."""
+    (in older logs of simulations: any number of engines, of which the job knows nothing)."""
     max_trainer_losses: int | None = field(default=None, metadata=OMIT_DEFAULT)
     """Number of losses of the trainer's processes, without a committed step between them, that ends
     the run. None: the trainer lives as long as the run."""

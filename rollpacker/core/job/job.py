@@ -12,7 +12,7 @@ phase; `core/job/phases.py` has the list. Its parts decide:
     acting:       when each environment is asked for its answer;
     parallelism:  how many devices an engine has, by kind of round;
     stream:       which gradients are begun before the round is over;
-    lengths:      factors of races, and loss weights, from the lengths of responses;
+    lengths:      how much more short rounds launch than they need, and loss weights;
     ledger:       whether each prompt was trained on once, or dropped for a reason;
     fleet:        which engine a sample runs on, and what follows when an engine is lost;
     trainer:      whether a lost trainer is started again.
@@ -128,7 +128,7 @@ class Job:
     def handle(self, event: Event) -> list[Command]:
         """Handles an event, and returns the commands that answer it. Raises `ProtocolError`,
         `StrayEventError` or another `AssertionError` for an event that cannot happen, which is a
-        bug in the driver."""
+        bug in the program that sends the events."""
         if self.lengths.planner is not None:
             self.lengths.take_time(event.time_s)
         # Every response comes by here at least twice: benchmarks/sim_speed.py.
@@ -180,8 +180,8 @@ class Job:
 
     @property
     def evaluation_is_due(self) -> bool:
-        """Whether an evaluation is due before the run goes on. A driver asks when it starts or
-        resumes a run; for later steps `Commit.evaluate` says so."""
+        """Whether an evaluation is due before the run goes on. To be asked when a run starts or is
+        resumed; for later steps `Commit.evaluate` says so."""
         return self.progress.evaluation_is_due(self.config.cadence, last=self.nothing_left())
 
     def nothing_left(self) -> bool:
@@ -293,7 +293,8 @@ class Job:
 
     @property
     def _counts_ends(self) -> bool:
-        """Whether the job itself, rather than a `TurnRound`, must tell the stream plan of ends."""
+        """Whether the job must tell the plan of early gradients (`stream`) which samples have
+        ended; a round of several turns tells it by itself."""
         return self.stream.may_release and self.acting is None
 
     def _on_generated(self, event: SampleGenerated) -> list[Command]:

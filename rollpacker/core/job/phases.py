@@ -8,8 +8,8 @@
     committing:  the step to become durable;
     done:        nothing.
 
-Any other event is a bug of the driver and raises. A restored job begins in `committing`. Late
-verdicts and `StopRequested` may come at any time.
+Any other event is a bug of the program that sends it and raises. A restored job begins in
+`committing`. Late verdicts and `StopRequested` may come at any time.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ WAITS_FOR: dict[Phase, str] = {
 
 
 class ProtocolError(AssertionError):
-    """Raised for an event that does not fit the job's phase, which is a bug in the driver."""
+    """Raised for an event that does not fit the job's phase, a bug of the event's sender."""
 
 
 def expect(phase: Phase, event: Event, **facts: int) -> None:

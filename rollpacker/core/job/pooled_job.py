@@ -88,8 +88,8 @@ class PooledJob(Job):
         self.entering: PoolName | None = None
         """Pool that the job has asked for and waits for. None: it waits for none."""
         self.waited_s = 0.0
-        """Seconds that the job has waited for pools, and for parked processes to wake up, since it
-        began or was restored."""
+        """Seconds that the job has waited for pools, and for its engines and trainer to wake up
+        then, since it began or was restored."""
         self._asked_s = 0.0
         self._held: list[Command] = []
         """Commands held back until their pool is there: `TrainOn`, and those that come with it."""
@@ -107,7 +107,7 @@ class PooledJob(Job):
         self._checkpointed = False
         """True if the last commit wrote a checkpoint."""
         self._needed: PoolNeeded | None = None
-        """Pool that the driver itself needs, and its purpose. None: it needs none."""
+        """Pool that is needed for work that no command asks for, and why. None: none is."""
 
     def handle(self, event: Event) -> list[Command]:
         """Commands that answer the event, as in `Job.handle`: held back while they need a pool that
@@ -173,7 +173,7 @@ class PooledJob(Job):
         return released
 
     def _renewed(self, command: Command) -> Command:
-        """The command; a `Replace` that was held back during a step gets the newest version."""
+        """The command; a `Replace` held back during a step now names the newest weights."""
         return replace(command, version=self.version) if type(command) is Replace else command
 
     def _on_entered(self, event: Entered) -> list[Command]:

@@ -42,7 +42,8 @@ class Progress(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return max_steps is not None and self.step >= max_steps
 
     def evaluation_is_due(self, cadence: Cadence | None, *, last: bool) -> bool:
-        """Whether this step is to be evaluated; never without cadence. `last`: no step follows."""
+        """Whether this step is to be evaluated. `cadence`: when evaluations are due (None: never).
+        `last`: no step follows."""
         return cadence is not None and cadence.evaluation_is_due(
             self.step, evaluated_step=self.evaluated_step, last=last
         )

@@ -7,6 +7,6 @@ fit:          finds that distribution, samples that were stopped early included;
 window:       lengths of a run's last steps, with a fit that is kept up to date;
 weights:      loss weights by length, as functions of a model;
 debias:       loss weights of a run (`tail_batching.debias`);
-factor_plan:  factors of races for the run's own lengths (`prompt_factor: auto`);
+factor_plan:  how much more short rounds launch than they need (`prompt_factor: auto`);
 learned:      all of these together, for the job.
 """

@@ -51,7 +51,8 @@ def check_lengths(lengths: IntArray, cap: int) -> None:
 
 
 def normal_scores(density: FloatArray) -> FloatArray:
-    """(B,) normal scores (standard normal quantiles) of the mean ranks of the bins' responses."""
+    """(B,) normal score of each bin: the standard normal quantile of its responses' mean rank.
+    `density` (B,) is the share of all responses in each bin."""
     middle = np.cumsum(density) - density / 2
     return normal_quantiles(np.clip(middle, 1e-12, 1 - 1e-12))
 
@@ -59,8 +60,9 @@ def normal_scores(density: FloatArray) -> FloatArray:
 def share_between(
     weights: FloatArray, class_means: FloatArray, density: FloatArray, scores: FloatArray
 ) -> float:
-    """Share, 0 to 1, of the scores' variance that is between classes of prompts rather than inside
-    them; 0 if there is no variance."""
+    """Share, 0 to 1, of the variance of `scores` (one per bin of length, with its share `density`
+    of the responses) that is between classes of prompts, with these `weights` and mean scores,
+    rather than inside them; 0 if there is no variance."""
     mean = total_of(density * scores)
     from_mean, between = scores - mean, class_means - mean
     variance = total_of(density * (from_mean * from_mean))

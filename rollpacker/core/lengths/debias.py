@@ -1,8 +1,8 @@
-"""Loss weights that undo the length bias of the race.
+"""Loss weights that undo the length bias of short rounds.
 
-Short rounds train on the first samples to finish. `Debias` gives each trained sample a weight, a
-function of its length alone, such that the weighted samples of the last steps are as long as the
-policy's own, which a `LengthWindow` knows.
+These train on the first samples to finish. `Debias` gives each trained sample a weight, a function
+of its length alone, such that the weighted samples of the last steps are as long as the policy's
+own, which a `LengthWindow` knows.
 
 Every fresh prompt is trained on once, so prompts need no correction; only the responses inside them
 are selected.

@@ -35,14 +35,17 @@ from rollpacker.core.portable import mean, total
 from rollpacker.core.rounds.tail_batching import times
 
 GRID = (1.0, 1.0625, 1.125, 1.1875, 1.25, 1.375, 1.5)
-"""Values that are tried for the factor of prompts, and for that of samples."""
+"""Values that are tried for each factor (launched over needed number) of short rounds: that of
+prompts, and that of samples per prompt."""
 MIN_GAIN = 0.02
-"""Smallest saving, as a share of the step's seconds, for which the factors are changed."""
+"""Smallest saving, as a share of the step's seconds, for which the numbers of prompts and samples
+that short rounds launch are changed."""
 SLACK = 0.01
-"""Pairs of factors within this share of the fastest step's seconds count as equally fast; the pair
-that shortens trained lengths least wins."""
+"""Pairs of factors (of prompts, and of samples) with a step within this share of the fastest one's
+seconds count as equally fast; of these the pair that shortens trained lengths least is chosen."""
 MAX_ROUNDS = 64
-"""Maximum number of rounds of each kind, and of fixed parts of steps, that are remembered."""
+"""Maximum number of rounds of each kind, and of trainings with weight sync, whose seconds are
+remembered."""
 MIN_ROUNDS = 2
 PRIOR_ROUNDS = 1e-3
 """Weight, in rounds, of the assumption that decoding steps and tokens each cost half of a round. It
@@ -63,7 +66,8 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A pair of factors, and the seconds and lengths that are predicted for it."""
+    """Factors (launched over needed numbers) of prompts and of samples per prompt in short rounds,
+    and the seconds and lengths that are predicted for these factors."""
 
     prompt_factor: float
     sample_factor: float
@@ -73,7 +77,7 @@ class Choice:
     """Standard deviation, in seconds, of a step from the mean of its kind, so far as the random
     length of the longest response causes it."""
     baseline_step_s: float
-    """Predicted mean seconds of a step with both factors 1, that is without races."""
+    """Predicted mean seconds of a step with both factors 1: nothing is launched beyond the need."""
     length_shift: float
     """Relative change of the mean trained length from the policy's own: their ratio, minus 1."""
 
@@ -83,7 +87,7 @@ class Choice:
 
     @property
     def gain(self) -> float:
-        """Share of `baseline_step_s` that these factors save."""
+        """Share of `baseline_step_s` that this choice saves."""
         return 1.0 - self.step_s / self.baseline_step_s
 
     def standard_error_s(self, num_steps: int) -> float:
@@ -93,7 +97,8 @@ class Choice:
 
 
 class FactorPlanner:
-    """Chooses factors from a run's rounds, reported by `observe_round` and `observe_fixed`."""
+    """Chooses how much more short rounds launch than they need (the factors of prompts and samples)
+    by what `observe_round` and `observe_fixed` report of a run."""
 
     def __init__(
         self,
@@ -146,8 +151,8 @@ class FactorPlanner:
         return StepTime(per_step_s=per_step_s, per_token_s=per_token_s, fixed_s=fixed_s)
 
     def choose(self, model: LengthModel) -> Choice:
-        """Chooses the factors to use from now on. They change only for a saving of at least
-        `MIN_GAIN`, or if the present ones shorten lengths too much."""
+        """Chooses how much more short rounds launch than they need from now on. This changes only
+        for a saving of at least `MIN_GAIN`, or if lengths are shortened too much at present."""
         now = () if self.current is None else (self.current,)
         choices = predict(
             model,

@@ -50,26 +50,27 @@ of a class that is seldom launched again from running wild, too little to matter
 PRIOR_EVEN = 0.01
 """Share of the prior that is spread evenly over all bins, so that none is ruled out for good."""
 PRIOR_PROMPTS = 1.0
-"""Number of prompts added to every class, and of samples added to the stray responses, beforehand:
-what died out under one policy can come back under the next."""
+"""Number of prompts added to every class, and of samples to stray responses (unlike their class),
+beforehand: what died out under one policy can come back under the next."""
 
 START_CORRELATIONS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)
 START_HARD_SHARE = 0.05
 START_STRAY_RATE = 0.15
 START_STRAY_TAIL = 0.02
-"""Share of all responses, the longest ones, that count as stray at the start of a fit."""
+"""Share of all responses, the longest ones, that count as stray (of another length than their
+prompt's class would give them) at the start of a fit."""
 MIN_STRAY_RATE, MAX_STRAY_RATE = 0.01, 0.5
 SETTLING_ITERATIONS = 30
-"""Iterations after a cold start, after which the prior is made anew, since it was first made from
-the pooled distribution, which is biased."""
+"""Iterations of a fit from scratch after which its prior is made anew, since it was first made from
+the distribution of all prompts together, which is biased."""
 
 COPULA_NODES = 8
 """Number of points inside each class at which a Gaussian copula is averaged."""
 
 STRUCTURES = ((5, True), (12, False))
-"""Structures from which a fit chooses, each as a number of classes and whether these have hard
-twins: few kinds of prompts, some of which go astray now and then; or many kinds, as where length
-depends on the task and hardly on luck."""
+"""Structures from which a fit chooses, each as a number of classes of prompts and whether every
+class has a twin whose responses go astray (get another length) now and then: few classes with
+twins, or many without, as where length depends on the task and hardly on luck."""
 
 
 def choose_length_model(

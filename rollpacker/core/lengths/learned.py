@@ -1,9 +1,10 @@
-"""What the job learns from its rounds, and what follows: factors of races, and loss weights.
+"""What the job learns from its rounds, and what follows: how much more short rounds launch than
+they need (their factors), and loss weights.
 
 Calls come in the order `begin_round`, `engine_is_empty`, `end_round`, and, if the step has all its
 groups, `weights` and `synced`. A round shows lengths and the seconds of generating them; from
-`weights` to `synced` passes the rest of the step. Without debias and with given factors there is
-nothing to learn, and every call returns at once.
+`weights` to `synced` passes the rest of the step. With given factors and without loss weights
+(`debias`) there is nothing to learn, and every call returns at once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from rollpacker.core.rounds.round import Round
 from rollpacker.core.rounds.tail_batching import Factors
 
 CHOOSE_EVERY = 10
-"""Number of steps between two choices of the factors, where the run chooses them."""
+"""Number of steps after which a run with factors "auto" chooses anew how much more its short rounds
+launch than they need."""
 
 
 class Learned:
@@ -29,9 +31,9 @@ class Learned:
         """Factors of the short rounds now: how much more they launch than they need."""
         self.debias: Debias | None = None
         self.window: LengthWindow | None = None
-        """Lengths of the last steps' responses. None: neither weights nor factors need them."""
+        """Lengths of the last steps' responses. None: nothing is to be learnt from them."""
         self.planner: FactorPlanner | None = None
-        """Chooses the factors of short rounds. None: the configuration gives them."""
+        """Chooses `factors` by measured rounds. None: the configuration gives them."""
         if tail.enabled and tail.debias != "none":
             self.debias = Debias(cap=cap)
             self.window = self.debias.window
@@ -97,7 +99,7 @@ class Learned:
             self.planner.observe_fixed(self._seconds())
 
     def choose_factors(self, step: int) -> None:
-        """Chooses the factors, if they are "auto": once enough is known, and every few steps."""
+        """Chooses `factors` if they are "auto": once enough is known, and every few steps."""
         planner, window = self.planner, self.window
         if planner is None or not planner.ready or window is None:
             return
@@ -117,7 +119,7 @@ class Learned:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores what was learnt from the job's saved state. Factors that the run chose stay;
+        """Restores what was learnt from the job's saved state. `factors` that the run chose stay;
         given ones are those of the configuration now."""
         lengths = self.debias or self.window
         if lengths is not None and state["lengths"] is not None:

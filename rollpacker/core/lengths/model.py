@@ -40,8 +40,8 @@ class LengthModel:
     stray_density: FloatArray
     """(B,) share of stray responses in each bin: those whose length is not their class's."""
     stray_rate: float
-    """Share of the responses to hard prompts that go astray. The second half of the classes are the
-    hard twins of the first; 0.0: there are no twins."""
+    """Share of responses with a length unlike their class's ("stray"), in the second half of the
+    classes, which are like the first half but for these. 0.0: there is no such half."""
     num_prompts: int
     """Number of prompts to whose responses the distribution was fitted."""
     longest: int

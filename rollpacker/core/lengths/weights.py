@@ -1,4 +1,5 @@
-"""Loss weights by length, which undo that short rounds, as races, favour short responses."""
+"""Loss weights by length. Short rounds keep the first samples to finish, and so favour short
+responses; the weights undo this."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Dynamic sampling: a group (the samples of one prompt) whose rewards are all equal teaches
 nothing, so the step leaves it out and looks for others.
 
-A step goes on with rounds until it has its number of groups, or has used up its refills; a refill
-is a race of fresh prompts. Nothing that is left out comes back: it never fills the long queue.
-After DAPO (arXiv 2503.14476), section 3.2.
+A step goes on with further rounds of fresh prompts ("refills") until it has its number of groups,
+or has made as many as it may. A prompt that is left out does not come back in a later round. After
+DAPO (arXiv 2503.14476), section 3.2.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class StepGroups:
         self, step: int, weights: Iterable[float] | None, *, says_missing: bool
     ) -> TrainOn:
         """The command that trains on this step's groups. `weights`: loss weights of the samples, in
-        the order of `lengths`; None: all 1. `says_missing`: whether it reports the number of
-        missing groups."""
+        the order of `lengths`; None: all 1. `says_missing`: whether the command reports the number
+        of missing groups."""
         by_group = None
         if weights is not None:
             flat = iter(weights)

@@ -72,7 +72,8 @@ class RoundPlan:
     """Fewest verdicts with which a group is trained on, rather than dropped: 2 where samples are
     compared with each other, else 1."""
     defers_to: int = 0
-    """Tier (further race) whose queue takes unfinished prompts; beyond the last: the long queue."""
+    """Number, from 0, of the further round that takes unfinished prompts and keeps the first to
+    finish (its "tier"). A number beyond the last: they wait for a long round."""
 
 
 class Quota:
@@ -214,8 +215,8 @@ class Group:
 
         A response that was carried over from an earlier launch, but came out differently, counts
         with its length in that launch: only slow prompts are launched again, so the new length is
-        biased. It counts with the new one only if `complement` is on and the earlier launch had
-        stopped it.
+        biased. With `complement` (responses never end before the place where they were cut off, so
+        that the new length is not biased) one that had been cut off counts with its new length.
         """
         ends: tuple[list[int], list[int]] = ([], [])
         for index, state in enumerate(self.states):

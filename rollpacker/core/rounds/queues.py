@@ -1,16 +1,17 @@
 """The prompts that wait for a round, and which round is next. There are these queues:
 
 fresh:    prompts fetched for the next round, and never launched;
-tiers:    deferred by a race, and to race once more (`tail_batching.tiers`);
-long:     deferred, and to be awaited by a long round: first in, first out;
-          with a pool (`tail_batching.stragglers`): to race on in the next round.
+tiers:    deferred, and to be launched in a further round (a "cascade") that keeps the first
+          to finish; one queue for each of the `tail_batching.tiers`;
+long:     deferred, and to be awaited by a long round: first in, first out; with
+          `tail_batching.stragglers: pool`, to be part of the next short round instead.
 
 The next round is the first of these that is due:
 
 a long round:    if the long queue fills one;
 a flush:         if an epoch or the run ends, with whatever the long queue holds;
-a cascade:       if a tier's queue fills its race, the last tier first;
-fresh prompts:   if nothing else is due; with a pool those that wait come first.
+a cascade:       if a tier's queue fills one, the last tier first;
+fresh prompts:   if nothing else is due; with the pool, deferred ones are launched with them.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class NextRound:
     prompts_needed: int
     """Number of prompts that must have finished for the round to be over."""
     defers_to: int = 0
-    """Number of the tier (further race) whose queue takes prompts that the round leaves unfinished.
-    A number beyond the last tier means the long queue."""
+    """Number, from 0, of the tier (a further round that keeps the first to finish) whose queue
+    takes prompts that this one leaves unfinished. A number beyond the last tier: the long queue."""
 
     def plan(
         self, config: JobConfig, *, number: int, version: int, tensor_parallel: int
@@ -72,8 +73,8 @@ class Queues:
         self.prompts_per_step = config.prompts_per_step
         self.samples_per_prompt = config.samples_per_prompt
         self.races = tuple(tier.factors for tier in tail.tiers if tail.enabled)
-        """For each tier (further race of unfinished prompts) its factors: launched over needed
-        prompts and samples."""
+        """For each tier (a further round of unfinished prompts that keeps the first to finish) its
+        factors: launched over needed prompts and samples."""
         self.long: deque[Waiting] = deque()
         self.tiers: tuple[deque[Waiting], ...] = tuple(deque() for _ in self.races)
         self.fresh: list[PromptId] = []
@@ -110,12 +111,13 @@ class Queues:
         return None
 
     def num_racing(self, most: int) -> int:
-        """Number of prompts left by earlier rounds among the `most` prompts of the next race."""
+        """Number of prompts, at most `most`, that earlier rounds left unfinished and that the next
+        short round launches beside fresh ones."""
         return min(len(self.long), most) if self._pooled and not self.draining else 0
 
     def take_racing(self, most: int) -> tuple[Waiting, ...]:
-        """Removes and returns the prompts of the next race: deferred ones (at most `most`) where
-        these race on in the next round, and the fetched ones."""
+        """Removes and returns the prompts of the next short round: the fetched ones and, where
+        deferred prompts are launched beside these, at most `most` of the deferred."""
         return _first(self.long, self.num_racing(most)) + self.take_fresh()
 
     def take_fresh(self) -> tuple[Waiting, ...]:
@@ -124,8 +126,8 @@ class Queues:
         return tuple([Waiting(prompt) for prompt in fresh])
 
     def defer(self, prompts: Iterable[Waiting], tier: int) -> None:
-        """Adds prompts to the queue of this tier (further race); beyond the last, the long
-        queue."""
+        """Adds prompts to the queue of this tier (a further round that keeps the first to finish),
+        or, if its number is beyond the last, to that of the long rounds."""
         (self.tiers[tier] if tier < len(self.tiers) else self.long).extend(prompts)
 
     def _awaited(self, kind: RoundKind) -> NextRound:
@@ -162,9 +164,10 @@ class Queues:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores the queues from the job's saved state, under today's configuration. Prompts of a
-        tier that no longer exists wait for a long round. Without races, deferred prompts come
-        before all fresh ones. Carried-over tokens are dropped if tokens are no longer carried, and
-        responses that a smaller cap cut off count as incomplete."""
+        tier (a further round that keeps the first to finish) that no longer exists wait for a long
+        round. If tail batching is off now, deferred prompts come before all fresh ones.
+        Carried-over tokens are dropped if tokens are no longer carried, and responses that a
+        smaller cap cut off count as incomplete."""
         saved = part_of(SavedQueues, state)
         before, now = saved.max_response_tokens, self._max_response_tokens
         if before is not None and (now is None or before < now):

@@ -1,4 +1,5 @@
-"""The settings of tail batching: how much more a race launches than it needs.
+"""The settings of tail batching: how much more a race (a round that keeps the first to finish)
+launches than it needs.
 
 A race launches ceil(eta_p * P) prompts where it needs P, and ceil(eta_r * R0) samples of each where
 it needs R0, by the factors eta_p (`prompt_factor`) and eta_r (`sample_factor`). Short rounds race
@@ -33,11 +34,11 @@ class Factors(NamedTuple):
     """eta_r: number of samples launched per sample needed, of each prompt."""
 
     def num_prompts(self, needed: int) -> int:
-        """Number of prompts that a race launches to finish `needed` of them."""
+        """Number of prompts that a round launches to keep the first `needed` of them."""
         return times(self.prompts, needed)
 
     def num_samples(self, samples_per_prompt: int) -> int:
-        """Number of samples that a race launches per prompt to finish `samples_per_prompt`."""
+        """Number of samples that a round launches per prompt to keep `samples_per_prompt`."""
         return times(self.samples, samples_per_prompt)
 
 
@@ -49,10 +50,11 @@ NO_RACE = Factors(1.0, 1.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
-    """Factors of a further race for prompts that a race left unfinished (`tail_batching.tiers`)."""
+    """Factors of a further race (round that keeps the first to finish) for prompts that the one
+    before left unfinished (`tail_batching.tiers`)."""
 
     prompt_factor: float = 1.25
-    """Number of prompts that this race launches, as a multiple of those that a step trains on."""
+    """Number of prompts that the round launches, as a multiple of those that a step trains on."""
     sample_factor: float | None = None
     """Samples launched per prompt, as a multiple of `samples_per_prompt`. None: 1 with
     selection=none, 1.25 with selection=published, as in the short rounds."""
@@ -113,19 +115,21 @@ class TailBatchingConfig:
     and only those left by the last race wait for a long round. There are then fewer long rounds,
     which pays where lengths vary by chance."""
     race: Race = "generated"
-    """What makes a sample finish in a race. generated: its response is complete. scored: its
-    verdict is there, as in the published code; a slow reward can then push a prompt into a long
-    round, and runs are no longer repeatable bit by bit."""
+    """When a sample has finished, in rounds that keep the first to finish. generated: its response
+    is complete. scored: its verdict is there, as in the published code; a slow reward can then push
+    a prompt into a long round, and runs are no longer repeatable bit by bit."""
     balance_sources: bool = False
-    """Whether each source of prompts (`PromptId.source`) keeps its share of what a race trains on,
-    so that a source with slow rewards or long answers is not raced out of the batch."""
+    """Whether each source of prompts (`PromptId.source`) keeps its share of the step's prompts, so
+    that one with slow rewards or long answers is not left out where the first to finish are
+    kept."""
     debias: DebiasMethod = "none"
     """Loss weights of samples, so that training sees the policy's own lengths, not only those that
     won a race. none: all are 1. moments: weights by length that restore the mean length."""
     max_length_shift: float | None = None
-    """With "auto" factors: the share by which trained responses may be shorter, on average, than
-    the policy's own, at most (0.35 is 35 %). With debias it bounds nothing: the weights undo the
-    shift. None: 0.02 with selection=none, 0.35 with selection=published."""
+    """Where the run chooses its factors ("auto"): the share by which trained responses may be
+    shorter, on average, than the policy's own, at most (0.35 is 35 %). With debias it bounds
+    nothing: the weights undo the shift. None: 0.02 with selection=none, 0.35 with
+    selection=published."""
     flush_each_epoch: bool = True
     """Whether unfinished prompts are trained on at the end of every epoch, not only of the run."""
 
@@ -201,7 +205,7 @@ class TailBatchingConfig:
 
     @property
     def chooses(self) -> bool:
-        """Whether the run chooses its factors by itself ("auto")."""
+        """Whether the run chooses by itself how much more short rounds launch ("auto")."""
         return self.enabled and self.prompt_factor == "auto"
 
     @property
@@ -233,8 +237,8 @@ class TailBatchingConfig:
 
     @property
     def factors(self) -> Factors:
-        """Factors of the short rounds. Where the run chooses them, these are the first ones, and
-        `Learned.factors` has the current ones."""
+        """Factors of short rounds (launched over needed numbers). Where the run chooses them, these
+        are the first ones, and `Learned.factors` has the current ones."""
         if not self.enabled:
             return NO_RACE
         if self.prompt_factor == "auto" or self.sample_factor == "auto":

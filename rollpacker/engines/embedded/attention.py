@@ -104,7 +104,7 @@ def rollpacker_attention(
     """Attention in the shape that transformers asks for.
 
     query is [rows, heads, tokens, head_dim], key and value have the key-value heads. Returns the
-    output [rows, tokens, heads, head_dim], and no weights.
+    output [rows, tokens, heads, head_dim], and None in the place of attention weights.
     """
     _refuse_extras(module, attention_mask, is_causal, kwargs)
     if scaling is None:

@@ -128,8 +128,8 @@ class Decoder:
         return num_rows, width
 
     def admit(self, entries: Sequence[Pending], next_prompt: Prompt | None) -> None:
-        """Prefill these requests, whose slots are reserved, and draw their first tokens. Neighbours
-        with equal prompts are prefilled once.
+        """Prefill these requests, whose places in the cache are reserved, and draw their first
+        tokens. Neighbours with equal prompts are prefilled once.
 
         `next_prompt`: prompt of the first request that still waits (None: none does). If it was
         prefilled here, its logits and cache are kept for it.

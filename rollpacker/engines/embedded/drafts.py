@@ -75,8 +75,8 @@ _SEPARATOR = chr(0x10FFFF)
 
 @dataclass(slots=True, eq=False)
 class Text:
-    """Tokens as a string, one character a token. Python's string search needs no index to be kept
-    up, and is faster than one on texts of up to 100,000 tokens."""
+    """Tokens as a string, one character a token. Python's string search needs no index, and on
+    texts of up to 100,000 tokens it is faster than an index would be."""
 
     text: str
 
@@ -94,18 +94,18 @@ class RowText(Text):
     earlier: Text | None = None
     source: Text | None = None
     place: int = 0
-    """Index in `source.text` of the first token of the draft."""
+    """Index of the draft's first token in the text that the draft is copied from (`source`)."""
     kind: int = OWN
     matched: int = 0
-    """Number of tokens before `place` that equal the row's newest tokens."""
+    """Number of tokens before `place` in the source text that equal the row's newest tokens."""
 
     @property
     def size_class(self) -> int:
         return _size_class(self.matched)
 
     def go_on(self, new: str) -> None:
-        """Append new tokens of the row, and move `place` in `source` on by as many. If they differ
-        from the source, only tokens after the last difference count as matched."""
+        """Append new tokens of the row, and move on by as many in the text that its draft is copied
+        from. If the two differ, only tokens after the last difference count as matched."""
         self.text += new
         self.num_seen += len(new)
         if self.source is None:
@@ -138,8 +138,8 @@ class EndedText(Text):
     num_tokens: int = 0
 
     def add(self, tokens: np.ndarray) -> None:
-        """Add a response that has ended. It is appended to `text` by `read` only, since most groups
-        end without anyone looking for drafts."""
+        """Add a response that has ended. Only `read` appends it to `text`, since for most prompts
+        no more drafts are looked for."""
         self.unread.append(tokens)
         self.num_tokens += len(tokens)
 
@@ -165,7 +165,8 @@ class Acceptance:
     _num_notes: int = 0
 
     def note(self, kind: int, size: int, num_drafted: int, num_right: int) -> None:
-        """Note a draft of `num_drafted` tokens of which the first `num_right` were right."""
+        """Note a draft (kind of text, class of match, number of tokens) and its right first
+        tokens."""
         self.right[kind, size] += num_right
         self.tried[kind, size] += num_right + (num_right < num_drafted)
         if self.tried[kind, size] > RECENT_TOKENS:
@@ -176,8 +177,8 @@ class Acceptance:
             self._expected = None
 
     def expected_tokens(self) -> np.ndarray:
-        """Expected number of tokens that a step gives a row with a draft of k tokens: [kinds,
-        classes, k = 0 ... longest draft]."""
+        """Expected number of tokens that a step gives a row with a draft of k tokens: [kinds of
+        text, classes of match, k = 0 ... longest draft]."""
         if self._expected is None:
             chance = np.minimum(self.right / self.tried, 0.995)[:, :, None]
             self._expected = (1 - chance ** np.arange(1, LENGTHS[-1] + 2)) / (1 - chance)
@@ -201,7 +202,7 @@ class Pacing:
     num_steps: int = 0
 
     def looks(self, num_rows: int) -> bool:
-        """Count one step, and return whether to look for drafts at that step."""
+        """Count a step over `num_rows` live rows, and return whether to look for drafts for it."""
         if self.pause:
             self.pause -= 1
             return False
@@ -231,7 +232,7 @@ class Pacing:
 
 
 class Drafter:
-    """Makes drafts for the live rows of one engine. A row is identified by `Pending.sequence`."""
+    """Makes drafts for the live rows of one engine. Rows are known by `Pending.sequence`."""
 
     def __init__(self, max_tokens: int) -> None:
         self.num_drafted = 0
@@ -346,7 +347,8 @@ class Drafter:
 
     def _point(self, text: RowText, siblings: Sequence[RowText], chance: np.ndarray) -> None:
         """Set the source of the row's draft to the longest match, unless its present source is
-        likelier to be right. `chance` of a drafted token: [kinds, match classes]."""
+        likelier to be right. `siblings`: rows of the same prompt. `chance` of each kind of text and
+        class of match."""
         kept = text.source
         found = self._longest_match(text, siblings)
         if found is None:

@@ -40,7 +40,7 @@ MAX_GUESS = 255
 short pass."""
 EXTEND_SCORES = {"cpu": 1 << 24}
 EXTEND_SCORES_ACCELERATOR = 1 << 27
-"""Most attention scores of one head in a pass, which is the number of elements of its mask."""
+"""Most attention scores of one head (elements of the mask) in a pass, on any device but a CPU."""
 
 DRAW_LOGITS = 1 << 24
 """Most logits that tokens are drawn from at once. Drawing makes several float64 copies of them."""
@@ -170,9 +170,9 @@ class Extender:
     # -- what was kept -----------------------------------------------------------------------------
 
     def go_on(self, entries: Sequence[Pending], kept: Sequence[KeptRow]) -> None:
-        """Add rows whose slots are reserved and whose prompts begin with a dialogue that was kept
-        from an earlier turn: restore its keys and values, feed the rest of the prompts, draw the
-        first tokens."""
+        """Add rows whose slots (places in the cache) are reserved and whose prompts begin with a
+        dialogue that was kept from an earlier turn: restore its keys and values, feed the rest of
+        the prompts, draw the first tokens."""
         for start in range(0, len(entries), self._max_logits):
             part = slice(start, start + self._max_logits)
             first = self._rows.num_rows
@@ -267,16 +267,16 @@ class Extender:
         ]
 
     def _num_agreed(self, row: int) -> int:
-        """Number of the row's tokens that equal its carried tokens, up to the first difference."""
+        """Number of the row's tokens that equal those from before its abort, up to a difference."""
         tokens, carried = self._rows.tokens(row), self._carried(row).tokens
         pairs = zip(tokens, carried, strict=False)
         differs = (place for place, (one, other) in enumerate(pairs) if one != other)
         return next(differs, min(len(tokens), len(carried)))
 
     def _guess(self, row: int, count: int) -> Guess:
-        """Return the guess made of the row's carried tokens from number `count` on. It holds
-        only tokens that one set of noise (random numbers) was used for, without the last of them:
-        the token after a guess is drawn with the same noise."""
+        """Return the guess made of the row's tokens from before an abort, from number `count` on.
+        It holds only tokens that one set of noise (random numbers) was used for, without the last
+        of them: the token after a guess is drawn with the same noise."""
         redraw, end = self._rows.pending[row].carried_redraw(count)
         self._rows.draw_with(row, count, redraw)
         size = MAX_GUESS if end is None else min(MAX_GUESS, end - count - 1)

@@ -65,7 +65,7 @@ class NewTokens(NamedTuple):
 
 class ExtendStep:
     """The attention of a pass over several new tokens of each row. The tokens see their row's cache
-    and each other causally, and their keys and values go into the slots."""
+    and each other causally, and their keys and values go into the cache."""
 
     def __init__(self, slots: KVSlots, new: NewTokens, call_cost: float = float("inf")) -> None:
         """`new`: the tokens of the pass. `call_cost`: cost of one more span, in rows x tokens x
@@ -139,7 +139,7 @@ class _SpanStep:
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
         """Return the output [the span's tokens, heads, head_dim]. `query` is [heads, the pass's
-        tokens, head_dim]; `keys` and `values` are the slots of one layer."""
+        tokens, head_dim]; `keys` and `values` are one layer's cache."""
         num_heads, num_kv_heads = query.shape[0], keys.shape[1]
         if self._padded is None:
             query = query.narrow(1, *self._tokens)

@@ -15,9 +15,8 @@ from rollpacker.core.ids import SampleId
 from rollpacker.engines.embedded.kv_slots import KVSlots, PromptCache
 
 HEADROOM = 1 / 8
-"""Share of the memory budget that `room` does not report as free. From that report the
-core (which schedules samples) decides what is dropped. It learns of a change late: without a
-reserve, rows that end fast would not be kept."""
+"""Share of the memory budget that `room` does not report as free. The core (which schedules
+samples) learns of changes late: without this reserve, rows that end fast would not be kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +40,8 @@ class KeptRows:
         return len(self._rows[sample].tokens) if sample in self._rows else 0
 
     def keep(self, sample: SampleId, tokens: tuple[int, ...], row: int) -> None:
-        """Copy the keys and values that slot `row` holds for `tokens`. Whether the copy can stay is
-        decided by `settle`."""
+        """Copy the keys and values that the cache holds for `tokens` in its row `row`. Whether the
+        copy can stay is decided by `settle`."""
         self.let_go([sample])
         self._rows[sample] = KeptRow(tokens, self._slots.snapshot(row, len(tokens)))
         self.num_tokens += len(tokens)

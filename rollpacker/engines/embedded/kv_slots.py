@@ -42,7 +42,7 @@ class LayerShape:
 
 
 class KVSlots:
-    """The tensors of all slots and all layers. They grow on demand and keep their content then."""
+    """The cache's tensors, of all rows and layers, which grow on demand and keep their content."""
 
     def __init__(
         self,

@@ -25,11 +25,11 @@ ANY_LENGTH = np.iinfo(np.int64).max
 NOISE_BLOCK = 64
 """Number of decode steps whose noise (random numbers to draw tokens with) is made at a time."""
 NOISE_BLOCK_ENTRIES = 1 << 15
-"""Most numbers in a block of noise, which covers fewer steps if need be: larger blocks leave a
-CPU's caches and take twice as long."""
+"""Most random numbers in a block of noise, which covers fewer steps if need be: larger blocks leave
+a CPU's caches and take twice as long."""
 NOISE_BLOCK_UNEVEN = 4
-"""Number of steps that the first block of noise covers after a step that gave rows several tokens
-each, since further such steps may make the block useless."""
+"""Number of steps that the first block of noise (random numbers) covers after a step that gave rows
+several tokens each, since further such steps may make the block useless."""
 _DEVICE_COLUMNS = {
     "token": np.int64,
     "position": np.int64,
@@ -61,7 +61,7 @@ class Pending:
     request: GenerationRequest
     sequence: int
     redraws: list[tuple[int, int]] = field(default_factory=list)
-    """The sets of noise used for the tokens generated so far, as in `Response.redraws`."""
+    """The sets of random numbers used for the tokens generated so far, as in `Response.redraws`."""
 
     @property
     def limit(self) -> int:
@@ -78,29 +78,29 @@ class Pending:
         return bool(self.request.carried and self.request.carried.tokens)
 
     def carried_redraw(self, token: int) -> tuple[int, int | None]:
-        """For a carried token (kept from before an abort), return its redraw (set of noise) and the
-        number of the first later token of another redraw (None: there is none)."""
+        """For a carried token (kept from before an abort), return its redraw (set of random
+        numbers) and the number of the first later token of another redraw (None: there is none)."""
         carried = self.request.carried
         redraws = carried.redraws if carried is not None and carried.verify else ()
         redraw = max([redraw for start, redraw in redraws if start <= token], default=0)
         return redraw, min([start for start, _ in redraws if start > token], default=None)
 
     def key(self, redraw: int) -> int:
-        """64-bit key of the request's noise in this redraw (0: the first set of noise)."""
+        """64-bit key of the request's random numbers in this redraw (0: the first set of them)."""
         request = self.request
         whose = request.noise or request.sample
         return sample_key(request.sampling.seed, whose, redraw, request.turn)
 
     def draw_with(self, start: int, redraw: int) -> int:
         """Note that the tokens from number `start` on are drawn with the noise of this redraw (set
-        of noise). Returns the key of that noise."""
+        of random numbers). Returns the key of that noise."""
         self.redraws[:] = [one for one in self.redraws if one[0] < start]
         if redraw != (self.redraws[-1][1] if self.redraws else 0):
             self.redraws.append((start, redraw))
         return self.key(redraw)
 
     def redraw_from(self, start: int) -> int:
-        """Note that tokens from number `start` on are drawn with unused noise. Returns its key."""
+        """Note that tokens from number `start` on get unused random numbers. Returns their key."""
         carried = self.request.carried
         before = (*self.redraws, *(carried.redraws if carried is not None else ()))
         return self.draw_with(start, 1 + max([redraw for _, redraw in before], default=0))
@@ -131,8 +131,8 @@ class RowTable:
         self._noise = torch.zeros(0)
         self._noise_column = 0
         self._is_uneven = False
-        """Whether rows have got different numbers of tokens since the block of noise was made. The
-        block is then of no use, and the next one may soon be of no use too."""
+        """Whether rows have got different numbers of tokens since the block of noise (random
+        numbers) was made. The block is then of no use, and soon perhaps the next."""
         self._free_stores: list[int] = []
         self._tokens = np.zeros((0, 0), np.int64)
         self._log_probs = np.zeros((0, 0), np.float32)
@@ -161,7 +161,7 @@ class RowTable:
         self._noise_column = steps
 
     def device_column(self, name: str) -> Tensor:
-        """The column of this name for all slots, as a tensor on the device. It may only be read."""
+        """The column of this name for all rows, as a tensor on the device. It may only be read."""
         return self._seen_as_tensors[name].to(self.device)
 
     def host_column(self, name: str) -> np.ndarray:
@@ -194,8 +194,8 @@ class RowTable:
         return column
 
     def noise_ahead(self, rows: slice | np.ndarray, count: int) -> Tensor:
-        """Noise for the next `count` tokens of these rows, float64 [rows, count, size] on the
-        device."""
+        """Noise (random numbers) for the next `count` tokens of these rows, float64 [rows, count,
+        size] on the device."""
         keys, counts = (
             torch.from_numpy(column[rows]).to(self.device)
             for column in (self._columns["key"].view(np.int64), self._columns["count"])
@@ -203,8 +203,8 @@ class RowTable:
         return exponentials(keys, counts, count, self._noise.shape[2])
 
     def _fill_noise(self, rows: slice | np.ndarray) -> None:
-        """Make the noise of these rows for the remaining steps of the block, beginning with the
-        token number in their column `count`."""
+        """Make the noise (random numbers) of these rows for the remaining steps of the block,
+        beginning with the token number in their column `count`."""
         left = self._noise.shape[1] - self._noise_column
         if left > 0:
             where = rows if isinstance(rows, slice) else torch.from_numpy(rows).to(self.device)
@@ -213,7 +213,7 @@ class RowTable:
     # -- rows come, advance, go --------------------------------------------------------------------
 
     def add(self, new: list[Pending]) -> Tensor:
-        """Append rows with no token yet. Returns their first tokens' noise, float64 [new, size]."""
+        """Append rows without tokens. Returns their first random numbers, float64 [new, size]."""
         first, self.num_rows = self.num_rows, self.num_rows + len(new)
         rows = slice(first, self.num_rows)
         self.pending.extend(new)
@@ -260,7 +260,7 @@ class RowTable:
         self._columns["position"][rows] += 1
 
     def begin(self, first: int, tokens: np.ndarray, log_probs: np.ndarray) -> None:
-        """Give the rows from `first` on their first tokens, and noise for the next ones."""
+        """Give the rows from `first` on their first tokens, and random numbers for the next."""
         self.record(tokens, log_probs, first)
         self._fill_noise(slice(first, self.num_rows))
 
@@ -285,9 +285,9 @@ class RowTable:
         self._is_uneven = True
 
     def cut(self, rows: np.ndarray, counts: Sequence[int]) -> None:
-        """Shorten row rows[i] to its first counts[i] tokens; later tokens get the noise of the
-        row's present key. The cache keeps garbage. A row left without tokens feeds its prompt's
-        last token again."""
+        """Shorten row rows[i] to its first counts[i] tokens; later tokens get the random numbers of
+        the row's present key. The cache of removed tokens stays as garbage. A row left without
+        tokens feeds its prompt's last token again."""
         for row, count in zip(rows.tolist(), counts, strict=True):
             store, prompt = self._columns["store"][row], self.pending[row].request.prompt_tokens
             assert count <= self._columns["count"][row]
@@ -300,13 +300,13 @@ class RowTable:
         self._fill_noise(rows)
 
     def redraw_from(self, row: int, start: int) -> None:
-        """Let the row's tokens from number `start` on be drawn with noise that was not used yet.
-        Call this before `cut`, which makes the noise."""
+        """Let the row's tokens from number `start` on be drawn with random numbers that were not
+        used yet. Call this before `cut`, which makes them."""
         self._columns["redraw"][row] += 1
         self._columns["key"][row] = self.pending[row].redraw_from(start)
 
     def draw_with(self, row: int, start: int, redraw: int) -> None:
-        """Let the row's tokens from `start` on be drawn with this set of noise (0: the first)."""
+        """Let the row's tokens from `start` on be drawn with random numbers of the set `redraw`."""
         self._columns["key"][row] = self.pending[row].draw_with(start, redraw)
 
     def _widen_outputs(self) -> None:

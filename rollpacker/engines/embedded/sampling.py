@@ -38,8 +38,8 @@ _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 def sample_key(seed: int, sample: SampleId, redraw: int = 0, turn: int = 1) -> int:
-    """64-bit key of a sample's noise. Each redraw (further set of noise for the same tokens) and
-    each turn of the model in a dialogue has another key."""
+    """64-bit key of a sample's noise (random numbers). Each redraw (further set for the same
+    tokens) and each turn of the model in a dialogue has another key."""
     text = f"{seed}|{sample}" if redraw == 0 else f"{seed}|{sample}|{redraw}"
     text = text if turn == 1 else f"{text}|turn {turn}"
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
@@ -60,10 +60,10 @@ def noise_size(vocabulary_size: int) -> int:
 
 
 def exponentials(keys: Tensor, first: Tensor, count: int, size: int) -> Tensor:
-    """Noise for the tokens first[i] ... first[i] + count - 1 of sample i, whose key (int64) is
-    keys[i]. Returns standard exponentials, float64 [samples, count, size]. A token's number and key
-    are hashed in two rounds of the SplitMix64 finalizer, the key entering before each; a third
-    round hashes the result with each place."""
+    """Noise (random numbers) for the tokens first[i] ... first[i] + count - 1 of sample i, whose
+    key (int64) is keys[i]. Returns standard exponentials, float64 [samples, count, size]. A token's
+    number and key are hashed in two rounds of the SplitMix64 finalizer, the key entering before
+    each; a third round hashes the result with each place."""
     counter = first[:, None] + torch.arange(1, count + 1, device=keys.device)
     key = keys[:, None]
     token = _mix(_mix(counter * _GAMMA + key) ^ key)

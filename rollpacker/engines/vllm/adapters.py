@@ -37,7 +37,7 @@ def base_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 def adapter_arguments(model: PreTrainedModel, *, on_cpu: bool) -> dict[str, Any]:
     """Arguments of vLLM's start that describe the model's adapter; empty for a model without one.
-    Raises `UnsupportedModelError` for an adapter that vLLM cannot run, or not with this dtype."""
+    Raises `UnsupportedModelError` for an adapter or a dtype of it that vLLM cannot run."""
     if not has_adapter(model):
         return {}
     from vllm.config.lora import MaxLoRARanks

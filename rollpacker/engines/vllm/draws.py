@@ -1,4 +1,4 @@
-"""Draws vLLM's tokens with RollPacker's own noise, in a logits processor.
+"""Draws vLLM's tokens with RollPacker's own noise (random numbers), in a logits processor.
 
 The processor draws every row's token from its logits with the noise of its sample and position
 (`engines/embedded/sampling.py`), as the embedded engine does, and leaves vLLM's greedy sampler
@@ -41,12 +41,12 @@ class Anew:
         order."""
         self.keys = [_signed(key) for key in keys]
         self.tokens: list[int] = []
-        """The tokens that have been drawn so far in place of the carried ones."""
+        """The tokens drawn so far in place of those generated before the abort."""
         self.log_probs: list[float] = []
 
 
 class Draw:
-    """How one request's tokens are drawn (parameters and noise), and what was drawn so far."""
+    """How one request's tokens are drawn (parameters, random numbers), and those drawn so far."""
 
     __slots__ = ("anew", "key", "log_probs", "offset", "sampling", "tokens")
 
@@ -140,8 +140,8 @@ class Settings:
     def draw(
         self, logits: Tensor, keys: Tensor, places: Tensor, requests: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Draw one token per row of logits [rows, vocabulary], with the noise of keys[row] at
-        response token places[row] (int64 [rows]). Returns tokens and log-probabilities [rows].
+        """Draw one token per row of logits [rows, vocabulary], with the random numbers of keys[row]
+        at response token places[row] (int64 [rows]). Returns tokens and log-probabilities [rows].
         `requests` int64 [rows]: index of each row's request; None: row i is of request i."""
         noise = exponentials(keys, places, 1, self._noise_size)[:, 0]
         temperature, top_k, top_p = (

@@ -364,8 +364,8 @@ class VllmEngine(LoopEngine):
         return found
 
     def _forget(self, numbers: Sequence[int]) -> None:
-        """Drop what is noted of these requests, which have left vLLM. A `Draw` that is in use
-        elsewhere keeps its log-probabilities, which are fetched from worker processes first."""
+        """Drop what is noted of these requests, which have left vLLM. Their log-probabilities are
+        fetched from vLLM's worker processes, if any, into the requests' `Draw`s."""
         draws = [self._draws.by_number.pop(number) for number in numbers]
         if self._workers is not None and numbers:
             for draw, log_probs in zip(draws, self._workers.take_log_probs(numbers), strict=True):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Live:
-    """One response while vLLM generates it, perhaps in several requests one after the other."""
+    """One response while vLLM generates it, perhaps in several requests, one after another."""
 
     draw: Draw
     request: Request
@@ -78,8 +78,8 @@ class Live:
 
     def begin(self) -> list[int]:
         """Make the `Draw` with which vLLM is to go on, and return the response tokens that vLLM's
-        prompt is to end with. If carried tokens are to be verified, the last of them is left for
-        vLLM's first step to generate, which so always has something to do."""
+        prompt is to end with. If carried tokens (from before an abort) are to be verified, the last
+        of them is left for vLLM's first step to generate, which so always has something to do."""
         entry = self.entry
         if not self.is_unseen:
             key = entry.key(entry.redraws[-1][1] if entry.redraws else 0)
@@ -163,8 +163,8 @@ class Live:
 
     def draw_again(self, *, stopped: bool) -> bool:
         """Cut a response that has left vLLM if its length is refused, as in `Extender.draw_again`.
-        Returns whether it was cut and must go on, with new noise. `stopped`: whether it ended by
-        itself."""
+        Returns whether it was cut and must go on, with new random numbers. `stopped`: whether it
+        ended by itself."""
         count = len(self.given)
         floor = self.carried.floor if self.carried.verify else 0
         is_wrong = (stopped and count <= floor) or count > self._ceiling
@@ -181,8 +181,8 @@ class Live:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Fields of the response's event: numbers of preemptions by vLLM, of carried tokens that
-        came out the same, and of times that tokens were drawn again."""
+        """Fields of the response's event: numbers of preemptions by vLLM, of carried tokens (from
+        before an abort) that came out the same, and of times that tokens were drawn again."""
         return {
             "preemptions": self.num_preemptions,
             "num_kept": self.num_kept,

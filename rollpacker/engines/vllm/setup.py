@@ -211,8 +211,8 @@ def _given(config: EngineConfig, known: type) -> dict[str, Any]:
 
 
 def _watch_runners(engine: LLMEngine, draws: Draws, tensor_parallel: int) -> None:
-    """Have the model runner of each worker draw carried tokens again (verify.py). If a runner is of
-    an unknown class, shuts the engine down and raises `UnsupportedModelError`."""
+    """Have each worker's model runner draw tokens from before an abort again (verify.py). If a
+    runner is of an unknown class, shuts the engine down and raises `UnsupportedModelError`."""
     refusals = engine.collective_rpc(
         "watch" if tensor_parallel > 1 else lambda worker: watch(worker, draws)
     )

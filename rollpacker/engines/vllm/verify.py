@@ -52,9 +52,9 @@ def watch(worker: Any, draws: Draws) -> str | None:
 def _draw_anew(
     runner: Any, draws: Draws, hidden_states: Tensor, num_scheduled: Mapping[str, int]
 ) -> None:
-    """Draw the carried tokens that this step has read, from the hidden states before them.
-    `hidden_states` is [tokens of the step, hidden]; `num_scheduled` is the number of these tokens
-    by request."""
+    """Draw again the tokens from before an abort that this step has read, from the hidden states
+    before them. `hidden_states` is [tokens of the step, hidden]; `num_scheduled` is the number of
+    the step's tokens by request."""
     found: list[_Piece] = []
     for name, num_tokens in num_scheduled.items():
         state = runner.requests[name]

@@ -1,8 +1,8 @@
 """Code for the worker processes of a vLLM engine that several devices share: how they draw tokens
 and load weights.
 
-Every worker draws every token itself, from logits and noise that all workers have, so that no
-result need be sent around. Only vLLM imports this module, by name; its methods are called by
+Every worker draws every token itself, from logits and random numbers that all workers have, so that
+no result need be sent around. Only vLLM imports this module, by name; its methods are called by
 `engines/vllm/parallel.py`.
 """
 
@@ -29,8 +29,8 @@ class Extension:
     """Methods that are added to vLLM's worker class."""
 
     def take_log_probs(self, numbers: Sequence[int]) -> list[list[float]]:
-        """Return the log-probabilities of each of these ended requests, and forget the requests.
-        Empty for a request of which no token was drawn."""
+        """Return the log-probabilities of the generated tokens of each of these ended requests, and
+        forget the requests. Empty for a request of which no token was drawn."""
         _draws.broken.clear()  # nobody looks at it here
         found = [_draws.by_number.pop(number, None) for number in numbers]
         return [[] if one is None else one.log_probs for one in found]

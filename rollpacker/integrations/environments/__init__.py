@@ -34,7 +34,7 @@ __all__ = ["PACKAGES", "AdapterError", "is_adapted", "load", "rows"]
 
 
 def is_adapted(name: str) -> bool:
-    """Whether `name` is `package:NAME` with a package of `PACKAGES`, not a function's place."""
+    """Whether `name` is `package:NAME` with a package of `PACKAGES`, not `module:function`."""
     package, colon, rest = name.partition(":")
     return bool(colon and rest) and package in PACKAGES
 

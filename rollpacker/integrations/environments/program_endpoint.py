@@ -90,8 +90,9 @@ class Session:
     # -- for the program ---------------------------------------------------------------------------
 
     async def call(self, asked: ChatRequest, *, is_retry: bool) -> dict[str, Any]:
-        """Return the model's message, in the API's form, once it is there. Raises `ApiError`, and
-        lets the episode fail, for a call that does not continue the last one."""
+        """Return the model's message, as OpenAI's API has it, once it is there. A repeated request
+        (`is_retry`) gets the first one's message. Raises `ApiError` for a call that does not
+        continue the last one, and lets the episode fail."""
         messages = chat.with_names(asked.messages)
         said = [chat.as_said(one) for one in messages]
         if is_retry and said == self._asked:

@@ -38,7 +38,7 @@ class Call:
     """A call of the model by verifiers."""
 
     messages: list[dict[str, Any]]
-    """The whole dialogue, in the API's form."""
+    """The whole dialogue so far, as messages of OpenAI's API."""
     tools: tuple[dict[str, Any], ...]
     answer: asyncio.Future[Mapping[str, Any]]
     """The future that must get the model's next message."""

@@ -67,7 +67,7 @@ class LateDataset(Dataset):  # type: ignore[misc]
     @classmethod
     def of(cls, dataset: Dataset, decide: Callable[[], list[Row]]) -> LateDataset:
         """The data set with rows chosen late: `decide` chooses and returns the rows of the next
-        generation."""
+        request for responses."""
         late = cls.__new__(cls)
         late.__dict__.update(dataset.__dict__)
         late._decide = decide

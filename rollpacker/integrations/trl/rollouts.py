@@ -287,9 +287,9 @@ CAUSES = {
     "between_steps": ("checkpoint",),
     "controller": ("controller", "sync"),
 }
-"""Causes of seconds as `Rollouts.seconds` names them, each with its names in the record of the
-core. training is TRL's rewards and gradients; between_steps is its evaluations, logs and
-checkpoints."""
+"""What the seconds of a training went into, as `Rollouts.seconds` names it; each such cause with
+its names in the record of times that the core (`rollpacker.core`) keeps. training is TRL's rewards
+and gradients; between_steps is its evaluations, logs and checkpoints."""
 
 
 def wait_for(found: Found, engine: Engine, limit_s: float, what: Callable[[], str]) -> Groups:

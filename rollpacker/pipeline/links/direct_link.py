@@ -84,7 +84,7 @@ class DirectSender:
         self._thread.start()
 
     def send(self, number: int, tensor: Tensor, *, posted_s: float | None = None) -> None:
-        """Begin to send tensor `number`, and return at once. Raises `LinkLost` on a lost link."""
+        """Begin to send tensor `number` (see `Sender.send`). Raises `LinkLost` on a lost link."""
         assert number == self._num_posted, f"message {number} after {self._num_posted - 1}"
         assert fits(tensor), f"no message holds {tensor.ndim} dimensions of {tensor.dtype}"
         self._loss.check()
@@ -147,8 +147,7 @@ class DirectReceiver:
         on_arrival: OnArrival,
         on_lost: OnLost,
     ) -> None:
-        """Start the receiver's thread. `group` is made by `direct_group`, for this receiver
-        alone."""
+        """Start the receiver's thread. `group`: made by `direct_group`, for this receiver alone."""
         self._border = border
         self._group = group
         self._on_arrival = on_arrival

@@ -55,10 +55,10 @@ class Patience:
     up: while a message is being received, the receiver says now and then that it is alive."""
 
     alive_s: float = 0.5
-    """Seconds between two words of a receiver, during a long message, that it is alive."""
+    """Seconds between two signs of life that a receiver sends during a long message."""
     silence_s: float = 2.0
-    """Seconds without a word from the receiver after which a sender connects again, over another
-    route if there is one, and repeats the message."""
+    """Seconds without a sign of life from the receiver after which a sender connects again, over
+    another route if there is one, and repeats the message."""
     connect_s: float = 1.0
     """The most seconds that one attempt to make a connection may take."""
     give_up_s: float = 60.0

@@ -109,7 +109,7 @@ class HostSender:
         thread.start()
 
     def send(self, number: int, tensor: Tensor, *, posted_s: float | None = None) -> None:
-        """Begin to send tensor `number`, and return at once. Raises `LinkLost` on a lost link."""
+        """Begin to send tensor `number` (see `Sender.send`). Raises `LinkLost` on a lost link."""
         assert number == self._num_posted, f"message {number} after {self._num_posted - 1}"
         assert fits(tensor), f"no message holds {tensor.ndim} dimensions of {tensor.dtype}"
         self._loss.check()

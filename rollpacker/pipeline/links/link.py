@@ -48,8 +48,7 @@ class Border:
         return f"the link from stage {self.stages[0]} to stage {self.stages[1]}"
 
     def lost(self, why: str, address: str) -> LinkLost:
-        """Return a `LinkLost` with the reason `why` and the `address` where the other end should
-        be."""
+        """Return a `LinkLost` with reason `why` and the `address` where the other end should be."""
         return LinkLost(
             f"{self}, with process {self.peer} of the trainer at {address}, is lost: {why}. No "
             "update of this step was kept; --resume goes on from the last checkpoint"

@@ -33,14 +33,14 @@ class SwitchedSender:
         self._kind = kind
 
     def send(self, number: int, tensor: Tensor, *, posted_s: float | None = None) -> None:
-        """Begin to send tensor `number` over the link in use, and return at once."""
+        """Begin to send tensor `number` over the link in use, as `Sender.send` does."""
         assert number == self._num_sent.total(), f"message {number} is out of order"
         self._links[self._kind].send(self._num_sent[self._kind], tensor, posted_s=posted_s)
         self._num_sent[self._kind] += 1
 
     def times(self) -> list[SendTimes]:
-        """Return the times of messages sent since the last call over the kind of link in use. They
-        are numbered among the messages of that kind."""
+        """Return the times of messages sent since the last call over the kind of link in use. Their
+        numbers count the messages of that kind alone."""
         return self._links[self._kind].times()
 
     def close(self) -> None:
@@ -77,7 +77,7 @@ class SwitchedReceiver:
         """Number of messages that came so far over the kinds of links that are not in use."""
 
     def times(self) -> list[ArrivalTimes]:
-        """Return the times of messages arrived since the last call, numbered since the start."""
+        """Return the times of messages arrived since the last call, numbered over both links."""
         found = self._links[self._kind].times()
         return [dataclasses.replace(one, number=self._before + one.number) for one in found]
 

@@ -117,7 +117,7 @@ class StageState:
         return self.closed and self.num_w == len(self.tokens)
 
     def ready(self, kind: Kind) -> bool:
-        """Whether the next op of this kind has its input. Caps and quotas are not considered."""
+        """Whether the next op of this kind has its input, whatever limits a chooser sets."""
         if kind == "F":
             here = len(self.tokens) if self.stage == 0 else self.num_f_arrived
             return self.num_f < here
@@ -202,14 +202,15 @@ class ReadyFirst:
         given = [caps[s] for s in before] if caps is not None else []
         self._cap = math.inf if not given or given[-1] is None else given[-1]
         self._lowest = min((cap for cap in given if cap is not None), default=math.inf)
-        """The fewest tokens of which this stage, or one before it, may keep activations."""
+        """The lowest of the `caps` of this stage and all stages before it; infinity without any."""
         self._known = 0
         self._reachable = 0
-        """Number of forward passes of the quota whose tokens together are at most `_lowest`, when
-        the sweep had `_known` micro-batches."""
+        """How many of the forward passes before the first backward pass have at most `_lowest`
+        tokens together, as computed when the sweep had `_known` micro-batches."""
 
     def choose(self, state: StageState) -> Op | None:
-        """Return the next op that has its input, I before F before W. None: the stage waits."""
+        """Return the next op that has its input: a backward for inputs, else a forward, else a
+        backward for weights. None: the stage waits."""
         num_f = state.num_f
         here = len(state.tokens) if state.stage == 0 else state.num_f_arrived
         f_fits = num_f < here and state.live_tokens + state.tokens[num_f] <= self._cap

@@ -44,7 +44,7 @@ class Layout:
     """Number of the model's layers in each stage."""
     places: tuple[int, ...]
     """Number of the device of each rank. The ranks of stage 0 come first, then those of stage 1;
-    the ranks of one shard, one in each stage, are a pipeline."""
+    the n-th ranks of all stages together are pipeline n."""
 
     def __str__(self) -> str:
         return f"{list(self.layers)} layers, at places {list(self.places)}"
@@ -341,7 +341,7 @@ class Relayouts:
         return Proposal(layout=replace(self.layout, places=order), why=why, saved_s=saved_s)
 
     def _link_s(self, sweep: MeasuredSweep | None, num_bytes: int) -> dict[Pair, float]:
-        """Return by pair of devices the seconds of a message there and back over their link."""
+        """Return a message's seconds there and back by linked pair; empty if `sweep` is None."""
         if sweep is None:
             return {}
         places, stages = self.layout.places, len(self.layout.layers)

@@ -3,7 +3,7 @@ in which orders are kept.
 
 The file is torch's: `torch.distributed.pipelining` loads it (format `compute_only`), and so does
 torchtitan. It has a row per stage, with cells such as `1F0` (stage, op, micro-batch); an empty cell
-means nothing, and `B` is I with its W.
+is no op. F is a forward, `B` a whole backward; I and W are its parts for inputs and for weights.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _check_progress(
     tokens: Sequence[int] | None,
     caps: Sequence[int | None] | None,
 ) -> None:
-    """Step through the orders, and raise `ValueError` for a deadlock or a cap that is exceeded."""
+    """Step through the orders, and raise `ValueError` for a deadlock or more tokens than `caps`."""
     stages = len(orders)
     states = [StageState(stage, stages) for stage in range(stages)]
     for state in states:

@@ -1,8 +1,8 @@
-"""Orders of a sweep, planned in virtual time before it runs.
+"""Orders of the ops of a sweep (all micro-batches once through the stages), planned beforehand.
 
-The names are those of `train.pipeline.order`:
+The names are those of `train.pipeline.order`. W is the part of a backward that is for weights.
 
-    1f1b: as many forwards as stages follow, then a forward and a backward (I with W) by turns.
+    1f1b: as many forwards as stages follow, then a forward and a whole backward by turns.
     zero-bubble: twice as many forwards first, W where there is time; as if links took no time.
     adapted: planned with the links as they are now, and improved by a search.
     ready: no plan; before each op, a chooser of `ready_choosers` is asked.
@@ -40,8 +40,8 @@ def ready_choosers(
 
 def plan_order(name: str, work: Work, links: Sequence[Link], *, caps: Caps = None) -> list[Order]:
     """Return by stage the order of ops that this name stands for (one of `ORDERS` but `ready`), for
-    a sweep with the times of `work` and `links`. Raises `ValueError` if a micro-batch exceeds a
-    cap; 1f1b heeds no cap otherwise."""
+    a sweep with the times of `work` and `links`. Raises `ValueError` if a micro-batch alone exceeds
+    one of `caps`, which 1f1b heeds no further."""
     if name == "1f1b":
         return plan_1f1b(work.num_stages, work.num_micro_batches)
     if name == "zero-bubble":
@@ -52,8 +52,7 @@ def plan_order(name: str, work: Work, links: Sequence[Link], *, caps: Caps = Non
 
 def plan_1f1b(num_stages: int, num_micro_batches: int) -> list[Order]:
     """Return the 1f1b order of each stage: as many forwards as stages follow, then a forward and a
-    backward (I with its W) by turns. A stage before n others keeps activations of n + 1
-    micro-batches."""
+    whole backward by turns. A stage before n others keeps activations of n + 1 micro-batches."""
     orders = []
     for stage in range(num_stages):
         ahead = min(num_stages - stage - 1, num_micro_batches)
@@ -68,8 +67,8 @@ def plan_1f1b(num_stages: int, num_micro_batches: int) -> list[Order]:
 
 def plan_zero_bubble(work: Work, *, caps: Caps = None) -> list[Order]:
     """Return the zero-bubble order (ZB-H2) of each stage: stage i of S first runs 2 (S - i) - 1
-    forwards, then whichever of I, F and W has its input, by the times of `work` and as if links
-    took no time. Raises `ValueError` if a micro-batch exceeds a cap."""
+    forwards, then whichever op has its input (backward for inputs, forward, backward for weights),
+    as if links took no time. Raises `ValueError` if a micro-batch alone exceeds one of `caps`."""
     stages = work.num_stages
     check_caps(caps or (), work.tokens)
     choosers = ready_choosers(stages, quotas=even_quotas(stages, 2 * stages - 1), caps=caps)
@@ -80,7 +79,7 @@ def plan_adapted(
     work: Work, links: Sequence[Link], *, caps: Caps = None, search_ops: int = SEARCH_OPS
 ) -> list[Order]:
     """Return by stage the best orders that a search finds for these times and links. Raises
-    `ValueError` if a micro-batch exceeds a cap."""
+    `ValueError` if a micro-batch alone exceeds one of `caps`."""
     check_caps(caps or (), work.tokens)
     first = run(ready_choosers(work.num_stages, caps=caps), work, constant(links))
     return improve(first.orders, work, links, caps=caps, budget_ops=search_ops)

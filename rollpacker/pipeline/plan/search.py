@@ -1,10 +1,10 @@
-"""Better orders than ready-first finds, by local search.
+"""Better orders of a pipeline's ops, by local search.
 
-Ready-first never waits for something better, which now and then costs a few percent. A tabu search
-(as for job shops: Nowicki and Smutnicki 1996) starts from ready-first's orders: take the longest
-chain of ops and messages without a gap, which alone makes the sweep as long as it is; exchange two
-neighbours on one stage in the chain; keep the best exchange, even a worse one, and do not undo it
-for a while.
+Ready-first (each stage runs whichever op has its input) never waits for something better, which now
+and then costs a few percent. A tabu search (as for job shops: Nowicki and Smutnicki 1996) starts
+from ready-first's orders: take the longest chain of ops and messages without a gap, which alone
+makes the sweep as long as it is; exchange two neighbours on one stage in the chain; keep the best
+exchange, even a worse one, and do not undo it for a while.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def split_layers(
 ) -> list[int]:
     """Return the number of layers of each stage, so that the slowest stage is as fast as it can be;
     among such splits the most even one. A stage's layers are neighbours. `layer_s`: seconds (or any
-    unit) of F, I and W together of each layer. `last_s`: those of the output layer and loss, on the
+    unit) of each layer, forward and backward. `last_s`: those of the output layer and loss, on the
     last stage. `slowness`: by stage, the factor by which the same work takes longer; None: 1.
     Raises `ValueError` with fewer layers than stages."""
     count = len(layer_s)
@@ -119,8 +119,9 @@ def expected_bubble(
     live_micro_batches: Sequence[int],
 ) -> float:
     """Return the expected share of all stages' time that is spent waiting, if each op runs as soon
-    as its input is there and links take no time. `costs`: each stage's F, I and W, in any unit, for
-    every micro-batch. A stage keeps activations of at most `live_micro_batches`."""
+    as its input is there and links take no time. `costs`: by stage, of forward, backward for inputs
+    and backward for weights, in any unit. A stage keeps activations of at most
+    `live_micro_batches`."""
     f_s, i_s, w_s = zip(*costs, strict=True)
     work = Work.even(num_micro_batches, f_s=f_s, i_s=i_s, w_s=w_s)
     links = constant([Link()] * (len(costs) - 1))

@@ -43,7 +43,7 @@ class WatchConfig:
     """A link is also slow, from the first step on, if a message there and one back take more than
     this share of a micro-batch's three ops, even if they always did."""
     num_sds: float = 4.0
-    """For slow, times must also exceed the usual by this many standard deviations of chance."""
+    """To be slow, times must also exceed the usual by this many standard deviations of noise."""
     clear: float = 0.8
     """Share of the limit for slow below which a slow link or stage counts as well again."""
     healthy_steps: int = 8

@@ -1,8 +1,9 @@
 """A trainer in pipeline stages, in virtual time: the time of a training phase, and its waits.
 
     1. Responses are dealt to replicas and packed into micro-batches, as a trainer does.
-    2. Each op (F, I, W) of a stage gets its seconds: `OpTimes`, or training cost by layers.
-    3. A sweep is simulated (`virtual_time.py`): by a planned order, or by ready-first.
+    2. Each op of a stage gets its seconds, from measured `OpTimes` or training cost by layers.
+    3. A sweep (all micro-batches once through the stages) is simulated (`virtual_time.py`): by
+       a planned order, or with each op run as soon as it has its input.
 
 A phase is the forward sweeps of the log-probs and one sweep with gradients; it ends with the
 slowest replica. With direct links a stage computes nothing until its message has arrived: so most
@@ -49,8 +50,7 @@ class DelayAt:
         self._delays_s: dict[int, list[float]] = {link: [] for link in links}
 
     def __call__(self, link: int, now_s: float) -> float:
-        """Return the seconds by which a message sent at `now_s` is delayed; 0 if the link has
-        none."""
+        """Return the seconds by which a message sent at `now_s` is delayed, perhaps 0."""
         if link not in self._draws:
             return 0.0
         until_s, delays_s, drawn = self._until_s[link], self._delays_s[link], self._drawn
@@ -92,7 +92,7 @@ class PipelineStep:
     idle_device_s: float
     """Seconds, summed over all GPUs, in which they waited for a message or another replica."""
     device_s: float
-    """Seconds of the phase times the number of GPUs, without `direct_fixed_s` or `host_fixed_s`."""
+    """Seconds of the phase times the number of GPUs, without the scenario's fixed extra seconds."""
     links: Literal["direct", "host"]
     num_micro_batches: int
     """Number of micro-batches of the replica with the fewest; replicas without any do not count."""
@@ -150,8 +150,7 @@ class Pipeline:
         orders: Sequence[Order] = (),
         seed: int = 0,
     ) -> None:
-        """Begin a run. `orders`: by stage, those of the CSV file that `spec.order` names, if
-        any."""
+        """Begin a run. `orders`: by stage, from the CSV file that `spec.order` names, if any."""
         self._spec = spec
         self._machine = machine
         self._orders = orders
@@ -220,7 +219,7 @@ class Pipeline:
         return step
 
     def _shares(self, lengths: Sequence[int]) -> list[list[list[int]]]:
-        """Return the tokens of each row, by replica and micro-batch."""
+        """Return the tokens of each row (a response and its prompt), by replica and micro-batch."""
         shares = []
         for members in assign(lengths, self._machine.num_replicas):
             own = [lengths[index] for index in members]
@@ -348,7 +347,7 @@ def _share(steps: Sequence[PipelineStep]) -> float:
 
 
 def merged(work: Work) -> Work:
-    """Return `work` with W made part of I, so that gradients are sent after both (as in 1f1b)."""
+    """Return `work` with backwards for weights made part of those for inputs, as 1f1b has them."""
     both = tuple(
         tuple(i + w for i, w in zip(*rows, strict=True))
         for rows in zip(work.i_s, work.w_s, strict=True)

@@ -53,8 +53,8 @@ class StageClock:
     def take(
         self, stage: int, num_layers: int, arrivals: Mapping[Kind, Sequence[ArrivalTimes]]
     ) -> StageTimes:
-        """Return the stage's times since the last call. `arrivals`: times of the messages that
-        arrived since then, by kind; the messages are numbered since the start."""
+        """Return the stage's times since the last call. `arrivals`: times of the hidden states (F)
+        and gradients (I) that arrived since then, numbered from the start."""
         ops: dict[Kind, list[tuple[Load, float]]] = {kind: [] for kind in KINDS}
         busy_s = 0.0
         for kind, load, began, ended in self._ops:

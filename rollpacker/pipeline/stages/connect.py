@@ -58,7 +58,7 @@ def connected_stage(shards: Shards, config: PipelineConfig, csv: str | None) -> 
 
 class Connected:
     """A stage's `executor` and links, ready for sweeps. All ranks of the job must make one
-    together. `ranks`: for each pipeline (one for each shard of a stage), its ranks by stage."""
+    together. `ranks`: for each pipeline (one process of every stage), its ranks by stage."""
 
     def __init__(
         self,
@@ -111,8 +111,8 @@ class Connected:
         return "direct" in self._lost
 
     def arrivals(self) -> dict[Kind, list[ArrivalTimes]]:
-        """Return by kind the times of messages arrived since the last call, numbered from the
-        start."""
+        """Return the times of hidden states (F) and gradients (I) arrived since the last call.
+        Their numbers count from the start."""
         return {kind: receiver.times() for kind, receiver in self._receivers.items()}
 
     def close(self) -> None:

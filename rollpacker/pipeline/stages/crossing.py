@@ -66,7 +66,7 @@ class Crossing:
         return self
 
     def begin(self, arrived: Tensor | None) -> Passage:
-        """Begin a micro-batch with the message of the stage before; the models are called next."""
+        """Begin a micro-batch with the message of the stage before; None: zeros in place of it."""
         self._passage = Passage(arrived=arrived)
         return self._passage
 

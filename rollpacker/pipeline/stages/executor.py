@@ -90,9 +90,9 @@ class Executor:
             self._changed.notify_all()
 
     def sweep(self, loads: Sequence[Load], ops: StageOps, chooser: Chooser | None = None) -> None:
-        """Run a sweep of micro-batches of these sizes, which `chooser` knows. None: forward passes
-        only. Raises `TrainerError` if a message does not come in time, or the error given to
-        `fail`."""
+        """Run a sweep of micro-batches of these sizes, which `chooser` knows; without a chooser,
+        forward passes only. Raises `TrainerError` if a message does not come in time, or the error
+        given to `fail`."""
         sweep = Sweep(self, ops, FixedOrder() if chooser is None else chooser)
         if chooser is not None:
             sweep.add(loads)
@@ -206,8 +206,8 @@ class Sweep:
                     )
 
     def _ready_op(self) -> tuple[Op, StageOps] | None:
-        """Return the next op that has its input, with its `StageOps`; None: there is none. Scoring
-        comes first where it may, since a caller waits for it."""
+        """Return the next op that has its input, with its `StageOps`; None: there is none. Passes
+        that only score come first where they may, since a caller waits for them."""
         scoring, state = self.scoring, self.state
         is_here = self._place.is_first or self._executor._arrived["F"]
         if scoring is not None and state.num_f == len(state.tokens) and is_here:

@@ -95,18 +95,18 @@ class Overseer:
 
     @property
     def slow_links(self) -> set[int]:
-        """Numbers of links that are slow in the pipeline of any shard."""
+        """Numbers of links that are slow in any of the trainer's pipelines."""
         return {number for watch in self._watches for number in watch.slow_links}
 
     @property
     def slow_links_of_shards(self) -> set[tuple[int, int]]:
-        """The links that are slow now, as pairs of shard number and link number."""
+        """The links that are slow now, as pairs of the pipeline's number and the link's."""
         watches = enumerate(self._watches)
         return {(shard, number) for shard, watch in watches for number in watch.slow_links}
 
     @property
     def slow_stages(self) -> set[int]:
-        """Numbers of stages that are slow in the pipeline of any shard."""
+        """Numbers of stages that are slow in any of the trainer's pipelines."""
         return {number for watch in self._watches for number in watch.slow_stages}
 
     def _places(self, times: Sequence[StageTimes]) -> range:
@@ -165,8 +165,7 @@ def sweep_times(stages: Sequence[StageTimes], over: LinkKind) -> SweepTimes:
 
 
 def _measured(stages: Sequence[Sequence[StageTimes]]) -> Measured | None:
-    """Return costs of ops and messages, from all shards' times. None: some stage or link has no
-    times."""
+    """Return costs by all ranks' times, [stage][pipeline]. None: a stage or link has no times."""
     messages = [_pooled(stages, number) for number in range(len(stages) - 1)]
     ops = [
         {kind: [pair for s in shards for pair in s.ops[kind]] for kind in KINDS}
@@ -189,7 +188,7 @@ def _measured(stages: Sequence[Sequence[StageTimes]]) -> Measured | None:
 
 
 def _pooled(stages: Sequence[Sequence[StageTimes]], link: int) -> tuple[Messages, Messages]:
-    """Return all shards' messages over the link of this number: to the next stage, and back."""
+    """Return all pipelines' messages over this link: to the next stage, and back."""
     down = [message for shard in stages[link + 1] for message in shard.from_previous]
     return down, [message for shard in stages[link] for message in shard.from_next]
 

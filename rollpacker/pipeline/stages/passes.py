@@ -100,9 +100,9 @@ class StagedPasses:
         look: Look | None = None,
     ) -> bool | None:
         """Begin forward and backward passes over the samples (`Passes`), and return None: `finish`
-        tells whether all losses were finite. But with `look`, which is called after each
-        micro-batch, wait for the passes, and return that (before the last stage: True). Stages
-        before the last add only their time to `sums`."""
+        waits for them. With `look`, which is called after each micro-batch, wait here and return
+        whether all losses were finite (before the last stage: True). Stages before the last add
+        only their time to `sums`."""
         rows = [row_of(sample) for sample in samples]
         work = [
             _Work(

@@ -41,8 +41,8 @@ ATTENTION_OF_F = 1 / 3
 """Share of attention's FLOPs that the forward pass F has. The backward pass for inputs, I, has the
 rest, and that for weights none: attention has no weights of its own."""
 SENT_OF_WEIGHTS = 3
-"""How many times a training step sends a stage's weights between its shards: they are gathered for
-two sweeps, and their gradients added up."""
+"""How many times a training step sends a stage's weights between its processes: they are gathered
+for two sweeps, and their gradients added up."""
 
 
 class Links(Protocol):
@@ -59,7 +59,7 @@ class Links(Protocol):
         ...
 
     def arrivals(self) -> Mapping[Kind, Sequence[ArrivalTimes]]:
-        """Return by kind the times of messages arrived since the last call."""
+        """Return the times of hidden states (F) and gradients (I) arrived since the last call."""
         ...
 
 
@@ -274,7 +274,7 @@ def expected(flops: FlopModel, layers: Sequence[int]) -> Measured:
 
 def _stage_cost(flops: FlopModel, share: float, is_last: bool) -> StageCost:
     """Return the expected FLOPs of a stage with this share of the layers. The layers' matrices cost
-    F, I and W the same."""
+    the same in forward, backward for inputs and backward for weights."""
     per_token = max(flops.body, 1.0) * share / 3
     # Windows that end somewhere make pairs of a token and few others, which count as none.
     pairs = share * flops.attention * sum(window is None for window in flops.windows)

@@ -25,7 +25,7 @@ class StageTimes:
     num_layers: int
     """Number of the policy's layers on this stage."""
     ops: Mapping[Kind, tuple[tuple[Load, float], ...]]
-    """By kind, the load (size of the micro-batch) and seconds of each op, waits left out."""
+    """By kind of op, the load (size of the micro-batch) and seconds of each op, waits left out."""
     from_previous: Messages
     from_next: Messages
     direct_lost: bool = False
@@ -41,5 +41,5 @@ class StageTimes:
     round_trips: tuple[tuple[int, float], ...] = ()
     """Later shards (processes) of this stage, and seconds of `NUM_BYTES` there and back to each."""
     shard_bytes: float = 0.0
-    """About how many bytes a step sends from one shard of the stage to another: its weights in two
-    sweeps, and its gradients."""
+    """About how many bytes a step sends from one process of the stage to another: its weights in
+    two sweeps, and its gradients."""

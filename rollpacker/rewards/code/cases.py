@@ -93,7 +93,7 @@ class AssertTest:
 
     code: str
     names: tuple[str, ...]
-    """Names that the code needs from the program."""
+    """Names that the test's code needs from the program that is tested."""
     classes: tuple[str, ...]
     """The names in `names` that stand for classes, since they begin with a capital letter."""
     first_calls: list[Tree] = field(default_factory=list, compare=False)

@@ -291,8 +291,8 @@ class CodeReward:
     async def score(
         self, samples: Sequence[RewardInput], *, timeout_s: float | None = None
     ) -> list[Scored | Failed | None]:
-        """Return one verdict for each sample. `timeout_s` limits every run of a program; None: the
-        deadline's `max_s` does."""
+        """Return one verdict for each sample. `timeout_s` limits every run of a program, in
+        seconds. None: the limit is the longest that the adaptive deadline allows, its `max_s`."""
         await self.open()
         limits = self._limits(timeout_s or self._longest_s())
         return list(await asyncio.gather(*(self._score(sample, limits) for sample in samples)))

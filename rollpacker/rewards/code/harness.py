@@ -313,8 +313,8 @@ def value_of(member: Any) -> Any:
 
 
 def judge(payload: str) -> None:
-    """Run the code of a test and print "passed" with the nonce; "failed"; "unfit" with the reason
-    why the test cannot be used with any program; or "ask" with the calls whose results it needs."""
+    """Run the code of a test and print "passed" and a secret (the nonce), "failed", "unfit" and why
+    the test cannot be used with any program, or "ask" and the calls whose results it needs."""
     out = take_stdout()
     task = json.loads(payload)
     calls = Calls(task["known"], task["ordered"])

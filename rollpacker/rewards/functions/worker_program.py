@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def main(line: int | Line) -> None:
-    """Answer requests until the controller hangs up. `line`: its connection, or the descriptor."""
+    """Answer the run's requests until it hangs up. `line`: the connection, or its descriptor."""
     controller = connected(line)
     hello, function = _load(controller.request().payload)
     if function is None:
@@ -54,8 +54,8 @@ def main(line: int | Line) -> None:
 
 
 def _load(payload: bytes) -> tuple[dict[str, Any], LoadedFunction | None]:
-    """Load the function that a request names. Returns the facts that the controller needs and the
-    function; if that fails, the reason and None."""
+    """Load the function that a request names. Returns the facts that the run's process needs and
+    the function; if that fails, the reason and None."""
     try:
         spec, is_factory, arguments = pickle.loads(payload)
         function = pickle.loads(spec) if isinstance(spec, bytes) else load_function(spec)

@@ -42,7 +42,7 @@ _REQUEST_ID = "rollpacker-"
 
 
 class _Passing(Exception):
-    """A request failed for a reason that may pass. `after_s`: seconds to wait, if asked for."""
+    """A request failed, perhaps only for now. `after_s`: seconds to wait, if the endpoint asks."""
 
     def __init__(self, why: str, *, after_s: float | None = None, busy: bool = False) -> None:
         super().__init__(why)
@@ -58,7 +58,7 @@ class _Refused(Exception):
 class EndpointCompleter:
     """Asks one model behind one address for completions. Meets the protocol `Completer`. An attempt
     that fails is repeated up to `max_retries` times. While the endpoint is down or says that it is
-    too busy, it is repeated until that has lasted for `outage_s` seconds."""
+    too busy, attempts go on until this has lasted for `outage_s` seconds."""
 
     url: str
     """The base address, up to and with `/v1`."""

@@ -120,7 +120,7 @@ def as_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
 
 
 def instructions(rubric: str, scale: Scale, *, with_id: bool = True) -> str:
-    """The system message. It is the same for every sample, so that a server can cache it."""
+    """The judge's system message, the same for every sample, so that a server can cache it."""
     allowed = f"either {scale.words()}" if scale.binary else f"a number from {scale.words()}"
     first = '"id": "<the id of the request>", ' if with_id else ""
     return (

@@ -69,7 +69,7 @@ class Unreadable:
 
 
 def schema(scale: Scale, *, with_id: bool = True) -> dict[str, Any]:
-    """A JSON schema of the verdict, for endpoints that can hold a model to a schema."""
+    """A JSON schema of a judge's reply (which has an id if `with_id`), where endpoints use one."""
     score: dict[str, Any] = {"type": "number"}
     if scale.binary:
         score["enum"] = [_plain(scale.low), _plain(scale.high)]

@@ -32,7 +32,7 @@ class Caps:
     elements: int
     """Most elements of a list, set or matrix."""
     boxes: int
-    """Most different boxes in a response."""
+    """Most different boxed answers in a response."""
 
     def problem(self, answer: str) -> str | None:
         """The first limit that the answer exceeds, in words. None: it exceeds none."""

@@ -35,7 +35,7 @@ FORMAT = 3
 prompts put off to later steps."""
 _PREFIX = "step_"
 _ASIDE = "replaced-"
-"""Part of the name of a checkpoint that is renamed before it is removed."""
+"""Part of the name that a checkpoint gets before removal, so that it counts as none."""
 _LOADED = {".safetensors", ".json", ".bin"}
 """Endings of files that a model loader takes because they are in the folder. Such a file that the
 manifest does not list is an error, since it would be loaded with, or instead of, listed files."""

@@ -156,9 +156,9 @@ class RunFolder:
 
     def find_checkpoint(self, *, carries: bool = True) -> Checkpoint | None:
         """Returns the checkpoint that a resume goes on from; None if the run ended before its first
-        one. `carries`: whether the run goes on from generated tokens of prompts put off to later
-        steps. Raises `RunError` or `CheckpointError` if no checkpoint is usable, or the log cannot
-        be read."""
+        one. `carries`: whether kept tokens of prompts put off to later steps will be read, and so
+        are verified. Raises `RunError` or `CheckpointError` if no checkpoint is usable, or the log
+        cannot be read."""
         if has_checkpoint(self.checkpoints):
             newest = newest_checkpoint(self.checkpoints, without=None if carries else CARRIED)
             if newest.format != FORMAT:

@@ -32,8 +32,8 @@ of one programming problem can be megabytes, and every sample of it would repeat
 
 @dataclass(slots=True)
 class PromptColumns:
-    """Makes the columns that describe a sample's prompt, given the number of the prompt's data row.
-    The samples of one prompt share the column texts."""
+    """Makes the columns that describe a sample's prompt. Called with the number of the prompt's row
+    in the data set; samples of one prompt share the result."""
 
     rows: Sequence[PromptRow]
     render: Decode
@@ -63,7 +63,7 @@ def row_text(columns: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SampleRows:
-    """Makes the rows of a training step's samples while the trainer computes that step."""
+    """Makes a training step's rows of `samples/*.parquet` while the trainer computes that step."""
 
     desk: Desk
     writer: SampleWriter
@@ -124,7 +124,7 @@ class SampleRows:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRows:
-    """Makes the rows of the samples that an evaluation generated."""
+    """Makes rows of `evaluations/*.parquet`, one for each sample that an evaluation generated."""
 
     writer: SampleWriter
     prompts: PromptColumns

@@ -61,5 +61,5 @@ def build_audience(
 
 
 def build_trackers(config: RunConfig) -> list[Callback]:
-    """Returns the config's trackers, which are told of a step when its metrics are written."""
+    """Returns the config's trackers, such as wandb, which get each step's finished metrics."""
     return [make_tracker(tracker) for tracker in config.tracker_configs]

@@ -92,8 +92,8 @@ def open_engines(
 
 
 def check_heads(model: Any, planner: ParallelismConfig) -> None:
-    """Raise `ValueError` if the model's attention heads cannot be split evenly over each number of
-    devices that an engine may get. `model`: its configuration in transformers."""
+    """Raise `ValueError` if an engine may get (as `planner` says) a number of devices over which
+    the model's attention heads cannot be split evenly. `model`: its transformers config."""
     text = model.get_text_config()
     heads = text.num_attention_heads
     of_keys = getattr(text, "num_key_value_heads", None) or heads

@@ -199,6 +199,6 @@ def check_turns(
 
 
 def sources_of(config: RunConfig, prompts: PromptSet) -> set[str]:
-    """Returns the names by which the core groups prompts: their tasks, or `train` if rows have no
+    """Returns the groups of prompts that the core tells apart: their tasks, or `train` without
     tasks."""
     return {row.task or TRAIN for row in prompts.rows} if config.routed else {TRAIN}

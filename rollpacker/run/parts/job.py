@@ -45,8 +45,8 @@ def build_job(
 def build_cursor(
     config: RunConfig, policy: LoadedPolicy, checkpoint: Checkpoint | None = None
 ) -> PromptCursor:
-    """Returns the cursor that deals out prompts of `data.train`, from the start, or from where the
-    checkpoint's cursor was."""
+    """Returns the cursor, which deals out the prompts of `data.train` in order: from the start, or
+    from the place that the checkpoint records."""
     rows = policy.train_prompts.rows
     cursor = PromptCursor(
         TRAIN,

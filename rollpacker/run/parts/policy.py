@@ -201,13 +201,10 @@ def load_policy(
     tell: Tell | None = None,
     progress: Progress | None = None,
 ) -> LoadedPolicy:
-    """Load prompts and rewards first, since these fail fast; then the model.
-
-    `model_path` loads other weights (and their tokenizer) than the config's; `threads` is used in
-    place of `train.threads`; `tell` is given lines for people, `progress` shows how far long work
-    is. Where engines and trainer have processes of their own, the model here has names and shapes
-    alone, without memory.
-    """
+    """Load prompts and rewards, which fail fast, then the model. `model_path`: other weights and
+    tokenizer than the config's. `threads` replaces `train.threads`, unless None. `tell` is given
+    lines to show, `progress` shows how far long work is. If engines and trainer have processes of
+    their own, the model has names and shapes alone, without memory."""
     from rollpacker.engines.embedded.attention import install_attention, other_layers
     from rollpacker.engines.table import BRING_THEIR_OWN_MODEL
     from rollpacker.trainer.model import load_model

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SAME: Mapping[str, Any] = {"model": "", "dtype": "", "train_data": ""}
-"""A made-up identity (fingerprints), passed for old and new run where only configs are compared."""
+"""Made-up fingerprints of model and data, passed for old and new run to compare configs only."""
 
 READ_S = 5.0
 """Seconds that may be spent on reading the log's entries after the last checkpoint."""
@@ -36,7 +36,7 @@ def config_before(folder: RunFolder) -> dict[str, Any]:
 
 def check_config(config: RunConfig, folder: RunFolder, step: int) -> None:
     """Raise `RunError` if a changed key makes this another run. Warn if `train.steps` was lowered
-    so far that the resume after `step` has one step left at most."""
+    so far that the resume, from the checkpoint of `step`, has one step left at most."""
     from rollpacker.config.load import changes_since
     from rollpacker.run.folder.run_folder import check_resume
 

@@ -31,7 +31,7 @@ def load_reward(config: RunConfig) -> WeightedReward:
 
 
 def _engine_completer(model_path: str, *, max_reply_tokens: int, concurrency: int) -> Any:
-    """Load the model of a judge, and return an engine of its own on which it answers."""
+    """Load a model that judges responses, and return an engine of its own for its replies."""
     from rollpacker.engines.completer import EngineCompleter
     from rollpacker.engines.embedded.attention import install_attention
     from rollpacker.trainer.model import load_model

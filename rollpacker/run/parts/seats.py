@@ -43,8 +43,8 @@ class RunSeat:
         return self.seat is not None
 
     def load_libraries(self) -> None:
-        """Import slow libraries before shared devices are held. Most of `transformers` is loaded
-        only when the names imported here are first used."""
+        """Import slow libraries before the run holds devices that other jobs wait for. Most of
+        `transformers` is loaded only when the names imported here are first used."""
         if self.seat is not None:
             from transformers import (  # noqa: F401
                 GenerationMixin,
@@ -101,8 +101,7 @@ class RunSeat:
 
 
 class _Telling:
-    """An observer of the event log that tells the scheduler how long the parts of each step (such
-    as generation and training) took."""
+    """Tells the scheduler how long generation, training and other parts of each step took."""
 
     def __init__(self, seat: Seat) -> None:
         from rollpacker.cluster.profile.phase_times import PhaseTimes
@@ -132,8 +131,9 @@ def _lease_lost(why: str) -> Exception:
 
 
 def take_seat(config: RunConfig, environ: Mapping[str, str], stack: ExitStack) -> RunSeat:
-    """Returns the seat that environment variables name, without a connection if they name none;
-    `stack` closes it. Raises `ValueError` if the config cannot share devices with other jobs."""
+    """Returns the seat (connection to a scheduler) that environment variables name, else one
+    without connection; `stack` closes it. Raises `ValueError` if the config cannot share
+    devices."""
     from rollpacker.cluster.seats.mailbox_seat import open_seat
     from rollpacker.cluster.seats.seat import SEAT_VARIABLE
     from rollpacker.run.errors import reaching_the_cluster

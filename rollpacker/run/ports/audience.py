@@ -39,7 +39,7 @@ CallInThread = Callable[[Callable[[], None]], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Telling:
-    """The row of metrics of which callbacks or trackers are told at the moment."""
+    """The row of metrics that callbacks or trackers are being told of, with its samples."""
 
     metrics: Metrics
     rows: Sequence[Mapping[str, Any]] = ()

@@ -49,10 +49,10 @@ class KeptTokens:
     tokens: NDArray[np.int32]
     log_probs: NDArray[np.float64]
     floor: int = 0
-    """Largest number of tokens at which this sample was stopped so far. 0 if it was never
-    stopped."""
+    """Largest number of tokens at which this sample was stopped so far; 0: never stopped. A
+    response that ends by itself at no more tokens is refused, and drawn again in part."""
     redraws: Redraws = ()
-    """Which tokens were drawn with which set of random numbers, as in `Response.redraws`."""
+    """As in `Response.redraws`: which tokens were drawn repeatedly, with other random numbers."""
     given: Spans = ()
     """Ranges of tokens that the model was given, not sampled; their log-probs are 0."""
 
@@ -74,8 +74,8 @@ whose random numbers they were drawn with)."""
 
 
 class CarriedTokens:
-    """Keeps the tokens generated so far for deferred prompts (put off to a later step). Carries out
-    the command `Defer`. Used under the bus's lock."""
+    """Keeps the tokens generated so far for deferred prompts (put off to a later step), when the
+    core commands `Defer`. Used under the bus's lock."""
 
     def __init__(
         self,
@@ -92,8 +92,8 @@ class CarriedTokens:
             for prompt, places in (waiting or {}).items()
         }
         self._launched: dict[PromptId, dict[int, KeptTokens]] = {}
-        """Kept tokens from which samples of this step go on, by prompt and place. They stay until
-        newer tokens are kept for that place."""
+        """Kept tokens from which samples of this step go on, by prompt and place (index of a
+        sample). They stay until newer tokens are kept for that sample."""
         self._ended: dict[PromptId, list[Response]] = {}
         """Responses of this step by prompt, whose tokens are kept if their prompt is put off to a
         later step."""
@@ -138,7 +138,7 @@ class CarriedTokens:
         ]
 
     def begun(self, prompt: PromptId) -> None:
-        """Note that samples of this prompt, put off before, are worked on again."""
+        """Note that samples of this prompt, which was put off before, are launched again."""
         if prompt in self._waiting:
             self._launched[prompt] = self._waiting.pop(prompt)
 
@@ -147,7 +147,7 @@ class CarriedTokens:
         return prompt in self._waiting
 
     def taken_up(self, sample: SampleId) -> KeptTokens:
-        """Returns the kept tokens from which this sample went on."""
+        """Returns the tokens kept from an earlier step, from which this sample went on."""
         return self._launched[sample.prompt][self._place_of(sample)]
 
     def ended(self, event: SampleGenerated | SampleAborted, response: Response | None) -> None:
@@ -275,9 +275,9 @@ def write_carried(folder: Path, waiting: KeptByPrompt, tokenizer: str) -> None:
 def read_carried(
     folder: Path, tokenizer: str, expected: Mapping[PromptId, Sequence[int]]
 ) -> KeptByPrompt:
-    """Returns the kept tokens in the folder of a valid checkpoint. `expected`: numbers of tokens
-    that the core's state has, by prompt and place. Raises `RunError` if the files do not match
-    these or were made with another tokenizer."""
+    """Returns the kept tokens in the folder of a valid checkpoint. `expected`: numbers of tokens by
+    prompt and place (index of a sample), as the core's state has them. Raises `RunError` if the
+    files do not match these or were made with another tokenizer."""
     folder = folder / CARRIED
     waiting: KeptByPrompt = {}
     if folder.exists():

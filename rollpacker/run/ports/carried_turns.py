@@ -25,7 +25,7 @@ from rollpacker.run.ports.player import Play
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """Tokens of a sample from an earlier step, and how far this step has drawn the same tokens
+    """Tokens of a trajectory from an earlier step, and how far this step has drawn the same ones
     again."""
 
     kept: KeptTokens
@@ -47,7 +47,7 @@ class Path:
 
 
 class CarriedTurns:
-    """Gives engines the tokens of earlier steps as drafts of turns. Used under the bus's lock."""
+    """Gives engines earlier steps' tokens of a turn, to draw again. Used under the bus's lock."""
 
     def __init__(self, carried: CarriedTokens) -> None:
         self._carried = carried
@@ -110,7 +110,7 @@ class CarriedTurns:
             self._leave(play)
 
     def concluded(self, response: Response) -> None:
-        """Keep the whole trajectory's response, for the case that its prompt is put off."""
+        """Keep the whole trajectory's response, in case its prompt is put off to a later step."""
         self._carried.left(response)
 
     def settle(self) -> None:

@@ -34,8 +34,8 @@ CLOSE_S = 10.0
 
 @dataclass(eq=False, slots=True)
 class Commits:
-    """Carries out `Commit` on the main task. The core's state and the kept tokens are read when the
-    command comes, since both may change before the checkpoint is written."""
+    """Ends a step when the core commands `Commit`. The core's state and the tokens kept for later
+    steps are read at once, since both may change before the checkpoint is written."""
 
     shared: Shared
     scoring: Scoring
@@ -46,12 +46,12 @@ class Commits:
     pools: Pools
     keep_last: int
     devices: SharedDevices
-    """Lends devices to trainer or engines; it holds the trainer."""
+    """Lends devices to trainer or engines. Its `trainer` is the one that a checkpoint saves."""
     cursor: Cursor
     carried: CarriedTokens
     salvage: Salvage
     tokenizer: str
-    """SHA-256 of the tokenizer's vocabulary."""
+    """SHA-256 of the tokenizer's vocabulary, stored with kept tokens. Empty if it is not known."""
     log: LogWriter
     samples: SampleWriter | None
     audience: Audience

@@ -46,8 +46,8 @@ class Desk:
     def __init__(self) -> None:
         self._known: dict[SampleId, KnownSample] = {}
         self.round_kind = ""
-        """Kind of the step's first batch of prompts, such as short or long. Empty before that
-        batch."""
+        """Kind of the step's first batch of prompts: short or long, for instance. Empty before
+        it."""
 
     def lay_down(self, response: Response) -> None:
         self._known[response.sample] = KnownSample(response)
@@ -83,8 +83,8 @@ class Desk:
         }
 
     def logged(self, groups: Sequence[Sequence[SampleId]]) -> dict[str, float]:
-        """Returns the mean of each value that reward functions logged, by its name, over those of
-        these samples for which it was logged."""
+        """Returns the mean of each value that reward functions logged for these samples, by its
+        name. Samples for which a value was not logged do not count in its mean."""
         values: dict[str, list[float]] = {}
         for verdict in (self._known[sample].verdict for group in groups for sample in group):
             for name, value in ({} if verdict is None else verdict.metrics).items():
@@ -107,8 +107,8 @@ class Desk:
         return sorted(seconds, key=lambda sample: (-seconds[sample], sample))[:count]
 
     def forget(self, waiting: Iterable[SampleId]) -> None:
-        """Forget all samples at the end of a step, except for the responses of `waiting`, the
-        samples that the rewards have not been given yet."""
+        """Forget all samples at the end of a step, except for the responses of `waiting`: samples
+        that were not given to the rewards yet."""
         kept = {sample: self._known[sample] for sample in waiting}
         self._known = {s: _waiting(one) for s, one in kept.items()}
         self.round_kind = ""

@@ -158,9 +158,8 @@ class Engines:
     # -- what the core wants -----------------------------------------------------------------------
 
     def submit(self, requests: Sequence[GenerationRequest], where: Sequence[int] = ()) -> None:
-        """Give each request to the engine whose number stands at the same place in `where`; if
-        `where` is empty, to engine 0. If that engine is lost, the core is told and assigns its
-        samples again."""
+        """Give each request to the engine whose number `where` has for it; if `where` is empty, to
+        engine 0. If that engine is lost, the core is told and assigns its samples again."""
         parts: dict[int, list[GenerationRequest]] = {}
         for request, number in zip(requests, where or (0,) * len(requests), strict=True):
             parts.setdefault(number, []).append(request)

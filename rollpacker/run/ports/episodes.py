@@ -90,7 +90,7 @@ class Episodes:
 
     def let_go(self, event: SampleAborted | SampleFailed, response: Response | None) -> None:
         """Note that an engine was stopped on a sample, or failed on it. An episode that its
-        environment has not begun is forgotten; for others the core gives `CancelAct`."""
+        environment has not begun is forgotten; others stay until the core cancels them."""
         play = self._plays.get(event.sample)
         if isinstance(event, SampleAborted):
             self._turns.aborted(event, play, response)
@@ -106,7 +106,7 @@ class Episodes:
     # -- commands ----------------------------------------------------------------------------------
 
     def _conclude(self, command: Conclude) -> None:
-        """End a trajectory and store its response at once, as rewards may need it next."""
+        """End a trajectory. Its response is stored at once, as rewards may need it next."""
         self.let_go_of([command.sample])
         play = self._plays.pop(command.sample)
         response = play.response(command.reason)

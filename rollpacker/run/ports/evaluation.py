@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 JUDGED_AT_ONCE = 32
 """Number of samples that the rewards are given in one call during an evaluation. Each finished call
-is a sign of life."""
+counts as progress for the deadline `reward_s`."""
 
 Judge = Callable[[Sequence[RewardInput]], Awaitable[Sequence[Scored | Failed]]]
 

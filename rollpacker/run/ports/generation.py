@@ -140,8 +140,7 @@ class Generation:
         self._fetch_engines()
 
     def _fetch_engines(self) -> None:
-        """If calls wait for engines whose devices the trainer has, let the main task give the
-        devices back."""
+        """If calls wait for engines whose devices the trainer has, have devices given back soon."""
         if self.devices.are_awaited:
             self.shared.main.later(self.devices.to_engines)
 
@@ -169,8 +168,8 @@ class Generation:
             self.shared.main.post(self.scoring.start)
 
     def _take(self, event: EngineEvent | None, response: Response | None) -> None:
-        """Tell the core of an engine's event, and keep the response's tokens. Does nothing if
-        `event` is None."""
+        """Tell the core of an engine's event (None: there is nothing to tell), and keep the
+        response."""
         if event is None:
             return
         if self.episodes is not None:
@@ -204,8 +203,8 @@ class Generation:
                 self.shared.bus.note("salvaged", 0.0, self.shared.bus.job.step, counts)
 
     def _blame(self, handle: Handle, event: SampleFailed) -> None:
-        """Handle a NaN in an engine's logits: the engine is lost, or the run ends since the weights
-        are broken."""
+        """Handle a NaN in an engine's logits: lose the engine, or end the run if the weights have
+        NaN."""
         if self.engines.blame(handle):
             self._policy_is_broken = True
             self.shared.main.post(self.shared.main.fail, self._broken_policy(event))
@@ -213,8 +212,8 @@ class Generation:
             self.engines.lose(handle, event.reason)
 
     def _tell(self, event: FleetEvent) -> None:
-        """Tell the core of engines lost and added. In an evaluation, also submit the requests of a
-        lost engine to others; the run ends if the core has given up on its engines."""
+        """Tell the core of lost and new engines. In an evaluation, also submit a lost engine's
+        requests to others; or end the run, if the core has given up on its engines."""
         self._let_salvage_answer()
         self.shared.bus.take(event)
         fleet = self.shared.bus.job.fleet

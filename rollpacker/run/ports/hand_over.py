@@ -41,14 +41,13 @@ Publish = Callable[["WeightSource"], Mapping[str, Exception]]
 not reached, by host name."""
 
 WRITTEN_S = 0.02
-"""Seconds after which a new engine that waits for weights looks again whether the trainer has
-written them."""
+"""Seconds between two looks of a new engine whether the trainer has written the weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class HandingOver:
-    """Brings the trainer's weights to all engines, on the main task; to engines that are added in
-    between, in threads of their own."""
+    """Brings the trainer's weights to all engines, on the main task (which does slow work); to
+    engines that are added in between, in threads of their own."""
 
     bus: Bus
     main: MainTask
@@ -113,8 +112,8 @@ class HandingOver:
         ).start()
 
     def _fill(self, number: int, incarnation: int, layout: EngineLayout) -> None:
-        """Make a new engine with this number and add it to the run. If that fails, the core is told
-        that the engine is lost."""
+        """Make an engine with this number and add it to the run; if that fails, tell the core.
+        `incarnation`: how many engines had the number before. `layout`: the devices of engines."""
         engines, engine = self.engines, None
         assert engines.make is not None, f"engine {number}: nobody can make it"
         try:

@@ -66,8 +66,8 @@ class Handle:
     version: int | None = None
     """Version of the weights that the engine got last. None before it got any."""
     salvage: KnownEnds | None = None
-    """Knows how some of the engine's samples end, from before a resume. None if no such ends are
-    known."""
+    """Knows how some samples ended before a resume, so that this engine need not generate them.
+    None if no such ends are known."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Give the engine these requests at once, or when it has its device again; except for those
@@ -179,8 +179,8 @@ def taken_along(
 ) -> GenerationRequest:
     """Returns the request for the sample's next engine, with the tokens generated so far and their
     log-probs. It is the original request, so that the sample starts again, if no engine has checked
-    the tokens of an earlier step yet, or if tokens may have been drawn again because the response
-    ended too early or grew too long (only the old engine knows how often they were)."""
+    the tokens of an earlier step yet, or if some tokens may have been drawn repeatedly, since only
+    the old engine knows how often."""
     carried = held.request.carried
     unseen = carried is not None and carried.verify and event.num_kept is None
     unseen = unseen and held.num_kept is None

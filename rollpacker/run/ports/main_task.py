@@ -22,12 +22,12 @@ Deed = Callable[[], Awaitable[None]]
 
 
 class MainTask:
-    """Queues slow work from ports and other threads for the main task on the event loop."""
+    """Queues slow work from any thread for the main task, which does it on the event loop."""
 
     def __init__(self) -> None:
         self.awaited: asyncio.Future[Any] | None = None
         """A future that the main task awaits and that no command of the core brings, such as an
-        evaluation's responses. It gets the error if the run fails. None if none is awaited."""
+        evaluation's responses. If the run fails, it gets the error. None if none is awaited."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
         self._why_at_once: BaseException | None = None
@@ -38,7 +38,7 @@ class MainTask:
         self._inbox: asyncio.Queue[Deed | Finish | BaseException] = asyncio.Queue()
 
     def open(self) -> None:
-        """Use the running event loop and its current task from now on."""
+        """Use the running event loop, and the task that calls this as main task, from now on."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             self._together = []  # what the one before did not come to is lost with it
@@ -79,8 +79,8 @@ class MainTask:
         self._put(deed)
 
     def fail(self, error: BaseException) -> None:
-        """End the run with this error, whatever the main task waits for. Used on the event loop;
-        other threads `post` it."""
+        """End the run with this error, whatever slow work waits for. Used on the event loop; other
+        threads `post` it."""
         if self.awaited is not None and not self.awaited.done():
             self.awaited.set_exception(error)
         else:

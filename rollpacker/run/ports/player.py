@@ -141,8 +141,9 @@ class Play:
     def request(
         self, sampling: SamplingParams, noise: SampleId | None, *, keep: bool = False
     ) -> GenerationRequest:
-        """Returns the request for the next turn. `noise`: the sample whose random numbers are used;
-        None: its own. `keep`: whether the engine is to keep its cache for the turn after that."""
+        """Returns the request for the next turn. `noise`: the sample whose random numbers draw the
+        tokens; None: its own. `keep`: whether the engine is to keep its cache for the turn
+        after."""
         self.spent.ask()
         return GenerationRequest(
             sample=self.sample,
@@ -218,12 +219,11 @@ class Player:
         self, play: Play, sampling: SamplingParams, noise: SampleId | None
     ) -> GenerationRequest:
         """Returns the request for the next turn, within the trajectory's limits. `noise`: the
-        sample whose random numbers are used; None: its own."""
+        sample whose random numbers draw the tokens; None: this one."""
         return play.request(self._bounded(play, sampling), noise, keep=self._is_kept(play))
 
     def _is_kept(self, play: Play) -> bool:
-        """Whether the engine is to keep its cache after the next turn, as another turn may
-        follow."""
+        """Whether another turn may follow the next, so that the engine is to keep its cache."""
         max_turns = self.limits.max_turns
         return max_turns is None or play.num_turns + 1 < max_turns
 
@@ -315,7 +315,7 @@ class Player:
         return None
 
     def must_finish(self, play: Play, reason: str) -> bool:
-        """Whether the environment has a final reward to give. `reason`: why the episode ended."""
+        """Whether a final reward is to be asked of the environment, given why the episode ended."""
         asked = self.environments.scores_at_end and play.is_begun
         return asked and reason not in ("done", "truncated")
 

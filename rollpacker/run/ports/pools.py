@@ -65,7 +65,7 @@ class Pools:
     @contextlib.asynccontextmanager
     async def borrowed(self, pool: PoolName, purpose: str) -> AsyncIterator[None]:
         """A context that holds the pool for work that is no command of the core, such as an
-        evaluation. `purpose`: what the work is, in a word. Used on the main task."""
+        evaluation. `purpose`: the work, in a word. Used on the main task, which does slow work."""
         yield
 
     async def parked(self) -> None:
@@ -100,7 +100,8 @@ class SharedPools(Pools):
         publish: Publish,
         tell: Callable[[], None],
     ) -> None:
-        """`tell`: shows observers new log entries. One observer reports steps to the cluster."""
+        """`tell`: shows observers new log entries. One observer reports to the scheduler, which
+        must hear of a finished step before devices are asked for."""
         super().__init__(bus)
         self.publish, self._tell = publish, tell
         self._main, self._watch, self._seat = main, watch, seat
@@ -112,8 +113,8 @@ class SharedPools(Pools):
         self._last: asyncio.Task[None] | None = None
         self._error: BaseException | None = None
         self._arrived: asyncio.Future[None] | None = None
-        """Future that ends when the pool for which the main task waits is there. None if it waits
-        for no pool."""
+        """Future that ends when the pool is there for which slow work, such as an evaluation,
+        waits. None if none waits."""
 
     def routes(self) -> Routes:
         return {
@@ -124,7 +125,7 @@ class SharedPools(Pools):
 
     @property
     def waited_s(self) -> float:
-        """Seconds that the run has waited for devices which it shares with other jobs, as the core
+        """Seconds that the run has waited for devices which it shares with other jobs. The core
         counts them."""
         return getattr(self.bus.job, "waited_s", 0.0)
 
@@ -193,8 +194,8 @@ class SharedPools(Pools):
             self._main.post(self._begin, partial(self._park, command.pool))
 
     def _tell_that_none_comes(self) -> None:
-        """End the main task's wait for a pool with `EnginesLost`, since the core has ended the run
-        and no pool will come."""
+        """End slow work's wait for a pool with `EnginesLost`, since the core has ended the run and
+        no pool will come."""
         if self._arrived is not None and not self._arrived.done():
             fleet = self.bus.job.fleet
             why = None if fleet is None else fleet.given_up

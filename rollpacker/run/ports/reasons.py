@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 _NUMBER = re.compile(r"(?<=\bpid )\d+")
 MAX_REASONS = 100
-"""Number of different reasons from which on new ones are not counted, as texts can be endless."""
+"""Number of different reasons after which new ones are not counted, to bound the memory."""
 
 MAX_TOLD_REASONS = 3
 """Number of different reasons that are logged when they first come; later ones are only counted."""
@@ -32,7 +32,7 @@ class Reasons:
         self._counts: Counter[str] = Counter()
         """Number of samples that could not be used, by reason."""
         self._first: dict[str, str] = {}
-        """First reason of each kind, by kind. Reasons that differ only in a process id are of one
+        """First reason of each kind, by kind: reasons that differ in a process id only are one
         kind."""
         bus.add_sink(self._saw)
 

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class Recovery:
-    """Restarts the trainer when its processes are lost. Used on the main task."""
+    """Restarts the trainer when its processes are lost. Used on the main task (does slow work)."""
 
     bus: Bus
     desk: Desk
@@ -51,8 +51,8 @@ class Recovery:
         self._order = command
 
     async def through(self, deed: Deed) -> bool:
-        """Do this work on the main task; if the trainer is lost in it, restart the trainer and do
-        it again. Returns False if the core has ended the run instead."""
+        """Do this piece of slow work, such as an update. If the trainer is lost in it, restart the
+        trainer and do it again. Returns False if the core has ended the run instead."""
         while True:
             try:
                 await deed()
@@ -62,7 +62,7 @@ class Recovery:
                     return False
 
     async def look(self) -> None:
-        """Restart the trainer if it was lost while the main task waited. Does nothing while other
+        """Restart the trainer if it was lost while no slow work was done. Does nothing while other
         jobs may have its devices."""
         reason = self.trainer.how_lost() if self.pools.has("train") else None
         if reason is not None:

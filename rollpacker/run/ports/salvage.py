@@ -103,7 +103,7 @@ class Salvage:
         """How samples ended before the run was killed, with the number of the record in the
         file."""
         self._under_way: dict[SampleId, GenerationRequest] = {}
-        """Requests under these weights that were submitted and have not ended."""
+        """Requests for the current weights that were given to engines and have not ended."""
         self._waiting: dict[SampleId, tuple[Handle, GenerationRequest]] = {}
         """Submitted requests whose result the file has, each with the engine that would generate
         it."""
@@ -322,8 +322,8 @@ class Salvage:
 
 
 def _end_of(body: bytes) -> tuple[RecordedEnd, bool]:
-    """Returns the record in this frame of the file, and whether no sample was being generated when
-    it was written."""
+    """Returns the record in this body of a frame (size, checksum, body), and whether no sample was
+    being generated when it was written."""
     line, _, arrays = body.partition(b"\n")
     facts = json.loads(line)
     event: Any = from_plain(EVENTS[facts["event"]], {"time_s": 0.0, **facts["facts"]})
@@ -335,8 +335,8 @@ def _framed(body: bytes) -> bytes:
 
 
 def _frames(path: Path) -> Iterator[tuple[bytes, int]]:
-    """Yields the content of each frame in the file, and where the frame ends (in bytes), up to the
-    first damaged frame."""
+    """Yields the body of each frame (size, checksum, body) in the file, and the byte at which the
+    frame ends, up to the first damaged one."""
     if not path.exists():
         return
     with path.open("rb") as file:

@@ -12,8 +12,8 @@ from rollpacker.run.ports.watch import Watch
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The core's bus, the main task, the desk (what is known of samples), and the watch over
-    deadlines."""
+    """The bus (brings events to the core), the main task (does slow work), the desk (what is known
+    of each sample), and the watch over deadlines."""
 
     bus: Bus
     main: MainTask

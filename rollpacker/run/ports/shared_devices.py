@@ -37,8 +37,8 @@ MemoryMove = Callable[[Engine], Coroutine[Any, Any, None]]
 
 
 class SharedDevices:
-    """Moves engines and trainer replicas on and off the devices that they share. The main task
-    calls the `async` methods, one after the other."""
+    """Moves engines and trainer replicas on and off the devices that they share. Calls of the
+    `async` methods must not overlap; most come from the main task, which does slow work."""
 
     def __init__(
         self,

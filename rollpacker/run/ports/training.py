@@ -36,8 +36,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class Training:
-    """The trainer's port: trains on the main task. Groups of samples whose gradients may begin
-    before the step is complete are noted when the command comes, under the bus's lock."""
+    """The trainer's port: trains on the main task (which does slow work). Groups of samples whose
+    gradients may begin before the step is complete are noted when the command comes, under the
+    bus's lock."""
 
     shared: Shared
     _: KW_ONLY
@@ -285,8 +286,8 @@ def _parts_of(
 
 
 def _check_same_advantage(early: TrainSample, whole: TrainSample) -> None:
-    """Raise `ValueError` if a sample's advantage in the whole step is not that of its group alone,
-    except for rounding. `early` was computed with its group alone."""
+    """Raise `ValueError` if a sample's advantage differs between `early`, computed from its group
+    alone, and `whole`, computed from all groups of the step. Rounding is ignored."""
     pair = [
         sample.advantage if isinstance(sample.advantage, tuple) else (sample.advantage,)
         for sample in (early, whole)
@@ -304,8 +305,8 @@ def _check_same_advantage(early: TrainSample, whole: TrainSample) -> None:
 def common_factor(
     samples: Sequence[TrainSample], streamed: Mapping[SampleId, TrainSample]
 ) -> float:
-    """Returns the factor from provisional weights (`streamed`: samples whose gradients began early)
-    to the weights of the whole step. 1.0 if all these weights are 0."""
+    """Returns the factor from provisional loss weights (of `streamed`, samples whose gradients
+    began early) to the weights of the whole step. 1.0 if there are none, or all are 0."""
     factors = []
     for sample in samples:
         early = streamed.get(sample.sample)
@@ -324,13 +325,13 @@ _SUMS = (
     *("train/response_tokens", "train/tokens", "train/padded_tokens", "train/micro_batches"),
     "train/recomputed_micro_batches",
 )
-"""Metrics that count something: a step's value is the sum over its updates."""
+"""Metrics that count something: a step's value is the sum over its optimizer updates."""
 _OF_EACH = ("actor/ppo_kl", "actor/ratio/mean", "actor/clip_ratio_low", "actor/clip_ratio_high")
-"""Metrics of how far the policy is from the one that generated, which is farther after each update.
-Besides the mean, a step has each update's value as NAME/update_1 and so on."""
+"""Metrics of how far the policy is from the one that generated, which each update enlarges. Besides
+the mean, a step has the value of each update, as NAME/update_1 and so on."""
 _LAST = ("train/lora_merge_loss", "perf/pipeline/host_links")
 _LAST_ENDINGS = ("/layers", "/slow")
-"""Ends of names of metrics for the state after the step: the last update's value counts."""
+"""Ends of names of metrics for the trainer's state after a step: the last update's value counts."""
 
 _FIRST = ("sampling/sampling_logp_difference/", "sampling/importance_sampling_ratio/")
 """Beginnings of names of metrics that compare engine and trainer. The first update's value counts,

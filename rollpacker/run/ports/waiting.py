@@ -19,7 +19,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Collecting:
-    """Gathers the outputs of requests that are not the core's. `done`: future of all responses."""
+    """Gathers outputs that the core need not know (an evaluation's). `done`: the responses."""
 
     def __init__(self, count: int, loop: asyncio.AbstractEventLoop) -> None:
         self.done: asyncio.Future[list[Response]] = loop.create_future()

@@ -25,7 +25,7 @@ enough to process all prompts of a batch) while others do."""
 
 @dataclass(eq=False, slots=True)
 class Watch:
-    """Checks deadlines on the event loop. An event of the core in any thread is a sign of life."""
+    """Checks deadlines on the event loop. Any event that reaches the core counts as progress."""
 
     bus: Bus
     deadlines: DeadlineConfig
@@ -42,7 +42,7 @@ class Watch:
         self.bus.add_sink(self._saw)
 
     def sign(self) -> None:
-        """Note a sign of life: deadlines of generation and rewards count from now on."""
+        """Note progress now: the deadlines of generation and rewards start again."""
         self._last_sign = self.bus.clock.now()
 
     def check_rollout(self) -> None:
@@ -83,23 +83,23 @@ class Watch:
             )
 
     def rewards_wait(self) -> bool:
-        """Whether the rewards wait for an outside service that is down. If so, a sign of life is
-        noted."""
+        """Whether the rewards wait for an outside service that is down. If so, that counts as
+        progress."""
         if self.reward.outage() is None:
             return False
         self.sign()
         return True
 
     def pool_is_awaited(self) -> bool:
-        """Whether the run waits for devices that other jobs have. If so, a sign of life is
-        noted."""
+        """Whether the run waits for devices that other jobs have. If so, that counts as
+        progress."""
         if not waits_for_pool(self.bus.job):
             return False
         self.sign()
         return True
 
     def engine_works(self) -> bool:
-        """Whether engines made progress since the last call. If so, a sign of life is noted."""
+        """Whether engines decoded since the last call. If so, that counts as progress."""
         steps = self.engines.status().decode_steps
         if steps == self._last_decode_steps:
             return False
@@ -115,8 +115,8 @@ class Watch:
         lives: Callable[[], bool] = lambda: False,
     ) -> T:
         """Await this, and return its result. Each time that `deadlines.KEY` seconds have passed
-        (`key`), `lives` is called, and `DeadlineExceeded` is raised unless it returns True (a sign
-        of life). `what`: what is awaited, for the error; None: what the core waits for."""
+        (`key`), `lives` is called, and `DeadlineExceeded` is raised unless it returns True (there
+        is progress). `what`: what is awaited, for the error; None: the core says it."""
         limit = self._limit(key)
         future = asyncio.ensure_future(awaitable)
         while True:

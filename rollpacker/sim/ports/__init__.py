@@ -1,1 +1,1 @@
-"""The ports of a simulation: the objects that carry out the core's commands in simulated time."""
+"""The ports of a simulation: objects that obey the scheduling core's commands in simulated time."""

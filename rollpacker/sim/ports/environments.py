@@ -1,6 +1,6 @@
 """The simulated environments of trajectories: each environment answers after the seconds drawn for
-its turn. The core limits how many answer at once (`core/checks/acting.py`), so an `Act` command
-begins at once."""
+its turn. The scheduling core limits how many answer at once (`core/checks/acting.py`), so an `Act`
+command begins at once."""
 
 from __future__ import annotations
 

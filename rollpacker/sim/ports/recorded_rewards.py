@@ -1,7 +1,7 @@
 """Gives the verdicts that a real run has recorded, after the seconds that its checks took.
 
-The core limits how many checks run at once if their kind has workers or a deadline; such a check
-takes the seconds of a recorded check. Other checks are put together as in a real run
+The scheduling core limits how many checks run at once if their kind has workers or a deadline;
+such a check takes the seconds of a recorded check. Other checks are put together as in a real run
 (`run/ports/scoring.py`): checks that come while no further call of the reward can begin join one
 batch. Every batch is one call, and the reward's workers run a few calls at once.
 """

@@ -39,7 +39,7 @@ from rollpacker.sim.tally import Tally
 
 
 class Lane:
-    """One simulated engine, with the number by which the core knows the engine."""
+    """One simulated engine, with the number by which the scheduling core's commands name it."""
 
     __slots__ = ("engine", "finish", "last_busy_s", "number")
 
@@ -48,14 +48,14 @@ class Lane:
     ) -> None:
         self.engine = engine
         self.number = number
-        """Number by which the core knows the engine."""
+        """Number by which the scheduling core's commands name the engine."""
         self.last_busy_s = 0.0
         self.finish = partial(finish, self)
         """Function that takes out the response that is finished next and returns its event."""
 
 
 class Rollout:
-    """Carries out the core's commands to engines, such as `Launch`, `Abort` and `Release`."""
+    """The simulated engines; obeys the scheduling core's commands `Launch`, `Abort` and others."""
 
     def __init__(
         self,
@@ -68,8 +68,8 @@ class Rollout:
         num_engines: int,
         turns: Turns | None = None,
     ) -> None:
-        """`num_engines`: number of engines that the core has at the start. `turns`: progress of
-        samples that take turns with environments; None: samples are single responses."""
+        """`num_engines`: number of engines at the start of the run. `turns` knows how many messages
+        each trajectory has so far; None: samples are single responses."""
         self._clock = clock
         self._machine = machine
         self._responses = responses
@@ -372,7 +372,7 @@ class Rollout:
         self._is_ready(number, command.version, start_s)
 
     def _resize(self, command: Resize) -> None:
-        """Start all engines, which are empty, anew. The next launch has their new size."""
+        """Restart all engines, which have no samples. `Launch` then says how many GPUs each has."""
         machine = self._machine
         self._tally.bubble["sync"] += machine.resize_s * machine.gpus
         for number, incarnation in enumerate(command.incarnations):

@@ -102,7 +102,8 @@ class Turns:
         return turns[self._ended[key] - 1].given + left
 
     def _take_up(self, key: int, start: int) -> int:
-        """Begin a message after `start` tokens. Returns how many tokens of the message are kept."""
+        """Begin the message after the trajectory's first `start` tokens. Returns how many tokens of
+        the message are kept from an earlier launch."""
         responses = self._responses
         self._starts[key] = start
         same = 0 if self._carried is None else self._carried.same[key]

@@ -27,7 +27,7 @@ from rollpacker.weights.buffer import ALIGNMENT, BufferLayout, StaleWeightsError
 from rollpacker.workers.loop import at_once
 
 PASS_ON_BYTES = 256 << 10
-"""Number of arrived bytes of a shard after which hosts that want them from this host are woken."""
+"""Number of new bytes of a version after which hosts that want them from this host are woken."""
 RETRY_S = 0.5
 """Seconds before a host of the trainer that did not answer is asked again."""
 

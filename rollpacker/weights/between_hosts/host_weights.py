@@ -49,7 +49,8 @@ class HostWeights:
             return self._port.address
 
     def send(self, number: int, layout: BufferLayout, head: bytes) -> None:
-        """Offer other hosts the version that the trainer has written here, as shipment `number`."""
+        """Offer other hosts the version that the trainer has written here, as shipment `number`.
+        `head`: the first bytes of its buffer, which tell versions apart."""
         with self._lock:
             self._check_newest(number)
             assert self._port is not None
@@ -74,7 +75,7 @@ class HostWeights:
         return there
 
     def _check_newest(self, number: int) -> None:
-        """Raise `OSError` for a call about an earlier shipment than the newest: it came late."""
+        """Raise `OSError` for a late call, about an earlier sending of weights than the newest."""
         if number < self._newest:
             raise OSError("the next version is on its way")
         self._newest = number

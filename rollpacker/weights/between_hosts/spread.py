@@ -78,8 +78,7 @@ class Spread:
 
     def __init__(self) -> None:
         self._held: weakref.WeakKeyDictionary[Any, _Held] = weakref.WeakKeyDictionary()
-        """By each host's agent, the version that the host has. A host that is receiving one is
-        absent."""
+        """By a host's agent, the version that the host has. A host that is receiving is absent."""
         self._members: dict[str, Member] = {}
         self._shipping = threading.Lock()
         self._num_shipments = 0

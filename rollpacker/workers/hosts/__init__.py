@@ -6,6 +6,6 @@ to engines and trainer processes there over lines (sockets). For weights, the ru
 
 Only `ray_*.py` import ray, for the agents of a run and for a process's one connection; the mailbox
 and the jobs of a cluster of many runs are in `cluster/on_ray/`. Ray knows the hosts, reserves their
-devices, starts one agent on each and carries its calls. It restarts and repeats nothing, since what
-follows a loss is the core's decision.
+devices, starts one agent on each and carries its calls. It restarts and repeats nothing, since the
+run itself decides what follows a loss.
 """

@@ -245,8 +245,8 @@ def stands_for(decimal: Number, value: Any, min_digits: int) -> bool:
 
 
 def same_number(gold: Number, answer: Number, min_digits: int) -> bool:
-    """Whether two numbers are equal, or one is a decimal that stands for the other. Whole numbers
-    never count as rounded."""
+    """Whether two numbers are equal, or one is the other, rounded or cut off to a decimal of at
+    least `min_digits` digits. Whole numbers never count as rounded."""
     if gold.value == answer.value:
         return True
     coarse, fine = gold, answer
