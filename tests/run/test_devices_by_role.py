@@ -32,6 +32,8 @@ def own(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(placement, "this_host", lambda kind: NODE)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name in hosts.ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
     return chosen
 
 
@@ -63,6 +65,7 @@ def engines_see(config: RunConfig, found: Hosts) -> list[str]:
 def ranks_see(found: Hosts) -> list[str]:
     places = found.of_ranks()
     assert [place.local_rank for place in places] == [0] * len(places)
+    assert {p.environment["PYTORCH_ALLOC_CONF"] for p in places} == {"expandable_segments:True"}
     return seen([place.environment for place in places])
 
 

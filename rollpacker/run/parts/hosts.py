@@ -25,6 +25,10 @@ HEAD_S = 15.0
 """Seconds without an answer after which ray's head process counts as lost."""
 RESERVE_S = 60.0
 """Seconds that ray may take to reserve the run's devices, which other programs may hold."""
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Environment variables for torch's allocator: today's name, and an earlier one, also heeded."""
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Environment variables with the network interface for torch's collectives, by backend."""
 SHM_BYTES = 64 << 20
 """Bytes that must be free in a host's /dev/shm, through which torch and vLLM share memory."""
 
@@ -87,6 +91,11 @@ class Hosts:
         from rollpacker.trainer.launch import RankPlace
 
         places = [self._place([device]) for device in self._devices("train")]
+        assert self.plan is not None
+        if self.plan.kind == "cuda" and not any(name in os.environ for name in ALLOCATOR):
+            # Micro-batches differ in size, and would leave holes in fixed segments of memory.
+            for _, environment in places:
+                environment[ALLOCATOR[0]] = "expandable_segments:True"
         # On CUDA each sees its own device alone, which is its first.
         return [RankPlace(0, host, environment) for host, environment in places]
 
@@ -119,7 +128,7 @@ class Hosts:
                      for one in there]  # fmt: skip
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(names)
         if name in self.interfaces:
-            environment["GLOO_SOCKET_IFNAME"] = self.interfaces[name]
+            environment |= dict.fromkeys(INTERFACES, self.interfaces[name])
         return self.by_name.get(name) or ThisHost(), environment
 
 
