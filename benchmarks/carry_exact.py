@@ -97,6 +97,8 @@ class Launcher:
     ) -> dict[SampleId, EngineOutput]:
         """One output each. A ticker, a request of a few tokens, ends every few steps; at that
         moment some live samples are aborted."""
+        if not requests:  # all ended before the last launch
+            return {}
         outputs: dict[SampleId, EngineOutput] = {}
         live = {one.sample for one in requests}
         done = threading.Event()

@@ -31,7 +31,7 @@ Routes = Mapping[type[Command], Callable[[Any], None]]
 must be quick; it may begin longer work, whose end it reports by an event."""
 
 Sink = Callable[[Entry], None]
-"""Function that is given every entry of the event log, in order, under the lock; must be quick."""
+"""Function given every entry of the event log, in order, under the bus's lock; must be quick."""
 
 
 class Clock(Protocol):
@@ -48,7 +48,7 @@ class Clock(Protocol):
 
 
 class Port(Protocol):
-    """An object that carries out some kinds of the core's commands."""
+    """An object that carries out some kinds of the core's commands, which `routes` names."""
 
     def routes(self) -> Routes: ...
 
@@ -69,7 +69,7 @@ class Bus:
         self._sinks = list(sinks)
         self._is_busy = False
         self._answers: deque[Event] = deque()
-        """Events that ports brought while a command was carried out; they are handled next."""
+        """Events that ports brought while a command was carried out; `take` handles them next."""
         if ports:
             self.connect(*ports)
 
@@ -98,8 +98,8 @@ class Bus:
             self.take_alone(event)
 
     def take_alone(self, event: Event) -> None:
-        """Do as `take` does, without the lock, on a bus that a single thread uses. The lock takes
-        some 4 % of a simulation's time."""
+        """Do as `take` does, but without the lock, for a bus that only one thread uses. In a
+        simulation the lock would take some 4 % of the time."""
         answers = self._answers
         if self._is_busy:
             answers.append(event)
@@ -138,15 +138,15 @@ class Bus:
                 sink(entry)
 
     def note(self, name: str, seconds: float, step: int, metrics: Mapping[str, float]) -> None:
-        """Log an entry for what is no event of the core, such as an evaluation, and has taken
-        `seconds` until now."""
+        """Add a note to the event log: of something that is no event for the core, such as an
+        evaluation, and that took `seconds`, until now."""
         with self.lock:
             now = self.clock.now()
             self.write(Note(time_s=now, name=name, seconds=seconds, step=step, metrics=metrics))
 
 
 class Recorded:
-    """A port (object that carries out the core's commands) for commands that are only logged."""
+    """A port (carries out the core's commands) that does nothing: its commands are only logged."""
 
     def __init__(self, *kinds: type[Command]) -> None:
         self._kinds = kinds
@@ -156,7 +156,7 @@ class Recorded:
 
 
 class Unsaid:
-    """A port for commands that the core must not give in this configuration; it raises for each."""
+    """A port for commands that the core never gives in this configuration: each raises an error."""
 
     def __init__(self, *kinds: type[Command]) -> None:
         self._kinds = kinds
@@ -169,11 +169,11 @@ class Unsaid:
 
 
 class OwnPools:
-    """Grants device pools (groups of devices) that no other job uses: at once, when the core
-    asks."""
+    """A port for a run whose device pools (groups of devices) no other job uses: whenever the core
+    asks for a pool, it gets it at once."""
 
     def __init__(self, take: Callable[[Event], None]) -> None:
-        """`take`: brings an event to the bus."""
+        """`take`: the bus's `take`, which brings an event to the core."""
         self._take = take
 
     def routes(self) -> Routes:

@@ -19,7 +19,7 @@ class CallbackError(RuntimeError):
 
 
 class RunningRun(Protocol):
-    """A run as callbacks see it: facts of the run, and what a callback may do with it."""
+    """A run as its callbacks see it: facts such as its folder, and methods for them to call."""
 
     @property
     def name(self) -> str: ...

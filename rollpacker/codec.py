@@ -73,7 +73,7 @@ class _Field(NamedTuple):
     name: str
     hint: Any
     left_out: Any
-    """The value with which the field is left out of the plain form; MISSING: never left out."""
+    """The field is left out of the plain form while it has this value; MISSING: never left out."""
     absent: Any
     """The value of a field that the plain form lacks; MISSING: its default."""
 
@@ -84,7 +84,7 @@ class _Form(NamedTuple):
     writers: tuple[tuple[str, Convert], ...]
     """Fields whose values must be converted for the plain form, each with the function for that."""
     left_out: tuple[tuple[str, Any], ...]
-    """Fields that are left out of the plain form, each with the value at which they are."""
+    """Fields left out of the plain form at a certain value, each with this value."""
     readers: tuple[tuple[str, Convert], ...]
     absent: Mapping[str, Any]
     """Values of fields that the plain form lacks, by field name. Fields that are not in here have
@@ -188,8 +188,8 @@ def _without_extras(hint: Any) -> Any:
 
 
 def _writer(hint: Any) -> Convert | None:
-    """Returns a function from a value with this hint to its plain form. None if values are plain
-    already."""
+    """Returns the function from a value with this type hint to its plain form (JSON values). None
+    if the value is plain already."""
     origin, arguments = get_origin(hint), get_args(hint)
     if _is_union(origin):
         return _optional(arguments, _writer)
@@ -214,7 +214,7 @@ def _writer(hint: Any) -> Convert | None:
 
 
 def _reader(hint: Any) -> Convert | None:
-    """Returns a function from the plain form to a value with this hint. None if both are equal."""
+    """Returns a function from plain form to a value with this hint. None if they are the same."""
     origin, arguments = get_origin(hint), get_args(hint)
     if _is_union(origin):
         return _optional(arguments, _reader)
@@ -249,7 +249,7 @@ def _is_union(origin: Any) -> bool:
 
 
 def _optional(members: Sequence[Any], converter: Callable[[Any], Convert | None]) -> Convert | None:
-    """Returns the conversion for `X | None`. None for a union whose members need no conversion."""
+    """Returns `converter`'s conversion of `X | None`. None if no hint in `members` needs one."""
     found = {id(c): c for c in map(converter, members) if c is not None}
     if not found:
         return None
@@ -261,8 +261,8 @@ def _optional(members: Sequence[Any], converter: Callable[[Any], Convert | None]
 def _elements(
     arguments: Sequence[Any], converter: Callable[[Any], Convert | None], make: Callable[..., Any]
 ) -> Convert:
-    """Returns the conversion for a sequence whose elements share one hint, or have one each, as in
-    a tuple of fixed length. `make`: makes the sequence from a list of its elements."""
+    """Returns the conversion for a sequence. `arguments`: one type hint for all elements, or one
+    each. `converter`: conversion for a hint. `make`: makes the sequence of a list of elements."""
     if len(arguments) == 1 or arguments[-1] is Ellipsis:
         convert = converter(arguments[0])
         if convert is None:
@@ -325,8 +325,8 @@ _MIN_INTEGER, _MAX_INTEGER = -(1 << 63), (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How values of a type become bytes where its hints do not tell: `to_plain` makes plain values
-    of one, and `from_plain` reverses that."""
+    """How values of one type become bytes if its type hints do not say that: `to_plain` makes of a
+    value one that a `Codec` can encode, and `from_plain` reverses that."""
 
     type: type
     to_plain: Callable[[Any], Any]
@@ -334,7 +334,7 @@ class Kind:
 
 
 def by_field(of: type) -> Kind:
-    """Returns a `Kind` that writes a dataclass field by field, without checking its hints."""
+    """Returns a `Kind` that encodes a dataclass field by field, without checking its hints."""
     names = [field.name for field in _fields(of)]
     return Kind(
         of,
@@ -353,7 +353,7 @@ class Codec:
         self.types = tuple(types)
         self._codes: dict[type, int] = {}
         self._kinds: dict[int, Kind] = {}
-        """The `Kind` of each type that was listed with one, by the type's code."""
+        """The `Kind` of each type that was listed as a `Kind`, by the type's code in messages."""
         self._decoders: dict[int, msgspec.msgpack.Decoder[Any]] = {}
         """Decoders of the types that are encoded by their hints, by the type's code."""
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._ext)
@@ -388,8 +388,8 @@ class Codec:
             raise ValueError(f"bytes that are no message: {error!r}") from None
 
     def _plain(self, value: Any, is_plain: Callable[[Collection[Any]], bool]) -> Any:
-        """Returns the value in a form that MessagePack can hold. `is_plain` tells whether some
-        values need no conversion; a long list is checked in one call."""
+        """Returns the value in a form that MessagePack can hold. `is_plain`: returns whether all of
+        the values it is given need no conversion (`_is_plain` or `_is_number`)."""
         kind = type(value)
         if kind is list or kind is tuple:
             plain = value if is_plain(value) else [self._plain(one, is_plain) for one in value]
@@ -442,8 +442,8 @@ class Codec:
         return self._kinds[code].from_plain(self._decoder.decode(data))
 
     def _of_type(self, hint: Any, value: Any) -> Any:
-        """Returns the value, found in a field of a listed type, if it fits the hint; else raises
-        `TypeError`."""
+        """Returns `value` if it is of the type that `hint` names; else raises `TypeError`. Called
+        for fields of listed types."""
         origin = get_origin(hint) or hint
         if not isinstance(value, origin):
             raise TypeError(f"{type(value).__qualname__} instead of {hint}")

@@ -40,8 +40,8 @@ _given: ContextVar[Mapping[str, Any]] = ContextVar("given", default=MappingProxy
 
 @contextmanager
 def giving(objects: Mapping[str, Any]) -> Iterator[None]:
-    """A context in which `given` finds these objects, as `<python>:name` for each name, in this
-    thread."""
+    """A context in which `given("<python>:NAME")` returns these objects by their names, in this
+    thread and in tasks started in it."""
     token = _given.set({**_given.get(), **objects})
     try:
         yield

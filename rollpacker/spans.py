@@ -44,7 +44,8 @@ def outside(values: Sequence[T], spans: Spans) -> Sequence[T]:
 
 
 def within(spans: Spans, first: int, behind: int) -> Spans:
-    """Returns the parts of these ranges from `first` to before `behind`, with `first` as 0."""
+    """Returns the parts of these ranges from token `first` to before `behind`, with `first` as
+    0."""
     cut = ((max(start, first), min(end, behind)) for start, end in spans)
     return tuple((start - first, end - first) for start, end in cut if start < end)
 
@@ -52,9 +53,9 @@ def within(spans: Spans, first: int, behind: int) -> Spans:
 def rows_in(
     prompt: tuple[int, ...], count: int, given: Spans, rewritten: Rewritten
 ) -> Iterator[tuple[tuple[int, ...], int, int]]:
-    """Yields the training rows of a response of `count` tokens (parts with a context of their own),
-    each as (context, first token, one after the last). Given tokens at a row's end are left out,
-    and so are rows without a sampled token."""
+    """Yields a response's training rows: parts with a context of their own, since the chat template
+    changed earlier turns (`rewritten`). Each is (context, first token, one after the last). Tokens
+    `given` (not sampled) at a row's end, and rows without a sampled token, are left out."""
     starts = [(0, prompt), *rewritten]
     ends = [first for first, _ in rewritten]
     gaps = {behind: first for first, behind in given}
@@ -65,7 +66,8 @@ def rows_in(
 
 
 def num_in_rows(prompt: tuple[int, ...], count: int, given: Spans, rewritten: Rewritten) -> int:
-    """Returns the number of tokens in all training rows of a response, their contexts included."""
+    """Returns the number of tokens in all training rows of a response of `count` tokens, contexts
+    included. It has several rows if the chat template changed earlier turns (see `rows_in`)."""
     if not rewritten:
         return len(prompt) + count
     rows = rows_in(prompt, count, given, rewritten)

@@ -62,7 +62,7 @@ def _std(values: Tensor, groups: Tensor) -> Tensor:
 
 
 def _per_group(values: Tensor, groups: Tensor, how: str) -> Tensor:
-    """A statistic of each group (`how`: torch's name of it), repeated for all members [M]."""
+    """A statistic of each group (`how`: as for `scatter_reduce`), repeated for its members [M]."""
     size = int(groups.max()) + 1 if len(groups) else 0
     empty = values.new_zeros(size)
     return empty.scatter_reduce(0, groups, values, how, include_self=False)[groups]

@@ -86,21 +86,23 @@ class AlgorithmConfig:
     """Whether to shift and scale the finished advantages of all tokens of the step to mean 0 and
     standard deviation 1. None: as in the algorithm `name`."""
     gamma: float = 1.0
-    """Discount per token, of the critic's estimates and of penalties per token."""
+    """Discount from token to token: with a critic, or where responses of a group are not
+    compared."""
     gae_lambda: float = 0.95
-    """The lambda of generalized advantage estimation, with a critic: 0 looks ahead to the next
-    token, 1 to the end of the response."""
+    """The lambda of generalized advantage estimation (with a critic): at 0 an advantage looks only
+    to the critic's value of the next token, at 1 to the rewards up to the response's end."""
     credit: Credit = "trajectory"
     """How trajectories of several turns are rewarded. trajectory: all tokens of a trajectory have
     the same advantage. turn: all tokens of a turn have the advantage of the rewards from that turn
     on. See docs/algorithms.md."""
     turn_discount: float = 1.0
-    """With credit=turn: discount of the rewards of later turns, for each turn between."""
+    """With credit=turn: factor per turn by which rewards of later turns count less. 1: all
+    alike."""
     overlong_buffer_tokens: int = 0
     """DAPO's soft punishment: a response that reaches into the last so many tokens before the limit
     loses up to `overlong_penalty` of reward, linearly. 0: off."""
     overlong_penalty: float = 1.0
-    """Reward that a response loses at the limit, with `overlong_buffer_tokens`."""
+    """Reward that a response loses at the limit of tokens, unless `overlong_buffer_tokens` is 0."""
     mask_truncated: bool = False
     """Whether responses cut off at the limit are left out of the loss and its denominators."""
 
@@ -117,7 +119,8 @@ class AlgorithmConfig:
     clip_high: float | None = None
     """The probability ratio is clipped above at 1 + clip_high. None: as in the algorithm `name`."""
     clip_dual: float | None = None
-    """With a negative advantage the ratio counts at most this much (more than 1). None: off."""
+    """Dual clip: with a negative advantage, a ratio counts at most this much (above 1). None:
+    off."""
     loss_aggregation: LossAggregation | None = None
     """How tokens add up to one loss. token-mean: the mean of all tokens of the step.
     sequence-mean-token-mean: the mean of each response's mean. sequence-mean-token-sum: the mean of
@@ -162,8 +165,8 @@ class AlgorithmConfig:
 
     # -- the critic's loss -------------------------------------------------------------
     value_clip: float | None = 0.2
-    """Distance that the critic's value of a token may move from its old value before its loss is
-    clipped. None: no clipping."""
+    """How far the critic's new value of a token may be from the value before the step until its
+    loss is clipped. None: no clipping."""
 
     def __post_init__(self) -> None:
         self.reload_own()
@@ -182,8 +185,8 @@ class AlgorithmConfig:
 
     @property
     def told(self) -> str:
-        """A line that describes the algorithm for people: its name, every switch that is not as in
-        its row, and functions in the place of its own."""
+        """A line that describes the algorithm for people: its name, every switch that differs from
+        the algorithm's row (its own values), and the user's functions."""
         line = f"algorithm {self.name if self.function is None else self.function}"
         functions = ("advantage_function", "loss_function")
         changed = [f"{name}={getattr(self, name)}" for name in functions if getattr(self, name)]
@@ -196,14 +199,14 @@ class AlgorithmConfig:
 
     @property
     def is_as_named(self) -> bool:
-        """Whether every switch is as in the row of the algorithm's name."""
+        """Whether all switches are as in the row of `name`, without functions of the user's."""
         own = (self.function, self.advantage_function, self.loss_function)
         return not self.not_its_row and own == (None, None, None)
 
     @property
     def not_its_row(self) -> tuple[str, ...]:
-        """Names of the switches that differ from the row of the algorithm `name`, or of that which
-        `function` returns."""
+        """Names of the switches that differ from the algorithm's own values: the row of `name`, or
+        the row of the `Algorithm` that `function` returns."""
         names = (switch.name for switch in fields(Row))
         return tuple(n for n in names if getattr(self, n) != getattr(self._row, n))
 
@@ -275,24 +278,24 @@ class AlgorithmConfig:
 
     @property
     def reference_in_scores(self) -> bool:
-        """Whether log-probs of the reference model are computed before there are advantages."""
+        """Whether the reference model's log-probs are computed first, as advantages need them."""
         return self.kl_in_reward or _takes(self.own_advantages, "ref_log_probs")
 
     @property
     def policy_in_scores(self) -> bool:
-        """Whether log-probs of the policy are computed before there are advantages."""
+        """Whether the policy's log-probs are computed first, as advantages need them."""
         asks_others = self.reference_in_scores or self.needs_teacher
         return asks_others or _takes(self.own_advantages, "log_probs")
 
     @property
     def needs_scores(self) -> bool:
-        """Whether advantages depend on more than rewards, so that `Trainer.score` comes first."""
+        """Whether advantages need values or log-probs, so that `Trainer.score` is called first."""
         return self.needs_critic or self.policy_in_scores
 
     @property
     def needs_whole_batch(self) -> bool:
-        """Whether a statistic spans the step, so that advantages are known after the last
-        reward."""
+        """Whether advantages need a mean or standard deviation over all samples of the step, and so
+        are known only after its last reward."""
         return bool(self.whiten) or "batch" in (self.normalize_mean, self.normalize_std)
 
     @property
@@ -302,8 +305,8 @@ class AlgorithmConfig:
         return self.normalize_mean in ("group", "leave-one-out")
 
     def _check_own(self) -> None:
-        """Raises `ValueError` for keys that name no function. The functions are loaded where they
-        are used, and tried in `own_check`."""
+        """Raise `ValueError` for keys that name no function; `check_own` loads and tries
+        functions."""
         for key in ("advantage_function", "loss_function"):
             spec = getattr(self, key)
             if spec is not None and not all(spec.rpartition(":")):
@@ -429,7 +432,6 @@ class AlgorithmConfig:
 
 
 def _as_written(value: object) -> str:
-    """A value as a config file has it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     return f"{value:g}" if isinstance(value, float) else str(value)

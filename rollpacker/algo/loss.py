@@ -24,7 +24,7 @@ infinity enters the gradient."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLoss:
-    """The loss of each of some tokens, and sums over these tokens for metrics."""
+    """The losses of K tokens, and sums over these tokens for metrics."""
 
     per_token: Tensor
     """The loss of each token [K], differentiable."""
@@ -245,8 +245,8 @@ def _surrogate(
 def _mismatch_weight(
     difference: Tensor, sample_ids: Tensor, num_samples: int, config: AlgorithmConfig
 ) -> dict[str, Tensor]:
-    """Return, by metric name, the weight of each token that corrects for engine and trainer giving
-    it different probabilities [K], its square, and whether the ratio lay outside of the bounds."""
+    """Return, by metric name, the weight [K] that corrects for engine and trainer giving a token
+    different probabilities, its square, and whether the ratio lay outside of the bounds."""
     if config.mismatch_correction.startswith("sequence"):
         difference = _sample_sums(difference, sample_ids, num_samples)[sample_ids]
     ratio = difference.exp()

@@ -23,25 +23,25 @@ ADVANTAGE_ARGUMENTS = (
     *("token_rewards", "log_probs", "rollout_log_probs", "ref_log_probs"),
     *("teacher_log_probs", "values", "config"),
 )
-"""Arguments that an advantage function may ask for; docs/algorithms.md says what each is."""
+"""Arguments that an advantage function may take, by name. docs/algorithms.md explains each."""
 LOSS_ARGUMENTS = (
     *("log_probs", "old_log_probs", "advantages", "sample_ids", "num_samples"),
     *("ref_log_probs", "rollout_log_probs", "entropy", "config"),
 )
-"""Arguments that a loss function may ask for; docs/algorithms.md says what each is."""
+"""Arguments that a loss function may take, by name. docs/algorithms.md explains each."""
 
 _KINDS = {"advantages": ADVANTAGE_ARGUMENTS, "loss": LOSS_ARGUMENTS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """An algorithm, which `algorithm.function` returns. Where a field is left out, the package's
-    own arithmetic is used."""
+    """A user's whole algorithm, which the function named in `algorithm.function` returns. Fields
+    that are left out: the package's own switches, advantages or loss."""
 
     row: Row = field(default_factory=Row)
-    """Values of the switches that the config leaves at null. normalize_mean must fit the functions:
-    "batch" for an advantage that compares the step's samples, and so waits for all of them; "none"
-    for one that works with a single sample per prompt."""
+    """Values of the switches that the config leaves at null. If `advantages` compares samples of
+    the whole step, `normalize_mean` must be "batch", so that all are awaited; if it works with a
+    single sample per prompt, "none"."""
     advantages: Callable[..., Any] | None = None
     """Function for advantages, in place of normalize_mean and normalize_std; as
     `algorithm.advantage_function`, which has precedence. None: the package's own."""
@@ -67,8 +67,8 @@ class OwnFunction:
 
 @cache
 def own_algorithm(function: str) -> Algorithm:
-    """The `Algorithm` that the function of this name returns. Raises `ValueError` if it returns
-    anything else."""
+    """Calls the function that `function` names (as `path/to/file.py:function` or `module:function`)
+    and returns its `Algorithm`. Raises `ValueError` if it returns anything else."""
     make: Callable[[], object] = load_function(function)
     made = make()
     if not isinstance(made, Algorithm):
@@ -80,9 +80,9 @@ def own_algorithm(function: str) -> Algorithm:
 
 @cache
 def own_function(kind: str, key: str, spec: str) -> OwnFunction:
-    """Return the user's function for `kind` ("advantages" or "loss"), which the config key
-    algorithm.`key` names as `spec`. Raises `ValueError` if there is none, or if its signature has
-    an argument that is not known."""
+    """Return the user's function for "advantages" or "loss" (`kind`). `key`: the key of `algorithm`
+    that names it; with "function" it is part of an `Algorithm`. `spec`: that key's value. Raises
+    `ValueError` if there is no such function, or if it takes an argument that is not known."""
     said_by = f"algorithm.{key}={spec}"
     if key == "function":
         made = own_algorithm(spec)
@@ -112,8 +112,8 @@ _loaded: dict[Path, str] = {}
 
 
 def reload_changed(specs: Iterable[str | None]) -> None:
-    """Let files that changed since they were loaded be run again: a notebook's process stays while
-    its user edits them."""
+    """Forget the functions of files that have changed since they were loaded, so that the next use
+    loads the file again: users edit files while their notebook's process goes on."""
     for spec in specs:
         path = None if spec is None else file_of(spec)
         if path is None:
@@ -128,7 +128,7 @@ def reload_changed(specs: Iterable[str | None]) -> None:
 
 def _taken(function: Callable[..., Any], known: tuple[str, ...], said_by: str) -> frozenset[str]:
     """Return the names of `known` arguments that the function takes. Raises `ValueError` if it
-    needs others."""
+    needs others; `said_by` names the function in the message."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

@@ -27,7 +27,7 @@ _TRIED = "tried on made-up tensors before the run"
 
 
 class _AnyReward(dict[str, Tensor]):
-    """Rewards by name for trying a function, before the names are known: every name is there."""
+    """Made-up rewards for trying a function before rewards have names: any name gives the same."""
 
     def __init__(self, rewards: Tensor) -> None:
         super().__init__({"reward": rewards})
@@ -55,7 +55,7 @@ def check_own(config: AlgorithmConfig, *, samples_per_prompt: int) -> None:
 
 
 def grouped_advantages(config: AlgorithmConfig, *, samples_per_prompt: int) -> bool:
-    """Whether the advantages of a made-up group stay the same when other groups are absent."""
+    """Whether advantages depend on a sample's group alone, as tried with made-up groups."""
     whole, *parts = (_advantages(config, samples_per_prompt, group) for group in (None, 0, 1, 2))
     return _are_close(torch.cat(parts), whole)
 
@@ -76,8 +76,8 @@ def _check_advantages(config: AlgorithmConfig, own: OwnFunction, samples_per_pro
 
 
 def _advantages(config: AlgorithmConfig, samples_per_prompt: int, group: int | None) -> Tensor:
-    """Advantages of three made-up groups, or of `group` alone if it is not None. The last group has
-    a sample less, as where a verdict is missing, and the second has equal rewards."""
+    """Advantages of three made-up groups, or of group number `group` alone (None: all three). The
+    last has a sample less, as where a verdict is missing, and the second has equal rewards."""
     least = 2 if config.needs_groups else 1
     sizes = [samples_per_prompt, samples_per_prompt, max(samples_per_prompt - 1, least)]
     group_ids = torch.arange(3).repeat_interleave(torch.tensor(sizes))
@@ -154,7 +154,6 @@ def _check_loss(config: AlgorithmConfig, own: OwnFunction) -> None:
 
 
 def _tried(own: OwnFunction, call: Callable[[], Any]) -> Any:
-    """The result of `call`, which calls the user's function. Raises `ValueError` if it fails."""
     try:
         return call()
     except Exception as error:

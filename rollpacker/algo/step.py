@@ -129,7 +129,7 @@ def _from_turns(
     values: Tensor | None,
     config: AlgorithmConfig,
 ) -> StepAdvantages:
-    """Return advantages of turns, from their rewards less the KL penalties of their tokens."""
+    """Return the advantages of turns. `penalty` [K]: added to their rewards; None: no penalty."""
     if turns is None:
         raise ValueError("credit=turn needs the turns of each sample")
     rewards = turns.rewards if penalty is None else turns.sums(penalty)
@@ -155,9 +155,9 @@ def _from_rewards(
     config: AlgorithmConfig,
     own: Callable[..., Any] | None,
 ) -> StepAdvantages:
-    """Return the advantages of samples or tokens, from rewards alone. KL penalties count for the
-    whole response if responses of a group are compared; else each token's penalty counts for the
-    tokens before it."""
+    """Return the advantages of samples or tokens, without a critic. If responses of a group are
+    compared, a response's reward includes the KL penalties of its tokens; else each penalty affects
+    only the tokens up to it. `own`: the user's function; None: the package's."""
     token_rewards = _token_rewards(rewards, penalty, lengths)
     if config.needs_groups and penalty is not None:
         of_token = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
@@ -220,7 +220,7 @@ def _penalty(
 
 def _whitened(advantages: Tensor, lengths: Sequence[int] | None) -> Tensor:
     """The advantages shifted and scaled to mean 0 and (unbiased) standard deviation 1 over tokens.
-    `lengths`: the number of tokens that each advantage stands for; None: one token each."""
+    `lengths`: the number of tokens that share each advantage; None: each is one token's."""
     known = ~advantages.isnan()
     values = advantages[known]
     if len(values) == 0:

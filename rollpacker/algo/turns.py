@@ -28,7 +28,7 @@ class Turns:
     lengths: Sequence[int]
     """Number of tokens that the model sampled in each turn [T]."""
     rewards: Tensor
-    """Reward of each turn by itself [T], float64. NaN in a sample without a verdict."""
+    """Reward of each turn alone [T], float64. NaN in a sample without a verdict."""
 
     @property
     def first_tokens(self) -> Tensor:
@@ -41,7 +41,7 @@ class Turns:
         return values.repeat_interleave(self._lengths)
 
     def sums(self, values: Tensor) -> Tensor:
-        """The rewards of turns [T], each plus the sum of `values` [K] over the turn's tokens."""
+        """The rewards of turns [T], each plus its tokens' `values` [K], such as KL penalties."""
         turn = torch.arange(len(self.lengths)).repeat_interleave(self._lengths)
         return self.rewards.index_add(0, turn, values)
 

@@ -11,7 +11,8 @@ from pathlib import Path
 def add_overrides(
     parser: argparse.ArgumentParser, help_text: str = "replace single settings"
 ) -> None:
-    """Let the parser take any number of settings `key=value` after its other arguments."""
+    """Add to the parser the arguments `key=value`, any number of them, which replace settings of
+    the config. `help_text` describes them in --help."""
     parser.add_argument("overrides", nargs="*", default=(), metavar="key=value", help=help_text)
 
 

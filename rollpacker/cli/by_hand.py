@@ -30,8 +30,8 @@ class ByHand:
         self._lines = _Lines()
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Response]:
-        """Returns the response to the only request: the next message of the episode, as tokens.
-        Raises `StoppedByHand` when the input ends."""
+        """Returns a response with the tokens that a person typed as the next message. `requests`
+        has one request, as there is one episode. Raises `StoppedByHand` when the input ends."""
         (request,) = requests
         tokens = await self._asked()
         most = request.sampling.max_response_tokens
@@ -49,7 +49,7 @@ class ByHand:
         ]
 
     async def _asked(self) -> tuple[int, ...]:
-        """Ask for messages until the chat template can write one. Returns that message's tokens."""
+        """Ask the person for messages until the chat template can write one. Returns its tokens."""
         from rich.text import Text
 
         from rollpacker.data.chat import visible

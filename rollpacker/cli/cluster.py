@@ -119,7 +119,7 @@ def _add_submit(actions: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the action, and return the exit code. Raises `ValueError` for a user's mistake."""
+    """Run the action in `args`; returns the exit code. Raises `ValueError` for a mistake."""
     if args.action == "simulate":
         return _simulate(args)
     if args.action == "serve":
@@ -179,8 +179,8 @@ def _simulate_all(
 def _progress(
     name: str, count: int, *, told: bool
 ) -> AbstractContextManager[Callable[[int], None]]:
-    """Returns a context with a function to call with the number of ended jobs, which it shows as a
-    bar on a terminal, else as a line now and then. With `told` False it shows nothing."""
+    """Returns a context with a function to call with the number of ended jobs. The context shows it
+    as a bar on a terminal, else as a line now and then, and nothing unless `told`."""
     if not told:
         return nullcontext(lambda done: None)
     from rollpacker.run.output import progress

@@ -50,7 +50,7 @@ class _Check(NamedTuple):
     name: str
     look: Callable[[], Finding | list[Finding]]
     must: bool = True
-    """Whether training cannot start if the check itself raises an error."""
+    """Whether an error in the check means that training cannot start. False: it is a warning."""
     patience_s: float | None = None
     """Maximum seconds that the check may take. None: `PATIENCE_S`."""
 

@@ -44,8 +44,8 @@ def print_dry_run(config: RunConfig, *, num_rows: int | None) -> None:
 
 
 def check_parts(config: RunConfig) -> None:
-    """Check the algorithm, the pipeline stages and the form of the rewards, for `doctor` too.
-    Raises `ValueError` and `RewardError` for settings that no run would start with."""
+    """Check the settings of the algorithm, the pipeline stages and the rewards, without loading.
+    Raises `ValueError` or `RewardError` for settings that no run would start with."""
     from rollpacker.pipeline.stages.check import check_stages
     from rollpacker.rewards.build import check_form
     from rollpacker.run.parts.trainer import check_algorithm

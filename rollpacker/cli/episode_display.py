@@ -31,8 +31,8 @@ _WHY = {
 
 
 class EpisodeDisplay:
-    """Stands between the episode's player and the environments, and shows the calls and answers
-    that pass. Used on one event loop, for one episode."""
+    """Stands between the program that plays the episode and its environments, and shows each call
+    to an environment with its answer. Used on one event loop, for one episode."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class EpisodeDisplay:
         self._by_hand = by_hand
         self._each_token = each_token
         self._shown: tuple[int, ...] = ()
-        """The tokens shown. The next prompt begins with them, unless the template rewrites it."""
+        """Tokens shown so far. The next prompt begins so, unless the chat template alters it."""
         self._turn = 0
 
     # -- Environments ------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class EpisodeDisplay:
         self._told(f"at most {most}; an answer within {turns.timeout_s:g} s")
 
     def shown(self, generate: Generate) -> Generate:
-        """Returns a function that calls `generate`, and shows the turn's prompt and its tokens."""
+        """Returns `generate`, which makes a turn's response, made to show the turn, too."""
         import time
 
         async def show(requests: Sequence[GenerationRequest]) -> Sequence[Response]:

@@ -1,5 +1,4 @@
-"""`rollpacker eval RUN_OR_MODEL`: pass@1 and pass@k of a run's newest model, or of a model in any
-folder."""
+"""`rollpacker eval RUN_OR_MODEL`: pass@1 and pass@k of a run's newest model or of any model."""
 
 from __future__ import annotations
 

@@ -32,8 +32,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write a template's files and prepare its run; returns the exit code. Raises `ValueError` if
-    that fails."""
+    """Write a template's files and prepare its run; returns the exit code. Raises `ValueError`."""
     from rollpacker.cli.templates import find_template
 
     if args.list:
@@ -78,8 +77,8 @@ def write_files(folder: Path, files: dict[str, str], *, overwrite: bool) -> list
 
 
 def prepare(template: Template, folder: Path, *, overwrite: bool) -> None:
-    """Run the commands that make the template's data and model, without those whose model is there
-    already, so that `init` can be repeated. Raises `ValueError` if a command fails."""
+    """Run the commands that make the template's data and model, so that it can train. A model that
+    is there already is kept, unless `overwrite`. Raises `ValueError` if a command fails."""
     left = list(template.preparation())
     while left:
         command = left[0]
@@ -110,7 +109,7 @@ def prepare(template: Template, folder: Path, *, overwrite: bool) -> None:
 
 
 def _is_made(command: str, folder: Path) -> bool:
-    """Whether the command is a warm-up (supervised fine-tuning) whose model is there already."""
+    """Whether `command` is a warm-up (supervised fine-tuning) and its model in `folder` already."""
     if not command.startswith("rollpacker warmup "):
         return False
     from rollpacker.config.load import load_config

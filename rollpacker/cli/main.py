@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 GOES_ON_AFTER_SIGTERM = ("train",)
-"""Verbs (commands) that SIGTERM and SIGHUP end in order, as Ctrl-C does. Others end at once."""
+"""Verbs (commands) that SIGTERM and SIGHUP stop as Ctrl-C does. Others end without clean-up."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command of `rollpacker`; returns the exit code (see `EXIT_CODES`)."""
+    """Run the command in `argv` (None: `sys.argv`); returns the exit code (see `EXIT_CODES`)."""
     import importlib
 
     from rollpacker.cli.verbs import VERBS, build_parser, parse, unknown_verb

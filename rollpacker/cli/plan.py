@@ -165,8 +165,8 @@ def _run_config(args: argparse.Namespace, model: RunModel, shared: ClusterSpec |
 
 
 def _priced(base: Base, config: Scenario | RunConfig, shared: ClusterSpec | None) -> Base:
-    """Returns `base`, what the search starts from, with the prices of the pools in `shared`.
-    Without `shared` it is returned as it is."""
+    """Returns `base` (where the search starts), with the prices of the device pools in the cluster
+    `shared`. None: there are no such pools, and `base` stays as it is."""
     from rollpacker.cluster.decide.job import Phase
     from rollpacker.cluster.profile.job_profile import devices_of
     from rollpacker.config.schema import RunConfig
@@ -256,8 +256,8 @@ def _outside(
     found: Plan,
     best: Any,
 ) -> str:
-    """A sentence on what in the best settings lies outside of the range that was fitted or
-    measured. Empty if nothing does."""
+    """A sentence on which of the best settings lie beyond those that the constants were fitted to
+    or measured with, so that predictions are uncertain. Empty if none do."""
     from rollpacker.sim.fitted_range import (
         OUTSIDE_STEPS,
         assumed,
@@ -299,7 +299,8 @@ def _checked_out(name: str | None) -> Path | None:
 
 
 def _to_plain(target: str, plan: Plan, real: AsMeasured | None) -> dict[str, Any]:
-    """Returns the plan as --json prints it. `real`: what was measured of a run, else None."""
+    """Returns the plan as --json prints it. `real`: a run's measured and simulated step times;
+    None: the plan is for a scenario."""
     plain = {"target": str(target), **plan.to_plain()}
     if real is not None:
         plain["measured"] = {"step_s": real.measured.mean["total_s"], "offset": real.offset}

@@ -18,12 +18,12 @@ with the current settings by less than the second share."""
 COLUMNS = ("step s", "saved s", "tokens/s", "short/cascade/long s", "shift", "oracle")
 SHARED_COLUMNS = ("price/1k", "busy s", "saved s", "step s", "shift", "oracle")
 NO_TAIL_SHARE = 0.3
-"""Share of responses at the length limit above which it is the limit that ends a round."""
+"""Share of responses at the length limit above which a sentence says that the limit, rather than a
+few very long responses, ends most rounds."""
 
 
 def left(seconds: float) -> str:
-    """The time left as rough words, such as "about a minute". Empty for 0 seconds, that is if the
-    time is not known."""
+    """The time left as rough words, such as "about a minute". Empty for 0 seconds: not known."""
     minutes = round(seconds / 60)
     if minutes < 2:
         return "about a minute" if seconds > 0 else ""
@@ -31,8 +31,8 @@ def left(seconds: float) -> str:
 
 
 def trust(plan: Plan, real: AsMeasured) -> list[str]:
-    """A line that says how far the run's simulated step time is from the measured one. A gain that
-    is no larger than that is not to be trusted."""
+    """Makes a line that says how far the simulated seconds of the run's step are from the measured
+    ones (`real`). Gains in `plan` that are no larger are not to be trusted."""
     off = real.offset
     direction = "longer" if off > 0 else "shorter"
     told = (
@@ -83,8 +83,8 @@ def _measured_cells(measured: SystemResult, plan: Plan) -> list[str]:
 def _costs(
     plan: Plan, cost_s: float, saved: str, step_s: float, tokens: float, rounds: str
 ) -> list[str]:
-    """A row's cells: cost, saved seconds, tokens per second and rounds, or with shared pools price,
-    cost, saved seconds and seconds of a step."""
+    """A row's cells as texts: cost in seconds, saved seconds, tokens per second, and rounds. With
+    shared pools of devices: price, cost, saved seconds, and seconds of a step."""
     told = [_seconds(cost_s, plan), saved]
     if plan.base.prices is None:
         return [*told, f"{tokens:,.0f}", rounds]
@@ -93,8 +93,8 @@ def _costs(
 
 
 def _label(finding: Finding) -> str:
-    """Name of a row of the plan's table: the factors by which its settings launch more prompts and
-    responses than a step needs, or "current factors" if they are the run's own."""
+    """Name of a row of the plan's table: the `tail_batching` factors by which its settings launch
+    more prompts and responses than needed, or "current factors" for those of the run."""
     names = [idea.name for idea in finding.candidate.ideas if idea.slot == "factors"]
     return names[0].removeprefix("factors ") if names else "current factors"
 
@@ -263,8 +263,7 @@ def _small_print(plan: Plan, corrected: bool) -> list[str]:
 
 
 def _prices(plan: Plan) -> list[str]:
-    """A sentence on the prices of shared pools of devices, and what they include. Empty without
-    such pools."""
+    """A sentence on the prices of shared device pools, and what they include. Empty without."""
     prices = plan.base.prices
     if prices is None:
         return []

@@ -125,7 +125,7 @@ async def _play(config: RunConfig, args: argparse.Namespace, model: str | None) 
 
 
 def _asked(config: RunConfig, inputs: Inputs, number: int) -> tuple[SampleId, PromptRow]:
-    """Returns the id of the first sample of prompt `number`, in epoch 0, and the prompt's row."""
+    """Returns row `number` of `data.train`, and an id for a sample of its prompt."""
     from rollpacker.core.ids import PromptId, SampleId
     from rollpacker.data.dataset import TRAIN
 
@@ -148,7 +148,8 @@ async def _episode(
     let_go: StopKeeping,
     asked: tuple[SampleId, PromptRow],
 ) -> None:
-    """Play the episode and have it judged. Raises `ValueError` if its environment failed."""
+    """Play the episode of the sample `asked` and have it judged, showing both on `stage`. Raises
+    `ValueError` if the sample's environment failed."""
     from rollpacker.cli.by_hand import StoppedByHand
     from rollpacker.rewards.reward import Progress
     from rollpacker.run.ports.evaluation import reward_input

@@ -20,8 +20,8 @@ def add_csv(parser: argparse.ArgumentParser) -> None:
 
 
 def write_schedule(args: argparse.Namespace) -> int:
-    """Write the schedule of pipeline stages for the slowest replica in the scenario's first step,
-    and return the exit code. Raises `ValueError` for a user's mistake."""
+    """Write the order in which the pipeline stages work, in the scenario's first step and for the
+    slowest copy of the trainer. Returns the exit code. Raises `ValueError` for a user's mistake."""
     import dataclasses
     import json
 

@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _target(args: argparse.Namespace) -> _Target:
-    """Returns the model to serve, with its name, and its config if there is one."""
+    """Returns the model that the command names: its name, settings and config, if it has one."""
     from rollpacker.config.earlier import as_it_was
     from rollpacker.config.load import load_config
     from rollpacker.config.schema import RunConfig
@@ -176,8 +176,8 @@ async def _serve(args: argparse.Namespace, target: _Target) -> None:
 
 
 def _dialogue(target: _Target) -> Any:
-    """Returns the dialogue of the model's chat template. It is made before the model loads, which
-    takes longer. Raises `TemplateError` for a template that cannot be used."""
+    """Returns the chat template as an object that writes prompts and reads messages. It is made
+    before the model loads, which takes longer. Raises `TemplateError` for an unusable template."""
     from rollpacker.dialogue.parsing import TemplateDialogue
     from rollpacker.dialogue.template import DialogueTemplate
     from rollpacker.trainer.model import end_tokens, load_tokenizer

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rollpacker.sim.scenario import Scenario
 
 SIMULATED = "simulated"
-"""Name, in the results of --from, of the real run simulated with the settings that it had."""
+"""Name, in the results of --from, of the recorded run simulated with its own settings."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -255,8 +255,8 @@ def _assumed(own: Scenario, results: Mapping[str, SystemResult]) -> str:
 
 
 def _outside(args: argparse.Namespace, own: Scenario, results: Mapping[str, SystemResult]) -> str:
-    """A sentence on what in a step lies outside of the range that was fitted. The step is that of
-    the scenario's own system, or of the first system in the table."""
+    """A sentence on what in a simulated step lies beyond what the constants were fitted to, so that
+    its seconds are uncertain. The step is that of the system of `own`, or of the first."""
     from rollpacker.sim.fitted_range import outside_of_scenario
     from rollpacker.sim.given_constants import given_constants
 

@@ -101,7 +101,8 @@ class _StoppedError(Exception):
 
 
 _worker: list[Any] = []
-"""In a worker process: the counter of all workers' steps, and the event that stops them."""
+"""Values of a worker process, set at its start: the count of simulated steps that all workers
+share, and the event that stops them. Empty in other processes."""
 
 
 def _begin_worker(steps_done: Any, stop: Any) -> None:

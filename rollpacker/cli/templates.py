@@ -36,7 +36,7 @@ class Template:
     """Paths of the template's files below `root()`, with the config's first."""
 
     def files(self) -> dict[str, str]:
-        """Texts of the template's files, with the guide `NAME.md`, by their names for the user."""
+        """The template's files as texts by name in the user's folder, with the guide `NAME.md`."""
         made = {
             self._moved(one): self._moved((root() / one).read_text("utf-8")) for one in self.sources
         }
@@ -51,7 +51,8 @@ class Template:
         return tuple(self._moved(one) for one in self.commands)
 
     def _moved(self, text: str) -> str:
-        """Returns the text with paths as in the user's folder, where all files are in one folder.
+        """Returns `text` with the paths of the user's folder, where all files of the template are
+        side by side.
 
         Scripts that import each other by `examples.` stay in a folder of that name."""
         folders = {f"{Path(one).parent}/" for one in self.sources}

@@ -120,8 +120,8 @@ def engine() -> Finding:
 
 
 def model(config: RunConfig) -> list[Finding]:
-    """Findings on whether the model's files are complete, its tokenizer loads, and a step's memory
-    is free. Raises what a run's start would raise."""
+    """Findings on whether the model's files are complete, its tokenizer loads, and as much memory
+    is free as a step needs. Raises what a run's start would raise."""
     from rollpacker.run.parts.hub import look_for_hub
     from rollpacker.trainer.model import (
         check_weights,
@@ -143,7 +143,7 @@ def model(config: RunConfig) -> list[Finding]:
 
 
 def fit(config: RunConfig) -> list[Finding]:
-    """Finding on whether a step's memory, by estimate, is free. Empty without an estimate."""
+    """Finding on whether the memory estimated for a step is free. Empty: no estimate."""
     import torch
 
     from rollpacker.trainer.estimate import estimate
@@ -174,7 +174,7 @@ def fit(config: RunConfig) -> list[Finding]:
 
 
 def run_folder(config: RunConfig) -> list[Finding]:
-    """Finding on what keeps the run from beginning, such as a run of its name. Empty if nothing."""
+    """Finding on what keeps the run from starting, such as an older run of its name, if any."""
     from rollpacker.run.errors import RunError
     from rollpacker.run.folder.run_folder import RunFolder
 
@@ -190,7 +190,8 @@ def run_folder(config: RunConfig) -> list[Finding]:
 
 def training(config: RunConfig) -> Finding:
     """Checks a config's learning-rate schedule, algorithm, pipeline stages, rewards, adapter and
-    further models. Returns a finding that names the algorithm. Raises what a run's start raises."""
+    further models. Returns a finding that they are right and names the algorithm. Raises
+    `ValueError` and the like, as a run's start does."""
     from rollpacker.cli.dry_run import check_parts
     from rollpacker.trainer.model import load_tokenizer
     from rollpacker.trainer.schedule import check_schedule
@@ -260,9 +261,10 @@ def tracker(config: TrackerConfig) -> Finding:
 
 
 def cluster(config: RunConfig) -> list[Finding]:
-    """Findings on a cluster's hosts, their versions and memory, and whether what the config places
-    fits there. Joins the cluster for that (if there is none, starts one on this machine), and
-    leaves it again. Raises `ValueError` if it cannot be joined or a host does not answer."""
+    """Findings on a cluster's hosts, their versions and memory, and whether the engines and trainer
+    of `config` fit there. Joins the cluster for that (if there is none, starts one on this
+    machine), and leaves it again. Raises `ValueError` if it cannot be joined or a host does not
+    answer."""
     from rollpacker.run.parts.cluster_facts import join_cluster, rooms_of
     from rollpacker.run.parts.hosts import SHM_BYTES
     from rollpacker.run.parts.placement import plan_of

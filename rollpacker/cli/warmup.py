@@ -1,4 +1,4 @@
-"""`rollpacker warmup CONFIG [key=value ...]`: supervised fine-tuning that makes a model."""
+"""`rollpacker warmup CONFIG [key=value ...]`: supervised fine-tuning of a model before a run."""
 
 from __future__ import annotations
 

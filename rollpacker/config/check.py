@@ -78,21 +78,22 @@ def _container_words(kind: Any) -> str:
 
 
 class Checker:
-    """Builds an instance of one schema from plain values and collects the values' problems."""
+    """Builds a config (an instance of a dataclass, its schema) from plain values, and lists all
+    that is wrong with them in `problems`."""
 
     def __init__(self, raw: Mapping[Path_, str]) -> None:
         self.problems: list[tuple[Path_, str]] = []
         self._root: type = object
         """Schema (dataclass) of the whole config."""
         self.names_trl = False
-        """Whether one of the problems found is a key of TRL's."""
+        """Whether an unknown key or value was found that the framework TRL has."""
         self._raw = raw
-        """Texts that the user typed for overrides, by path of the key; used for fields that are
-        texts."""
+        """Texts that the user typed as values of overrides, by path of the key. A field that takes
+        a text gets this one if YAML has made something else of it."""
 
     def build(self, schema: type, value: Any, path: Path_) -> Any:
-        """Returns an instance of `schema`, made of `value` at `path` of the config; if that fails,
-        adds to `problems` and returns the sentinel `_FAILED`."""
+        """Returns an instance of the dataclass `schema`, made of the mapping `value` at `path` in
+        the config. If `value` is wrong, adds to `problems` and returns the sentinel `_FAILED`."""
         if not isinstance(value, Mapping):
             keys = ", ".join(field_types(schema))
             return self._refuse(
@@ -145,7 +146,8 @@ class Checker:
         return self._leaf(kind, value, path)
 
     def _item(self, kind: Any, schema: type, value: Any, path: Path_) -> Any:
-        """Builds an item of a list of mappings, or checks a name that stands for an item."""
+        """Builds the dataclass of a list's item from a mapping, or checks a text that the list's
+        type `kind` allows in place of a mapping."""
         item = item_kind(kind)
         if isinstance(value, Mapping) or not _may_be_text(item):
             return self.build(schema, value, path)
@@ -174,8 +176,8 @@ class Checker:
         return self._refuse(path, problem)
 
     def _refuse_unknown(self, path: Path_, value: Any, siblings: Mapping[str, Any]) -> None:
-        """Note a key that is not known. A key of other frameworks gets a hint, also inside a
-        section that only they have."""
+        """Add an unknown key at `path` to `problems`, with a hint: what to write for a key of other
+        frameworks, also in a section that only they have, or the nearest of the keys `siblings`."""
         if gone := GONE.get(dotted(path)):
             self._refuse(path, f"is no known key. {gone}")
             return
@@ -208,8 +210,8 @@ class Checker:
         self.names_trl = self.names_trl or any(one.framework == TRL for one in found)
 
     def _refuse_whole(self, path: Path_, hints: Mapping[str, Any], problem: str) -> Any:
-        """Note an error that a dataclass raised on construction. Its message mostly begins with a
-        field's name, or with the dotted name of a key further down."""
+        """Add the error `problem`, which a dataclass raised on construction, to `problems`. It
+        mostly begins with a name of a field in `hints`, or with the dotted name of a key in it."""
         name, _, rest = problem.partition(" ")
         if name.partition(".")[0] in hints and rest and _DOTTED_NAME.fullmatch(name):
             inside = (int(part) if part.isdecimal() else part for part in name.split("."))
@@ -232,7 +234,8 @@ def _required(field: dataclasses.Field[Any]) -> bool:
 
 
 def allowed_value(kind: Any) -> str:
-    """Words for the values that a type allows, as by `allowed`, but for dataclasses too."""
+    """Words, used in messages, for the values that a type allows; unlike `allowed` it names a
+    dataclass's required fields."""
     schema = nested_schema(kind) or item_schema(kind)
     if schema is None:
         return allowed(kind)
@@ -247,8 +250,8 @@ def allowed_value(kind: Any) -> str:
 
 
 def _prepared(kind: Any, value: Any) -> Any:
-    """The value with lists made tuples, and a text such as "1e-6" made a number, where the type
-    asks for it."""
+    """The value with lists made tuples, and a text such as "1e-6" made a number, if `kind` wants
+    these."""
     parts = members(kind)
     for part in parts:
         if get_origin(part) is Mapping and isinstance(value, Mapping):
@@ -270,7 +273,7 @@ def _prepared(kind: Any, value: Any) -> Any:
 
 
 def _prepared_key(kind: Any, key: Any) -> Any:
-    """A mapping's key: the text from YAML, or a whole number if the type wants one."""
+    """A mapping's key as the type `kind` wants it: YAML gives a text even for a number."""
     if kind is int and isinstance(key, str) and key.isdecimal():
         return int(key)
     return _prepared(kind, key)

@@ -10,8 +10,7 @@ from rollpacker.trainer.trainer import ModelConfig, TrainConfig
 def check_devices(
     rollout: RolloutConfig, train: TrainConfig, planner: ParallelismConfig, model: ModelConfig
 ) -> None:
-    """Raises `ValueError`, saying what to set, if the settings of engines, trainer and planner
-    contradict each other."""
+    """Raises `ValueError` if settings of engines, trainer and planner contradict each other."""
     if rollout.engines > 1 and model.quantization is not None:
         raise ValueError(
             f"rollout.engines={rollout.engines} does not go with model.quantization="

@@ -39,7 +39,7 @@ _SCALARS = (
     ),
     ("merge", r"^<<$", "<"),
 )
-"""Each kind of YAML value that is no text: name, pattern, possible first characters."""
+"""Each kind of YAML value that is no text: name, pattern, and the characters it may begin with."""
 
 
 def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
@@ -68,8 +68,8 @@ class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
         return True
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
-        """Returns the YAML node of a text. Next line (U+0085) is escaped, since the loader would
-        make a space of it."""
+        """Returns a text's YAML node. Next line (U+0085) is escaped: the loader would make it a
+        space."""
         return self.represent_scalar(_TEXT_TAG, data, style='"' if "\x85" in data else None)
 
 
@@ -125,7 +125,7 @@ def _nearest_file(path: Path) -> str:
 
 def parse_document(text: str, where: str) -> tuple[dict[str, Any], dict[Path_, int]]:
     """Parse a config file's text. Returns its mapping, and the line (from 1) of each key by the
-    key's path. Raises `ConfigError` with `where` in its message."""
+    key's path. Raises `ConfigError`, whose message begins with `where`, such as the file's name."""
     value, lines = _parse(text, where)
     if value is None:
         raise ConfigError(f"{where}: the file is empty.")
@@ -177,7 +177,7 @@ class _Walk:
         self._where = where
         self._lines = lines
         self._in_value = in_value
-        """Whether the YAML text is the value of some key, not a whole document."""
+        """Whether the YAML text is one key's value, as in an override, and not a whole document."""
         self._num_nodes = 0
         self._open: list[yaml.Node] = []
 

@@ -1,4 +1,4 @@
-"""What configs of earlier versions mean, where keys have come or gone since."""
+"""How configs written for earlier versions are read, whose keys are not quite those of today."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ GONE = {
 
 
 def as_it_was(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns values for keys newer than a run's `config.yaml` (`tree`), so that the run goes on as
-    before: `chat` is False for data without a system prompt, since such text prompts used to go
-    through no chat template."""
+    """Returns values for keys that a run's `config.yaml` (its mapping is `tree`) is too old to
+    have, so that the run goes on as it began: `chat` is False for data without a system prompt,
+    since its prompts went through no chat template then."""
     data = tree.get("data")
     if not isinstance(data, Mapping):
         return {}

@@ -11,7 +11,7 @@ from typing import Any, Union, get_args, get_origin
 
 @functools.cache
 def field_types(schema: type) -> dict[str, Any]:
-    """Mapping from each field of a dataclass to its resolved type."""
+    """Mapping from the name of each field of the dataclass `schema` to its resolved type."""
     return typing.get_type_hints(schema)
 
 
@@ -21,7 +21,7 @@ def members(kind: Any) -> tuple[Any, ...]:
 
 
 def nested_schema(kind: Any) -> type | None:
-    """The dataclass that a value of the type `kind` is made into. None: it has no dataclass."""
+    """The dataclass among the alternatives of the type `kind`. None: there is none."""
     return next((m for m in members(kind) if dataclasses.is_dataclass(m)), None)  # type: ignore[return-value]
 
 

@@ -41,10 +41,10 @@ def load_config(
     schema: type[T],
     below: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
 ) -> T:
-    """Read a config file, apply the overrides, and return it as an instance of `schema`. `below` is
-    given the values of the file and the overrides, and returns values for keys that neither sets;
-    None: there are no such values. Raises `ConfigError` with one message that lists everything that
-    is wrong."""
+    """Read a config file, apply the overrides, and return it as an instance of the dataclass
+    `schema`. `below` is called with the values of file and overrides, and returns values for keys
+    that neither sets; None: `schema` has their defaults. Raises `ConfigError` with one message that
+    lists everything that is wrong."""
     tree, lines = parse_document(read_text(path), str(path))
     return config_of(tree, overrides, schema, below, where=str(path), lines=lines)
 
@@ -58,9 +58,9 @@ def config_of(
     where: str = "config",
     lines: Mapping[Path_, int] | None = None,
 ) -> T:
-    """Apply the overrides to plain values and return an instance of `schema`; as `load_config`, but
-    without a file. `where` begins the messages of errors; `lines` maps a key's path to the key's
-    line in a file (None: there is no file)."""
+    """As `load_config`, but from the plain values `tree`, in place of a file. The overrides are
+    applied to `tree` itself. `where` begins the messages of errors; `lines` maps a key's path to
+    the key's line in a file (None: there is no file)."""
     lines = lines or {}
     problems: list[str] = []
     raw: dict[Path_, str] = {}
@@ -92,8 +92,8 @@ def _message(path: str, problems: list[str]) -> str:
 
 
 def _origin(place: Path_, raw: Mapping[Path_, str], lines: Mapping[Path_, int]) -> str:
-    """A note, to follow a key's name, on where the key was set: the override or the line of the
-    file that set it or its section. Empty if nothing set it."""
+    """A note on where the key `place` was set, to follow its name in a message: by an override
+    (`raw` has their texts by path), or in which line (`lines` by path). Empty: nowhere."""
     inside = (path for path in raw if path[: len(place)] == place and place not in lines)
     for path in [*inside, *(place[:size] for size in range(len(place), 0, -1))]:
         if path in raw:
@@ -104,8 +104,7 @@ def _origin(place: Path_, raw: Mapping[Path_, str], lines: Mapping[Path_, int]) 
 
 
 def _override(tree: dict[str, Any], override: str) -> tuple[Path_, str]:
-    """Apply an override `a.b.0.c=value` to the tree; returns the key's path and the value's
-    text."""
+    """Set a key of `tree` by an override `a.b.0.c=value`; returns its path and the value's text."""
     name, equals, text = override.partition("=")
     name = name.strip()
     if not equals or not name:
@@ -149,7 +148,7 @@ def _step(at: Any, part: str, path: list[str | int], override: str) -> str | int
 
 
 def _merged(below: Any, above: Any) -> Any:
-    """`above` with the keys that only `below` has, also in mappings inside."""
+    """Adds to plain values `above` the keys that only `below` has, also in inner mappings."""
     if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
         return above
     added = {key: value for key, value in below.items() if key not in above}
@@ -168,8 +167,8 @@ def _leaves(value: Any, path: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
 
 
 def _resolved(tree: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[Path_, str]]]:
-    """Returns the tree with every `${a.b}` replaced, and each refused reference as (key's path,
-    problem)."""
+    """Returns the tree with every reference `${a.b}` replaced by the value referred to, and a list
+    of references that are not allowed, each as (path of the key that has it, problem)."""
     references = [(p, v) for p, v in _leaves(tree) if isinstance(v, str) and "${" in v]
     if not references:
         return tree, []
@@ -218,15 +217,15 @@ def save_config(config: object, path: str | Path, *, comment: str = "") -> None:
 
 
 def changes_since(old: Mapping[str, Any], config: object) -> list[tuple[str, object, object]]:
-    """The `differences` between an earlier plain config and this one. A key that the earlier one
-    lacks was added to the schema since, and counts as set to its default."""
+    """The `differences` between an earlier config, as plain values, and this one. A key that the
+    earlier one lacks is newer than that config, and counts as set to its default."""
     plain = to_plain(config)
     return differences(_completed(old, config), plain)
 
 
 def _completed(old: Any, config: Any) -> Any:
-    """The plain config `old` with defaults for keys that it lacks; `config` is the present one,
-    whose dataclasses say which keys there are."""
+    """The config `old`, as plain values, with defaults for keys that it lacks. The dataclasses of
+    `config`, the present one, say which keys there are."""
     if dataclasses.is_dataclass(config) and isinstance(old, Mapping):
         found = dict(old)
         for field in dataclasses.fields(config):
@@ -243,8 +242,8 @@ def _completed(old: Any, config: Any) -> Any:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, object, object]]:
-    """The leaves in which two plain configs differ, as (dotted path, old value, new value). Where
-    one config lacks a key, its value is None."""
+    """The values in which two configs (as plain values) differ, as (dotted path, old value, new
+    value). A key that one config lacks has the value None there."""
     found: list[tuple[str, object, object]] = []
     _compare(old, new, (), found)
     return found

@@ -53,8 +53,7 @@ class TrainPlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgePlacement:
-    """Devices left free for the server of a judge model, which the run calls and does not start
-    (`placement.judge.*`)."""
+    """Devices left free for a judge model's server, which no run starts (`placement.judge.*`)."""
 
     devices: int | str = 1
     """Devices of the judge, written as those of the engines (`placement.rollout.devices`)."""
@@ -69,18 +68,17 @@ class JudgePlacement:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementConfig:
     """Which devices engines and trainer have (`placement.*`). Devices are numbered over all hosts;
-    on a CPU a device is a core, and cores share their host's memory. This section rules: the number
-    of engines, the trainer's processes and replicas, `train.colocate` and
-    `parallelism_planner.initial` follow from it, and if they are set as well they must agree."""
+    on a CPU a device is a core, and cores share their host's memory. The number of engines, the
+    trainer's processes and replicas, `train.colocate` and `parallelism_planner.initial` follow from
+    this section. If they are set as well, they must agree with it."""
 
     rollout: RolloutPlacement = field(default_factory=RolloutPlacement)
     train: TrainPlacement = field(default_factory=TrainPlacement)
     judge: JudgePlacement | None = None
     colocate: tuple[RoleName, ...] = ()
-    """Roles (rollout, train, judge) that share devices in turn. Other roles share no device."""
+    """Roles (rollout, train, judge) that use the same devices in turn. Others share none."""
     across_hosts: tuple[RoleName, ...] = ()
-    """Roles (rollout, train, judge) of which one engine or replica may have devices on several
-    hosts."""
+    """Roles (rollout, train, judge) of which one engine or replica may span several hosts."""
 
     def __post_init__(self) -> None:
         for name in ("colocate", "across_hosts"):
@@ -96,17 +94,16 @@ class PlacementConfig:
 
     @property
     def turns(self) -> bool:
-        """Whether engines and trainer share devices."""
+        """Whether engines and trainer take turns on the same devices."""
         return {"rollout", "train"} <= set(self.colocate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardHostsConfig:
-    """Where rewards run (`rewards_hosts.*`): with `runtime=ray` on all hosts, beside engines."""
+    """Processes that run rewards on all hosts (`rewards_hosts.*`), for `runtime=ray` only."""
 
     per_host: int = 1
-    """Number of processes on each host that check responses, each with all rewards and
-    sandboxes."""
+    """Number of processes on each host that check responses, with all rewards and sandboxes."""
 
     def __post_init__(self) -> None:
         if self.per_host < 1:
@@ -153,7 +150,8 @@ def check_placement(
     train: TrainConfig,
     planner: ParallelismConfig,
 ) -> None:
-    """Raises `ValueError` if a key that follows from `placement` is set to another value."""
+    """Raises `ValueError` if a key that follows from `placement` (see `derived`) is set to another
+    value, or if the placement does not go with the engine or the planner."""
     sections = {"rollout": rollout, "train": train, "parallelism_planner": planner}
     per_engine, engine = placement.rollout.per_engine, rollout.engine
     if per_engine > 1 and not engine.is_tensor_parallel:
@@ -182,18 +180,18 @@ class Derived(NamedTuple):
 
     key: str
     unset: object
-    """Default of the key, which it has where nobody set it."""
+    """Default of the key, with which a config counts as not setting the key."""
     value: object
-    """Value of the key that follows from `placement`. None: it depends on the hosts."""
+    """Value of the key that follows from `placement`. None: it depends on the hosts' devices."""
     lines: str
-    """The settings of `placement` from which the value follows, as a text for messages."""
+    """The settings of `placement` that the value follows from, as `key=value` for messages."""
 
 
 def derived(
     placement: PlacementConfig, engines: int | None = None, processes: int | None = None
 ) -> list[Derived]:
-    """All keys whose values follow from `placement`. `engines` and `processes` are the numbers of
-    engines and trainer's processes that the hosts have room for; None: not known."""
+    """All keys whose values follow from `placement`. `engines` and `processes` (of the trainer) are
+    the numbers for which the hosts have devices; None: only `placement` is known."""
     rollout, train = placement.rollout, placement.train
     of_engines, of_train = num_devices(rollout.devices), num_devices(train.devices)
     if engines is None and of_engines is not None:

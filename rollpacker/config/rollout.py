@@ -25,8 +25,7 @@ class RolloutConfig:
     temperature: float = 1.0
     top_p: float = 1.0
     """Share of probability that sampling keeps, of the most probable tokens; 1: all. Training uses
-    log-probs of the whole distribution, so with top_p or top_k its gradient is not exactly that of
-    sampling."""
+    log-probs of the whole distribution, so top_p or top_k makes its gradient a little different."""
     top_k: int = 0
     """Number of most probable tokens that sampling keeps. 0: all."""
     stop: tuple[str, ...] = ()
@@ -36,13 +35,12 @@ class RolloutConfig:
     engines: int = 1
     """Number of engines. 1: the engine is in the run's own process. More: each engine has a process
     of its own, on a device of its own or, on a CPU, with its share of `train.threads`; a lost one
-    is replaced while the others go on. With `parallelism_planner`, this is the number at its
-    `initial` degree."""
+    is replaced while others go on. With `parallelism_planner`, the number at its `initial`
+    degree."""
     routing: Routing = "spread"
     """How several engines share samples. spread: each sample goes to the engine with the least
-    work. group: the samples of a prompt stay together, so that its prefill is made once, as long as
-    their engine has not much more work than others. turns: engines get samples in turn, whatever
-    their work."""
+    work. group: the samples of a prompt go to one engine, so that its prefill is made once, unless
+    that engine has much more work than others. turns: engines get samples in turn."""
 
     def __post_init__(self) -> None:
         counts = ("prompts_per_step", "samples_per_prompt", "max_response_tokens", "engines")
@@ -66,8 +64,8 @@ class RolloutConfig:
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether two runs generate the same tokens, bit for bit, as one engine in the run's
-        process does."""
+        """Whether two runs with this config generate the same tokens, bit for bit, as they do with
+        one engine, embedded in the run's process (`rollout.engine.name=torch`)."""
         return self.engines == 1 and self.engine.name == "torch"
 
     def fleet(self, parallelism: ParallelismConfig) -> FleetConfig:

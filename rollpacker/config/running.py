@@ -11,8 +11,8 @@ from rollpacker.core.checks.reward_schedule import RewardKindConfig, RewardSched
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSchedulerConfig:
-    """When each response is checked (`reward_scheduler.*`). Numbers of workers and time limits are
-    settings of each reward."""
+    """When each response is checked (`reward_scheduler.*`). How many checks run at once, and for
+    how long, are settings of each reward."""
 
     overlap: bool = True
     """Whether to check a response while others are still generated. False: all responses of a round
@@ -33,7 +33,7 @@ class RewardSchedulerConfig:
 
     def schedule(self, race: str, kinds: Mapping[str, RewardKindConfig]) -> RewardScheduleConfig:
         """The scheduling core's config of checks. `race`, the value of `tail_batching.race`, says
-        what order "auto" means. `kinds` maps each kind of check to its workers and deadline."""
+        what order "auto" means. `kinds`: workers and deadline of checks by source of prompts."""
         order = self.order
         if order == "auto":
             order = "closest" if race == "scored" else "longest"
@@ -79,7 +79,8 @@ class EvalConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
-    """How checkpoints are kept (`checkpoint.*`). The last step and a Ctrl-C always write one."""
+    """When checkpoints are written and how many are kept (`checkpoint.*`). One is always written
+    after the last step and at a Ctrl-C."""
 
     every_steps: int = 10
     keep_last: int = 2
@@ -101,10 +102,10 @@ class DeadlineConfig:
     sync_s: float = 300.0
     checkpoint_s: float = 600.0
     heartbeat_s: float = 5.0
-    """Seconds without an answer after which a process counts as lost and is started anew: an engine
-    in a process of its own, a reward host (`rewards_hosts`), and with `runtime: ray` another host,
-    with all of the run's processes there. An engine also counts as lost if it makes no progress for
-    twelve times as long while others make some."""
+    """Seconds without an answer after which a process counts as lost and is started anew: an
+    engine's own process, a process that checks responses (`rewards_hosts`), and with `runtime: ray`
+    another host, with all of the run's processes there. An engine also counts as lost if it makes
+    no progress for twelve times as long while others make some."""
     start_s: float = 600.0
     """Within so many seconds an engine's process must have loaded its model, and each of the
     trainer's processes its libraries. A large model from a slow disk, or vLLM's first compilation,

@@ -1,5 +1,5 @@
 """The whole configuration of a run: `RunConfig`. The class of each section stands beside the code
-that uses it. Every default is on its field and nowhere else, units are in the names, and a loaded
+that uses it. Every default is on its field and nowhere else, units are in names, and a loaded
 config is frozen."""
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from rollpacker.trackers.tracker import TrackerConfig, TrackerName
 from rollpacker.trainer.trainer import ModelConfig, TrainConfig
 
 OF_RELEASES = ("kinds", "window", "every", "released_share", "min_new_share")
-"""Keys of `stream_trainer` that decide when engines give devices to the trainer during generation.
-They have no effect if engines and trainer have devices of their own throughout."""
+"""Keys of `stream_trainer` that say when engines give devices to the trainer during generation.
+They have no effect if engines and trainer share no device."""
 
 MAX_TRAINER_LOSSES = 3
-"""Number of losses of trainer processes, with no committed step between them, that end the run."""
+"""Number of losses of trainer processes, with no step committed in between, that end a run."""
 
 ENVIRONMENT = "environment"
-"""Name of the built-in reward whose value is the one that the environment returns."""
+"""Name, in `rewards`, of the reward that an environment itself returns for a trajectory."""
 
 MAX_NAME_BYTES = 200
 """Most bytes of a run's name: file systems take 255 bytes, and the name gets suffixes."""
@@ -72,8 +72,8 @@ class RunConfig:
     rewards_hosts: RewardHostsConfig | None = None
     reward_scheduler: RewardSchedulerConfig = field(default_factory=RewardSchedulerConfig)
     environment: EnvironmentConfig | None = None
-    """Tools, or an environment, with which samples take turns, so that whole trajectories are
-    trained on. None: a sample is a single response."""
+    """Tools or an environment that answer the model's messages. Samples are then whole trajectories
+    of several turns, which are trained on. None: a sample is a single response."""
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     tail_batching: TailBatchingConfig = field(default_factory=TailBatchingConfig)
     stream_trainer: StreamConfig = field(default_factory=StreamConfig)
@@ -297,7 +297,7 @@ class RunConfig:
 
     @property
     def tracker_configs(self) -> tuple[TrackerConfig, ...]:
-        """The configs of all `trackers`, with a config made for each that is only named."""
+        """The configs of all `trackers`. A tracker that is only named has default settings."""
         return tuple(
             TrackerConfig(name=one) if isinstance(one, str) else one for one in self.trackers
         )
@@ -305,7 +305,7 @@ class RunConfig:
     @property
     def layout(self) -> DeviceLayout:
         """The layout (which devices form an engine or a replica) of the devices that engines share
-        with the trainer; the default layout if they share none."""
+        with the trainer; `DeviceLayout()` if they share none."""
         if not self.train.colocate:
             return DeviceLayout()
         assert self.train.processes is not None
@@ -323,7 +323,7 @@ class RunConfig:
 
     @property
     def without_effect(self) -> str | None:
-        """A sentence that names settings without any effect in a real run. None: there are none."""
+        """A sentence that names `stream_trainer` settings without effect. None: all have one."""
         stream, default = self.stream_trainer, StreamConfig()
         keys = [k for k in OF_RELEASES if getattr(stream, k) != getattr(default, k)]
         if self.train.colocate and stream.enabled and not self._releases:
@@ -367,8 +367,7 @@ class RunConfig:
 
     @property
     def routed(self) -> bool:
-        """Whether some reward is only for rows of certain tasks, so that prompts are told apart by
-        task."""
+        """Whether some reward is for certain tasks only, so that prompts have tasks as sources."""
         return any(reward.tasks is not None for reward in self.rewards)
 
     def num_steps(self, num_prompts: int) -> int:
@@ -380,9 +379,9 @@ class RunConfig:
 
     @property
     def tail(self) -> TailBatchingConfig:
-        """The settings of tail batching, changed for an environment: `complement` (which keeps
-        lengths of continued responses unbiased) is off, and no tokens are kept for later rounds
-        where a template rewrites earlier turns, since each turn then has a prompt of its own."""
+        """The settings of tail batching, changed if there is an environment. `complement`, which
+        keeps lengths of continued responses unbiased, is then off. If the chat template rewrites
+        earlier turns, each turn has a prompt of its own, and no tokens are carried either."""
         tail, environment = self.tail_batching, self.environment
         if environment is None:
             return tail
@@ -400,8 +399,8 @@ class RunConfig:
         acting: ActingConfig | None = None,
     ) -> JobConfig:
         """The scheduling core's config of the run. `prompt_tokens`: mean length of a prompt.
-        `reward_kinds`: workers and deadlines of checks by source of prompts; None: no bounds.
-        `acting`: how samples take turns with environments; None: they are single responses."""
+        `reward_kinds`: workers and deadlines of checks by source of prompts; None: no limits.
+        `acting`: limits of turns with environments; None: samples are single responses."""
         longest = None if acting is None else acting.limits.max_trajectory_tokens
         return JobConfig(
             prompts_per_step=self.rollout.prompts_per_step,
@@ -429,7 +428,8 @@ class RunConfig:
 
 
 def _is_folder_name(name: str) -> bool:
-    """Whether a folder of this name is easy to address and to remove again."""
+    """Whether the name of a run is a plain folder name: printable, short, without slashes, and not
+    beginning with `.`, `-` or `~`."""
     plain = name == name.strip() and name.isprintable() and not set("/\\") & set(name)
     return plain and bool(name) and name[0] not in ".-~" and len(name.encode()) <= MAX_NAME_BYTES
 

@@ -1,8 +1,8 @@
-"""Hints for unknown keys of a config, from what other frameworks call our keys.
+"""Hints for unknown keys of a config, from what other frameworks call our keys. The table is
+`synonyms.yaml`; docs/migration.md shows it.
 
-The table is `synonyms.yaml`; docs/migration.md shows it. A key is found wherever it stands in a
-config, and however much of its path is given: `n`, `rollout.n`, `actor_rollout_ref.rollout.n`. Some
-lines of the table are for one value of their key.
+A key of the table is recognized in any section and with any part of its path: `n`, `rollout.n`,
+`actor_rollout_ref.rollout.n`. Some lines of the table are for one value of their key.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from rollpacker.config.fields import field_types, item_schema, nested_schema
 
 TABLE = Path(__file__).with_name("synonyms.yaml")
 MOST_PLACES = 2
-"""Most places that a hint names for a key of ours that stands in the wrong section."""
+"""A key of ours in the wrong section gets a hint if it has at most this many right places."""
 
 TRL = "TRL"
 TRL_DIFFERS = (
     "What TRL's defaults are here (schedule, betas, loss, chat template): docs/migration.md,"
     ' "What means something else".'
 )
-"""Message that points to the docs, printed once if a config had keys of TRL's."""
+"""Message on where the docs compare TRL's settings, printed if a config had keys of TRL's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +38,18 @@ class Synonym:
     theirs: str
     """Key of the other framework, or `key=value` if the line is for one value."""
     ours: tuple[str, ...]
-    """Our keys that mean the same, or `key=value`. Empty: there is none."""
+    """Our keys that mean the same, or `key=value` if a value of ours does. Empty: none does."""
     note: str
     """How our keys differ from the other framework's, or why there is no key of ours."""
 
     @property
     def key(self) -> str:
-        """Key of the other framework, without a value."""
+        """Key of the other framework in this line of `synonyms.yaml`, without a value."""
         return self.theirs.partition("=")[0]
 
     @property
     def value(self) -> str:
-        """Pattern of the other framework's values that the line holds for. Empty: all values."""
+        """Pattern of the values of the other framework's key that this line is for. Empty: all."""
         return self.theirs.partition("=")[2]
 
     @property
@@ -72,23 +72,24 @@ def synonyms() -> tuple[Synonym, ...]:
 
 def hint(path: Collection[str | int], known: Collection[str], value: Any = "") -> str:
     """Returns the hint ` Here it is ...` for an unknown key, or why there is no such key; empty if
-    nothing is known of it. `path` is the key's path and `value` what it was set to. `known` are the
-    dotted keys of the schema, with `N` for an index; no other keys are named. For a key of ours in
-    the wrong section the hint names the right one."""
+    nothing is known of it. `path` is the key's path and `value` what it was set to. `known` are all
+    dotted keys of the config's dataclasses, with `N` for an index: only these are named in hints. A
+    key of ours in the wrong section gets a hint, too."""
     return said(of_others(path, known, value)) or elsewhere(str([*path][-1]), known)
 
 
 def of_others(
     path: Collection[str | int], known: Collection[str], value: Any = ""
 ) -> list[Synonym]:
-    """The lines of `synonyms.yaml` for a key of other frameworks; empty if none of them has it."""
+    """The lines of `synonyms.yaml` for the key `path`, set to `value`, that are of other frameworks
+    and name keys in `known` (all keys of the config); empty if there are none."""
     parts = [str(part).lstrip("+-").replace("-", "_") for part in path]
     return _best(parts, known, value)
 
 
 def of_value(path: Collection[str | int], known: Collection[str], value: Any) -> list[Synonym]:
-    """The line of `synonyms.yaml`, at most one, for a value of our key that only another framework
-    knows."""
+    """The line of `synonyms.yaml`, at most one, for a key of ours at `path` that is set to another
+    framework's `value`. `known` are all keys of the config."""
     ours = ".".join(str(part) for part in path if not isinstance(part, int))
     for_any = {one.theirs: one.keys for one in synonyms() if not one.value}
     return [
@@ -106,8 +107,9 @@ def said(found: Collection[Synonym]) -> str:
 
 
 def elsewhere(name: str, known: Collection[str]) -> str:
-    """Returns the hint ` Here it is ...` for a key of ours in the wrong section; empty for too many
-    right places. Keys of list entries (`a.0.b`) are named only if no other key has the name."""
+    """Returns the hint ` Here it is ...` for a key `name` of ours in the wrong section; empty if it
+    is no key in `known`, or one in more than `MOST_PLACES` sections. Keys of list entries (`a.0.b`)
+    are named only if no other key has the name."""
     if name in known:
         return f" Here it is {name}"
     places = [key for key in known if key.rpartition(".")[2] == name]
@@ -117,7 +119,8 @@ def elsewhere(name: str, known: Collection[str]) -> str:
 
 
 def _best(parts: list[str], known: Collection[str], value: Any) -> list[Synonym]:
-    """Lines of `synonyms.yaml` whose keys share most of the path; one of each that say the same."""
+    """Lines of `synonyms.yaml` whose keys share the most names at the end with the path `parts`. Of
+    lines that give the same hint only the first is returned."""
     best: list[Synonym] = []
     most = (1, False, False)
     for one in synonyms():
@@ -144,15 +147,15 @@ def _is_for(one: Synonym, value: Any) -> bool:
 
 
 def _applies(one: Synonym, known: Collection[str]) -> bool:
-    """Whether this line of `synonyms.yaml` fits a config with the keys `known`. In a config without
-    an optimizer step, such as a simulation's, other frameworks' keys mean nothing."""
+    """Whether this line of `synonyms.yaml` may be used for a config with the keys `known`: it has
+    our keys of the line, and `algorithm.name`, which simulations' configs lack."""
     return "algorithm.name" in known and all(key in known for key in one.keys)
 
 
 def _num_shared(parts: list[str], theirs: list[str]) -> int:
-    """Number of names at the end that two keys' paths share; 0 unless one path ends with the whole
-    other, or the last name has a meaning by itself, as `ppo_mini_batch_size` has and `path` has
-    not."""
+    """Number of names at the end that the paths `parts` and `theirs` of two keys share. It is 0
+    unless one path ends with the whole other, or the last name means something by itself:
+    `ppo_mini_batch_size` does, `path` does not."""
     count = 0
     for own, their in zip(reversed(parts), reversed(theirs), strict=False):
         if own != their:
@@ -173,7 +176,8 @@ def _sentence(one: Synonym, among_others: bool) -> str:
 
 
 def all_keys(schema: type, prefix: str = "") -> Iterator[str]:
-    """Yields every dotted key of a schema, with `N` for the index of a list."""
+    """Yields every dotted key of the dataclass `schema` and of those nested in it, each behind
+    `prefix`, with `N` for the index of a list."""
     for name, kind in field_types(schema).items():
         yield prefix + name
         inner, items = nested_schema(kind), item_schema(kind)

@@ -19,15 +19,14 @@ class WarmupConfig:
     model: ModelConfig | None = None
     """Model whose weights training starts from. None: `architecture` is set instead."""
     architecture: dict[str, object] | None = None
-    """Architecture to make random weights of to start from: `model_type` and the fields of its
+    """Architecture of a model that starts with random weights: `model_type` and the fields of its
     transformers config. None: `model` is set instead."""
     alphabet: str | None = None
     """Characters that are the tokens of a tokenizer to build. None: `model` has a tokenizer."""
     markers: tuple[str, ...] = ()
-    """Longer texts that are also single tokens of the built tokenizer, such as the marks of
-    `chat_template`."""
+    """Longer texts that are single tokens of the built tokenizer, such as marks in a template."""
     chat_template: str | None = None
-    """Chat template of the built tokenizer, in Jinja. `<eos>` ends a turn. None: no template."""
+    """Chat template of the built tokenizer, in Jinja; its end token is `<eos>`. None: none."""
     seed: int = 0
     threads: int | Literal["auto"] = "auto"
 
@@ -63,11 +62,11 @@ class WarmupStage:
     batch_size: int = 64
     learning_rate: float = 1e-3
     final_learning_rate_ratio: float = 0.1
-    """Learning rate at the last step, as a share of `learning_rate`; it falls to that linearly."""
+    """Learning rate at the last step, as a share of `learning_rate`; it falls linearly."""
     warmup_steps: int = 50
     max_grad_norm: float = 1.0
     max_loss: float | None = None
-    """Largest mean loss of the last 20 steps, above which the stage fails. None: no bound."""
+    """Mean loss of the last 20 steps above which the stage fails. None: it fails at none."""
 
     @property
     def source(self) -> str:

@@ -1,7 +1,6 @@
-"""Commands, the only output of the core (the scheduling code of `rollpacker/core`): small frozen
-records of what is to be done. Each kind is a subclass of `BaseCommand` and has exactly one port on
-every bus (the method that carries commands of this kind out), which the bus checks when it is
-connected."""
+"""Commands, the only output of the core (the scheduling code here): small frozen records of what is
+to be done. Each kind is a subclass of `BaseCommand` and has exactly one port on every bus (the
+method that carries commands of this kind out), which the bus checks when it is connected."""
 
 from __future__ import annotations
 
@@ -26,11 +25,11 @@ class RoundKind(StrEnum):
 
 
 NOWHERE = -1
-"""Stands in place of an engine's number for a sample that no engine has yet."""
+"""Number of the engine in a record about a sample that no engine has been given yet."""
 
 
 class FetchPrompts(BaseCommand, frozen=True, kw_only=True):
-    """Ask the dataset cursor for `count` prompts of its next rows; answered by `PromptsFetched`."""
+    """Ask for the dataset's next `count` prompts. The event `PromptsFetched` is the answer."""
 
     count: int
 
@@ -49,9 +48,9 @@ class Launch(BaseCommand, frozen=True, kw_only=True):
     speculate: Omitted[bool] = False
     """True if engines decode speculatively (by checking drafted tokens) in this round."""
     carried: Omitted[tuple[int, ...]] = ()
-    """Number of response tokens that an earlier launch of the prompt left for each sample, aligned
-    with `samples`; empty if there are none. The sample goes on from them (`tail_batching.carry`).
-    In a run of several turns they include the environment's."""
+    """Number of response tokens that an earlier launch (submission to an engine) of the prompt left
+    for each sample, aligned with `samples`; generation goes on after these. Empty: none are left.
+    Where samples take turns with environments, the environments' tokens count."""
     replaces: Omitted[tuple[SampleId, ...]] = ()
     """Failed samples that these replace, aligned with `samples`: a replacement draws its tokens
     with the random numbers of the failed sample. Empty: nothing is replaced."""
@@ -62,8 +61,8 @@ class Launch(BaseCommand, frozen=True, kw_only=True):
 
 class Place(BaseCommand, frozen=True, kw_only=True):
     """Start these samples again under their own ids, because their engine was lost or none was
-    there to take them. They begin with the tokens that their `Launch`, or this turn's `Continue`,
-    gave them. An unfinished `Move` of such a sample is void."""
+    there to take them. They begin with the tokens that their last `Launch` or `Continue` began
+    with, and an unfinished `Move` of such a sample is void."""
 
     samples: tuple[SampleId, ...]
     engines: tuple[int, ...]
@@ -139,14 +138,13 @@ class Continue(BaseCommand, frozen=True, kw_only=True):
 
     samples: tuple[SampleId, ...]
     engines: Omitted[tuple[int, ...]] = ()
-    """Number of the engine of each sample: where possible the one that generated the turn
-    before."""
+    """Number of each sample's engine: where possible the one that generated the last turn."""
 
 
 class LetGo(BaseCommand, frozen=True, kw_only=True):
-    """Allow engines to drop the keys and values of these samples, whose environments have the turn,
-    to make room for others; they are computed again when the samples go on. Samples of `Conclude`
-    and `CancelAct` are dropped without this command."""
+    """Allow engines to free the keys and values of these samples, whose environments are to answer,
+    to make room for others; they are computed again when the samples go on. For samples of
+    `Conclude` and `CancelAct`, engines free them without this command."""
 
     samples: tuple[SampleId, ...]
 
@@ -207,30 +205,28 @@ class Release(BaseCommand, frozen=True, kw_only=True):
 
 
 class StartGradients(BaseCommand, frozen=True, kw_only=True):
-    """Accumulate the gradients of these groups now, while the round goes on, without an optimizer
-    step. The step's `TrainOn` lists the groups again, asks for the rest and applies the step."""
+    """Accumulate the gradients of these groups (a prompt's samples) now, while the round goes on,
+    without an optimizer step. The step's `TrainOn` lists these groups again, together with the rest
+    of the batch, whose gradients are added before the optimizer step."""
 
     step: int
     groups: tuple[tuple[SampleId, ...], ...]
     devices: Omitted[tuple[int, ...]] = ()
-    """Devices that compute the gradients, released by engines. Empty: all of the trainer's."""
+    """Devices, freed by `Release`, that compute the gradients. Empty: all of the trainer's."""
 
 
 class TrainOn(BaseCommand, frozen=True, kw_only=True):
-    """Take one optimizer step on these groups; answered by `Trained`.
-
-    Groups are in the order in which their prompts came to the round, and the samples of a group in
-    index order, whatever order they finished in. Every sample listed has a verdict.
-    """
+    """Take one optimizer step on these groups; answered by `Trained`. Groups are in the order in
+    which their prompts came to the round, and the samples of a group in index order, whatever order
+    they finished in. Every sample listed has a verdict."""
 
     step: int
     groups: tuple[tuple[SampleId, ...], ...]
     weights: tuple[tuple[float, ...], ...] | None = None
-    """Weight of each sample's loss, aligned with `groups`. They undo that short responses are
-    favoured where the first to finish are kept; over many steps their mean is 1. None: all are
-    1."""
+    """Weight of each sample's loss, as in `groups`. Where the first samples to finish are kept,
+    long responses are too rare and weigh more; over many steps the mean is 1. None: all are 1."""
     num_missing: int = 0
-    """Number of groups that the step lacks, because dynamic sampling gave up replacing them."""
+    """Number of groups that the step lacks because dropped prompts were not all replaced."""
     num_streamed: int = 0
     """Number of samples whose gradients were computed before, by `StartGradients`."""
     not_streamed: str = ""
@@ -260,20 +256,19 @@ class Commit(BaseCommand, frozen=True, kw_only=True):
 
     step: int
     last: bool
-    """True if no step follows, as far as is known now."""
+    """True if the job knows of no step after this one."""
     stopping: bool = False
     """True if the run was asked to end after this step, and quickly."""
     checkpoint: Omitted[bool] = False
     """True if a checkpoint is to be written, after the evaluation if that is due too."""
     evaluate: Omitted[bool] = False
-    """True if this step is to be evaluated. An evaluation that is due when the run is asked to stop
-    waits for its resume."""
+    """True if the weights are to be evaluated after this step. An evaluation that is due when the
+    run is asked to stop is made when the run is resumed."""
 
 
 class Enter(BaseCommand, frozen=True, kw_only=True):
     """Wait until the run may use this pool's devices, and wake up its engines or trainer, which
-    `Leave` had parked there; answered by `Entered`. Engines then have the weights that were
-    published last."""
+    `Leave` had parked there; answered by `Entered`. Engines then have the newest weights."""
 
     pool: PoolName
     purpose: str

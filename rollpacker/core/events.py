@@ -22,8 +22,8 @@ class RunStarted(BaseEvent, frozen=True, kw_only=True):
 
 
 class PromptsFetched(BaseEvent, frozen=True, kw_only=True):
-    """Prompts that the dataset cursor gave in answer to `FetchPrompts`. All are of one epoch; if
-    they are fewer than asked for, `epoch_ended` is true."""
+    """Prompts that the dataset gave in answer to `FetchPrompts`. All are of one epoch (pass over
+    the dataset); if they are fewer than asked for, `epoch_ended` is true."""
 
     prompts: tuple[PromptId, ...]
     epoch_ended: bool
@@ -48,14 +48,14 @@ class SampleGenerated(BaseEvent, frozen=True, kw_only=True):
     """Number of carried-over tokens (left by an earlier launch of the prompt) that came out the
     same under the current weights. None: nothing was carried over, or nothing was compared."""
     num_redraws: Omitted[int] = 0
-    """How often the response's end was sampled anew, because it came before the place where an
-    earlier launch had been cut off (`tail_batching.complement`)."""
+    """How often the response came to an end before the length at which an earlier launch
+    (submission to an engine) had been cut off, and its end was sampled again to make it longer
+    (`tail_batching.complement`)."""
     num_reused: Omitted[int] = 0
-    """Tokens before the response that the engine did not have to compute, since it had kept them
-    from an earlier turn."""
+    """Number of tokens of the context that the engine did not compute for this response, since it
+    had kept their keys and values from the sample's earlier turn (message)."""
     num_held: Omitted[int] = 0
-    """Tokens, the prompt's too, whose keys and values the engine keeps for the sample's next
-    turn."""
+    """Tokens, prompt included, whose keys and values the engine keeps for the next turn."""
     room: Omitted[int | None] = None
     """Tokens that the engine can still keep for samples that wait for environments. Negative: so
     many kept tokens should be dropped to make room. None: the engine does not report it."""
@@ -66,14 +66,15 @@ class SampleGenerated(BaseEvent, frozen=True, kw_only=True):
 
 
 class SampleAborted(BaseEvent, frozen=True, kw_only=True):
-    """The engine stopped a sample in answer to `Abort`; the sample's slot is free."""
+    """Answer to `Abort`: the engine stopped the sample and has room for another one."""
 
     sample: SampleId
     num_tokens: int
     """Number of tokens generated so far; the whole response would be at least this long."""
     preemptions: int = 0
     num_kept: Omitted[int | None] = None
-    """Tokens, carried over from an earlier launch, that came out the same. None: not compared."""
+    """Number of tokens from an earlier launch (submission to an engine) that were sampled again as
+    they were. None: not compared."""
     num_redraws: Omitted[int] = 0
     engine: Omitted[int] = 0
     """Number of the engine that stopped the sample."""
@@ -153,7 +154,7 @@ class ToolCall(NamedTuple):
 
 
 class Acted(BaseEvent, frozen=True, kw_only=True):
-    """Answer to `Act`: what the environment said to the model's message, or its episode's loss."""
+    """Answer to `Act`: the environment's answer to the model's message, or the episode's loss."""
 
     sample: SampleId
     turn: int
@@ -162,21 +163,20 @@ class Acted(BaseEvent, frozen=True, kw_only=True):
     is_over: bool = False
     """True if the episode is over: the model is not asked again."""
     seconds: float | None = None
-    """Seconds that the environment took for the answer, without waiting in a queue; limits and
-    adaptive deadlines go by them. None: not measured."""
+    """Seconds that the environment took for the answer, without waiting in a queue. They count for
+    the trajectory's time limit, and adaptive deadlines follow them. None: not measured."""
     reason: str = ""
     """Why the episode is over, as a finish reason ("" means "done"), or why it was lost."""
     cause: str = ""
-    """Cause of a lost episode: "environment" (it raised), "deadline" (it was too slow),
-    "infrastructure" (its process died: worth a retry), "prompt" (the prompt is unusable) or
-    "cancelled"."""
+    """Cause of a lost episode: "environment" (it raised), "deadline" (too slow), "infrastructure"
+    (its process died: worth a retry), "prompt" (that is unusable) or "cancelled"."""
     calls: Omitted[tuple[ToolCall, ...]] = ()
-    """Tool calls that the model's message asked for, in order; calls that the environment makes of
-    a message by itself are left out. If the answer was too slow, the last call had not ended."""
+    """Tool calls that the model's message asked for, in order, without those that the environment
+    made on its own account. If the answer was too slow, the last call had not ended."""
 
 
 class SampleScored(BaseEvent, frozen=True, kw_only=True):
-    """The reward's verdict on a sample. No verdict: `value` is None, never 0; see `reason`."""
+    """The reward's verdict on a sample. Without one `value` is None, and `reason` says why."""
 
     sample: SampleId
     value: float | None
@@ -240,7 +240,7 @@ class PoolNeeded(BaseEvent, frozen=True, kw_only=True):
 
 
 class PoolUnneeded(BaseEvent, frozen=True, kw_only=True):
-    """The pool that `PoolNeeded` asked for is no longer needed for that."""
+    """Takes back the last `PoolNeeded`: the driver (which carries out commands) needs no pool."""
 
 
 class Reminded(BaseEvent, frozen=True, kw_only=True):

@@ -34,8 +34,7 @@ class PromptId(msgspec.Struct, frozen=True, order=True, cache_hash=True, gc=Fals
 
 class SampleId(msgspec.Struct, frozen=True, order=True, cache_hash=True, gc=False, array_like=True):
     """Names one response to a prompt. `attempt` counts how often the prompt was launched before (0
-    in its first round, 1 in the long round after it); `index` counts the responses of an
-    attempt."""
+    in its first round); `index` counts the responses of an attempt."""
 
     prompt: PromptId
     index: int

@@ -18,13 +18,13 @@ class SampleState(StrEnum):
     SCORED = "scored"
     TRAINED = "trained"
     ABORTED = "aborted"
-    """The sample was surplus: the group of its prompt was complete without it."""
+    """The sample was stopped because its prompt had as many finished samples as it needs."""
     DEFERRED = "deferred"
     """The prompt was put off to a later round, which does not need this response."""
     FAILED = "failed"
     """The engine, or the sample's environment, could not go on with the sample."""
     DROPPED = "dropped"
-    """The sample has no verdict, or the group of its prompt is not trained on."""
+    """The sample is not trained on: it has no verdict, or its prompt was given up."""
 
 
 _S = SampleState

@@ -24,8 +24,7 @@ class BaseCommand(
 ):
     """Base of the commands that the core (the scheduling code) may give. Each kind is a subclass
     with `frozen=True, kw_only=True`. The garbage collector skips messages: they hold ids, numbers
-    and texts, and no cycle of references goes through them. `msgspec.structs.replace` makes a
-    changed copy."""
+    and texts, and no reference cycles. `msgspec.structs.replace` makes a changed copy."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

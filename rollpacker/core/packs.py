@@ -15,35 +15,31 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkModel:
-    """Cost of training on a row, by its length, in units of one token's cost without attention."""
+    """Cost of training on a sample by its length, in costs of one token without attention."""
 
     crossover_tokens: float = 48_000.0
-    """Length in tokens at which attention costs as much as everything else.
-
-    Matrices cost 6 FLOPs per parameter and token, causal attention 6 x layers x heads x head size
-    per token and token of its row, so it is parameters / (layers x heads x head size): about 12
-    times the hidden size. The default is that of a model with 4,096. Flash attention and matrices
-    differ in how close they come to the device's peak; the balance depends little on it.
-    """
+    """Length in tokens at which attention costs as much as everything else. Matrices cost 6 FLOPs
+    per parameter and token, causal attention 6 x layers x heads x head size per token and token of
+    its row, so it is parameters / (layers x heads x head size): about 12 times the hidden size. The
+    default is that of a model with 4,096. Flash attention and matrices differ in how close they
+    come to the device's peak; the balance depends little on it."""
 
     def __call__(self, length: int) -> float:
         return length + length * length / self.crossover_tokens
 
 
 work = WorkModel()
-"""The default cost model, that of a model with a hidden size of 4,096."""
+"""Cost of training on a sample of a given length, for a model with a hidden size of 4,096."""
 
 
 def assign(
     lengths: Sequence[int], num_ranks: int, *, work: Callable[[int], float] = work
 ) -> list[list[int]]:
     """Deals rows of these lengths to ranks. Returns the ascending indices of each rank's rows,
-    every index once; with fewer rows than ranks the last ranks have none.
-
-    Longest processing time first (Graham 1969): each row, longest first, to the rank that has least
-    so far. The largest rank has at most 4/3 - 1 / (3 x ranks) of what the best assignment has. The
-    same lengths in the same order give the same result.
-    """
+    every index once; with fewer rows than ranks the last ranks have none. Longest processing time
+    first (Graham 1969): each row, longest first, to the rank that has least so far. The largest
+    rank has at most 4/3 - 1 / (3 x ranks) of what the best assignment has. The same lengths in the
+    same order give the same result."""
     assert num_ranks >= 1, num_ranks
     costs = [work(length) for length in lengths]
     shares: list[list[int]] = [[] for _ in range(num_ranks)]

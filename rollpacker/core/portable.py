@@ -32,14 +32,14 @@ FloatArray = NDArray[np.float64]
 FloatOrArray = TypeVar("FloatOrArray", float, FloatArray)
 
 LEAST_EXPONENT, GREATEST_EXPONENT = -708.0, 709.0
-"""Least and greatest argument for which `exp` is computed: below the first it is 0, and above the
-second it has the value that it has there."""
+"""Least and greatest argument for which `exp` computes a value. Below the least the result is 0;
+above the greatest it is that of the greatest."""
 _CHUNK = 8192
-"""Number of values that `exps` computes at once: these and what they need fit into a cache."""
+"""Number of values that `exps` computes at once, so that they fit into a cache."""
 
 
 def _split(value: Decimal, bits: int) -> tuple[float, float]:
-    """Splits `value` into the sum of a multiple of 2**-`bits` and a small rest, both floats."""
+    """Splits `value` into the sum of two floats: a multiple of 2**-`bits`, and a small rest."""
     high = int(value * 2**bits) / 2**bits
     return high, float(value - Decimal(high))
 
@@ -48,11 +48,10 @@ with localcontext() as _context:
     _context.prec = 60
     _LN2 = Decimal(2).ln()
     _LN2_HIGH, _LN2_LOW = _split(_LN2, 40)
-    """The logarithm of 2 as a sum of two floats; products of the first and whole numbers of up to
-    11 bits are exact."""
+    """The logarithm of 2 as two floats; the high one times a whole number of 11 bits is exact."""
     _STEP_HIGH, _STEP_LOW = _split(_LN2 / 64, 42)
-    """The logarithm of 2 ** (1/64) as a sum of two floats; products of the first and whole numbers
-    of up to 17 bits are exact."""
+    """The logarithm of 2 ** (1/64) as a sum of two floats. The product of the high one and a whole
+    number of up to 17 bits is exact."""
     _STEPS_PER_UNIT = float(64 / _LN2)
 _SQRT_HALF = math.sqrt(0.5)
 _PER_SQRT_TURN = 1.0 / math.sqrt(2.0 * math.pi)
@@ -306,13 +305,13 @@ def normal_quantiles(shares: FloatArray) -> FloatArray:
 
 
 def total(values: FloatArray, axis: int = -1) -> FloatArray:
-    """Sums along one axis, each from its first element to its last. (A running sum has no choice of
-    order, and `np.sum` has.)"""
+    """Sums along one axis. Each sum is added from the first element to the last, as a running sum
+    is; `np.sum` may choose another order."""
     return np.asarray(np.cumsum(values, axis=axis, dtype=np.float64).take(-1, axis=axis))
 
 
 def total_of(values: FloatArray) -> float:
-    """Sum of all elements of an array, added row by row."""
+    """Sum of all elements of an array, added one by one in memory order (last axis fastest)."""
     return float(total(values.reshape(-1))) if values.size else 0.0
 
 
@@ -351,8 +350,8 @@ def interpolated(
     below: float | None = None,
     above: float | None = None,
 ) -> FloatArray:
-    """Interpolates linearly between points whose `known_x` ascends. Outside of them the value is
-    `below` or `above`, or that of the outermost point where these are None."""
+    """Linear interpolation at `x` between points (`known_x`, `known_y`) with ascending `known_x`.
+    `below` and `above`: values outside of these. None: the value of the first or last point."""
     at = np.clip(np.searchsorted(known_x, x, side="right") - 1, 0, max(known_x.size - 2, 0))
     after = np.minimum(at + 1, known_x.size - 1)
     width = known_x[after] - known_x[at]

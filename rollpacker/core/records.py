@@ -18,13 +18,13 @@ from rollpacker.core.events import Event
 from rollpacker.core.messages import COMMANDS, EVENTS
 
 POOL_SWITCH = "switch"
-"""Name of the note that says how long engines or trainer took to free the devices ("park"), in a
-run that shares its pools of devices. The time of waking up is in `Entered`."""
+"""Name of the `Note` with the seconds that engines or trainer took to leave the devices ("park") to
+another job, where jobs share pools of devices. `Entered` has the seconds of waking up again."""
 CALLBACK_SECONDS = "timing_s/callbacks"
-"""Metric of an evaluation's note: seconds that the program's own callbacks took at its end."""
+"""Metric of the `Note` on an evaluation: seconds of the program's callbacks at its end."""
 EVALUATION_ROLLOUT = "timing_s/testing_gen"
-"""Metric of an evaluation's note: seconds for which the evaluation held the rollout pool, while
-responses were generated and environments answered."""
+"""Metric of the `Note` on an evaluation: seconds for which the evaluation held the rollout pool,
+while responses were generated and environments answered."""
 
 
 class LogError(ValueError):
@@ -32,8 +32,7 @@ class LogError(ValueError):
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Entry that says that a process began or resumed the run: the first line of a log, and one
-    more line at every resume."""
+    """Entry for a process that began or resumed the run: the first line, and one per resume."""
 
     started_at: str
     """Wall-clock time at which the process began or resumed the run, ISO 8601, UTC."""
@@ -47,15 +46,15 @@ class Session(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Maximum number of samples decoded at once, over all engines. None: no limit was set, or the
     log is older than this field."""
     marks: tuple[str, ...] = ()
-    """Warnings with which every number of this session must be read: "unsandboxed" if model-written
-    code ran without isolation. Empty: there are none."""
+    """Warnings that hold for all results of this session: "unsandboxed" if model-written code ran
+    without isolation. Empty: there are none."""
     data_ended: Omitted[bool | None] = None
-    """Whether the data has ended, in a resumed run that may have been given more epochs since.
-    None: as the checkpoint says, also in older logs."""
+    """Whether the dataset has no more prompts, in a resumed run whose number of epochs may have
+    changed. None: as the checkpoint says."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """An event, the commands that answer it, and the seconds that the controller needed."""
+    """Entry of an event, the commands that answer it, and the core's seconds (`cost_s`)."""
 
     time_s: float
     event: Event
@@ -65,8 +64,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 class Note(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Entry for a span of time that no event reports; `time_s` is its end. Its name is "startup",
-    "evaluation", "switch", or "gradients" (the work on `StartGradients` commands, with their number
-    of groups as a metric)."""
+    "evaluation", "switch", or "gradients" (work on `StartGradients`, with its number of groups)."""
 
     time_s: float
     name: str

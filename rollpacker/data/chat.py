@@ -28,7 +28,7 @@ class Chat:
     """Whether each text goes through the chat template as a user's message. Prompts that are chat
     messages always go through it."""
     why: str
-    """A line for the user: the reason for `renders`, and the config key that changes it."""
+    """Reason for `renders` and the config key that changes it, in words for the terminal."""
 
 
 def chat_of(

@@ -14,7 +14,8 @@ from rollpacker.data.dataset import DataError
 
 @dataclass(eq=False, slots=True)
 class PromptCursor:
-    """Yields every row of a data set once per epoch, in an order given by seed and epoch."""
+    """Yields the prompt ids of every row of a data set once per epoch, in an order
+    given by seed and epoch."""
 
     name: str
     num_rows: int
@@ -22,7 +23,8 @@ class PromptCursor:
     shuffle: bool
     max_epochs: int | None
     sources: Sequence[str] | None = None
-    """First part of each row's prompt id, such as the row's task. None: `name` for all rows."""
+    """For each row, the `source` of its prompt's id, such as the row's task. None: `name` is
+    the source of all rows."""
     _epoch: int = field(default=0, init=False)
     _position: int = field(default=0, init=False)
     _order: np.ndarray = field(init=False)
@@ -35,8 +37,8 @@ class PromptCursor:
         self._order = self._order_of(0)
 
     def take(self, count: int) -> tuple[tuple[PromptId, ...], bool, bool]:
-        """Return three values: up to `count` prompts of the current epoch (none after the last
-        epoch), whether the epoch ended with them, and whether all epochs have ended."""
+        """Return up to `count` ids of prompts of the current epoch (none after the last epoch),
+        whether the epoch ended with them, and whether all epochs have ended."""
         if count < 1:
             raise ValueError(f"count must be at least 1, not {count}")
         if self.ended:
@@ -64,8 +66,8 @@ class PromptCursor:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a position that `state` returned. Raises `DataError` if data or seed
-        differ."""
+        """Go on from a position that `state` returned. Raises `DataError` if it is of another
+        data set, seed or order."""
         for key, own in self.state().items():
             if key not in state:
                 raise DataError(f"the saved place in the data ({self.name}) lacks {key}.")

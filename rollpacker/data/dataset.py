@@ -10,8 +10,8 @@ from typing import Any, Literal, Protocol
 from rollpacker.core.ids import PromptId
 
 TRAIN = "train"
-"""First part (`source`) of every training prompt's id, unless rewards are chosen by rows' tasks:
-then it is the row's task."""
+"""The `source` of training prompts (the first part of a prompt's id). Where rewards are chosen by
+rows' tasks, the source is the row's task instead."""
 
 
 class DataError(ValueError):
@@ -56,8 +56,9 @@ class DatasetConfig:
     """Seed from which rows are made, for kind reasoning_gym only. The run's seed orders them."""
     prompt_column: str = "prompt"
     answer_column: str | None = None
-    """Name of the column that rewards get as `answer`, too. A column that is called `answer` is
-    then not passed on. None: rewards get columns under their own names only."""
+    """Name of the column with the right answer, which rewards also get under the name
+    `answer`. A column that is called `answer` is then not passed on. None: rewards get columns
+    under their own names only."""
     task_column: str | None = None
     """Name of the column with each row's kind of task, by which rewards can choose rows
     (`rewards[].tasks`). None: `task` if the rows have that column, else `data_source`."""
@@ -170,13 +171,13 @@ class Cursor(Protocol):
     """The order in which prompts are taken from a data set: seeded and resumable."""
 
     def take(self, count: int) -> tuple[tuple[PromptId, ...], bool, bool]:
-        """Return three values: up to `count` prompts of the current epoch, whether the epoch ended
-        with them, and whether all epochs have ended. The next call begins the next epoch."""
+        """Return up to `count` ids of prompts of the current epoch, whether the epoch ended with
+        them, and whether all epochs have ended. The next call begins the next epoch."""
         ...
 
     @property
     def ended(self) -> bool:
-        """Whether all epochs are finished."""
+        """Whether all epochs of the run are finished, so that there are no more prompts."""
         ...
 
     def state(self) -> dict[str, Any]: ...

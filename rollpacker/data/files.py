@@ -15,8 +15,8 @@ from rollpacker.data.dataset import DataError, DatasetConfig
 from rollpacker.imports import GIVEN, ImportSpecError, given, require
 
 MAX_TOLD = 200
-"""Largest number of characters of a row's columns, as JSON, that are part of the name which stands
-for a prompt until the environment gives it. Longer columns are left out of the name."""
+"""Largest number of characters of a row's columns, as JSON, in the name of a row whose prompt an
+environment gives later. Longer columns are left out, and the name is the row's number alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,8 @@ class RawRow:
     """Where the row comes from, for error messages: file and line, or dataset and row."""
     columns: dict[str, Any]
     is_named: bool = False
-    """Whether the prompt only names the row, since the environment gives the real prompt."""
+    """Whether the row's prompt is a mere name of the row, as the environment
+    gives the real prompt later."""
 
 
 def read_rows(config: DatasetConfig) -> list[RawRow]:
@@ -54,9 +55,9 @@ def read_rows(config: DatasetConfig) -> list[RawRow]:
 def brought_rows(
     config: DatasetConfig, brought: Sequence[Mapping[str, Any]] | None
 ) -> list[RawRow]:
-    """Return the rows that an environment provided (`brought`; None: they are not known yet). A row
-    without a prompt, which the environment gives later, gets a name for the row as its prompt.
-    Raises `DataError` if the rows are not known yet."""
+    """Return the rows in `brought`, which an environment provided. A row without a prompt, which
+    the environment gives later, gets a name for the row as its prompt. Raises `DataError` if
+    `brought` is None: the environment has not run yet."""
     if brought is None:
         raise DataError("rows of kind environment are known once the environment runs.")
     column = config.prompt_column
@@ -77,8 +78,8 @@ def _told(number: int, columns: Mapping[str, Any]) -> str:
 
 
 def _given_rows(spec: str) -> Iterator[RawRow]:
-    """Yield the rows that the calling program gave as an iterable of mappings. Raises `DataError`
-    for a row that is no mapping."""
+    """Yield the rows that the program which calls `rollpacker.train` gave as an iterable of
+    mappings; `spec` names this iterable. Raises `DataError` for a row that is no mapping."""
     try:
         rows = given(spec)
     except ImportSpecError as error:
@@ -95,8 +96,8 @@ def _given_rows(spec: str) -> Iterator[RawRow]:
 
 
 def find_files(path: str, suffix: str) -> list[Path]:
-    """Return the files, sorted, that a file name, a folder or a glob stands for; in a folder those
-    with this suffix. Raises `DataError` if there is none."""
+    """Return the sorted files for `path`, which is a file, a folder or a glob; of a folder, the
+    files whose names end with `suffix`. Raises `DataError` if there is none."""
     place = Path(path).expanduser()
     if place.is_dir():
         found = sorted(p for p in place.rglob(f"*{suffix}") if p.is_file())

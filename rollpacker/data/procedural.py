@@ -43,7 +43,8 @@ def make_rows(config: DatasetConfig, split: str) -> list[RawRow]:
 
 
 def shares(weights: Sequence[float], total: int) -> list[int]:
-    """Split `total` into whole numbers in proportion to `weights`, by largest remainders."""
+    """Split `total` into whole numbers in proportion to `weights`. What rounding down leaves goes
+    to the largest remainders."""
     exact = [total * weight / math.fsum(weights) for weight in weights]
     counts = [int(value) for value in exact]
     by_remainder = sorted(range(len(exact)), key=lambda i: (counts[i] - exact[i], i))

@@ -1,5 +1,6 @@
-"""Makes prompt sets: reads rows, makes, tokenizes and checks their prompts, and keeps training and
-evaluation prompts apart. Rows that are left out are counted and reported with their places."""
+"""Makes prompt sets (tokenized prompts to train or evaluate on) from rows. A prompt
+that is evaluated on is not trained on. Rows that are left out are counted and
+reported with their places."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ logger = logging.getLogger(__name__)
 TOO_LONG = "prompt too long"
 IN_EVAL = "prompt also in eval"
 MORE_READ = 200
-"""Number of further rows that `load_few` reads, as some may be held out for evaluation."""
+"""Number of rows that `load_few` reads beyond those it shall show, since some may be
+held out for evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +185,8 @@ def _report_other_answer(config: DatasetConfig, split: str, rows: Sequence[RawRo
 
 
 def _key(prompt: Prompt) -> bytes:
-    """Return a hash by which equal prompts are found."""
+    """Return a hash of a prompt, equal for equal prompts, by which training and evaluation
+    prompts are kept apart."""
     return hashlib.sha256(json.dumps(prompt, sort_keys=True).encode()).digest()
 
 
@@ -204,8 +207,9 @@ def _without(train: list[_Made], held_out: list[_Made], dropped: Counter[str]) -
 
 
 def _report_small_tasks(train: list[_Made], kept: list[_Made]) -> None:
-    """Warn of each task that loses most training rows because their prompts are also evaluation
-    prompts. Such tasks have few distinct problems, and the mixture of tasks changes."""
+    """Warn of each task that keeps less than half of its rows: `train` has all training rows,
+    `kept` those whose prompts are not also evaluation prompts. The task has few distinct problems,
+    and the mixture of tasks changes."""
     before = Counter(_task_name(row) for row in train)
     after = Counter(_task_name(row) for row in kept)
     for task, count in before.items():
@@ -353,7 +357,8 @@ def _report_tokens(
 def _report_too_long(
     name: str, num_rows: int, too_long: list[str], config: DataConfig, limit: int
 ) -> None:
-    """Log which prompts have more than `limit` tokens. Raises `DataError` if too many have."""
+    """Log which prompts have more than `limit` tokens and are left out. Raises `DataError` if that
+    is all prompts, or a larger share than `max_dropped_fraction`."""
     more = f" and {len(too_long) - NUM_SHOWN} more" if len(too_long) > NUM_SHOWN else ""
     what = (
         f"data.{name}: {len(too_long)} of {num_rows} prompts have more than {limit} tokens:"
@@ -374,7 +379,8 @@ def _report_too_long(
 
 
 def _fingerprint(rows: Sequence[PromptRow], answer_column: str | None) -> str:
-    """Return the SHA-256 of a data set's rows, in which the answer is called `answer` only."""
+    """Return the SHA-256 of a data set's prompts, tokens and columns. The column `answer_column`,
+    which rewards get as `answer` too, counts once; None: there is no such column."""
     twice = None if answer_column == "answer" else answer_column
     digest = hashlib.sha256()
     for row in rows:
@@ -398,7 +404,8 @@ def _plain(value: Any) -> Any:
 
 
 def _has_text(value: Any) -> bool:
-    """Whether an object prints as more than its address, which differs from run to run."""
+    """Whether str() of an object shows its value. Else it shows the object's address, which
+    differs from run to run."""
     kind: type[object] = type(value)
     return (kind.__repr__, kind.__str__) != (object.__repr__, object.__str__)
 

@@ -20,13 +20,15 @@ NUM_SHOWN = 3
 
 
 class PromptMaker:
-    """Makes a row's prompt as the config says: by a function, by a template, or from a column."""
+    """Makes prompts from rows as the config says: by a function, by a template, or from a column.
+    It also picks the columns that rewards get."""
 
     def __init__(
         self, config: DatasetConfig, columns: Sequence[str], *, chat: bool = False
     ) -> None:
-        """`columns` are the names of all columns that occur in rows. `chat` says whether text
-        prompts go through the chat template."""
+        """Prepare for rows with these names of `columns`. `chat` says whether text
+        prompts go through the chat template. Raises `DataError` if the prompt's column
+        or function is missing."""
         self._config = config
         self._columns = columns
         self._chat = chat
@@ -120,8 +122,8 @@ class PromptMaker:
 
 
 def require_column(name: str, columns: Sequence[str], cure: str, where: str | None) -> None:
-    """Raise `DataError`, which suggests the nearest name, if `name` is not among `columns`. `cure`
-    says what to do, `where` which row or file it is."""
+    """Raise `DataError`, which suggests the nearest name, if `name` is not among `columns`. For the
+    message, `cure` says what the user can do, and `where` names the row or file."""
     if name in columns:
         return
     raise DataError(

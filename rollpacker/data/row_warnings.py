@@ -54,8 +54,8 @@ def row_warnings(rows: Sequence[Located], tokenizer: Any, system_prompt: str | N
 
 
 def _line(rows: Sequence[Located], fits: Callable[[Messages], bool], what: str) -> str | None:
-    """Return a line with the number of rows for which `fits` is true, `what` is wrong with them,
-    and the place of the first. None: there are no such rows."""
+    """Return a line with the number of rows whose messages `fits` accepts, the place of the first
+    of them, and `what`, which says in words what such rows do. None: there are no such rows."""
     places = [where for where, messages in rows if fits(messages)]
     if not places:
         return None

@@ -1,1 +1,2 @@
-"""Dialogues of several turns as tokens, of which none is decoded and encoded again."""
+"""Dialogues of several turns as growing lists of tokens. Generated tokens are never
+decoded and encoded again."""

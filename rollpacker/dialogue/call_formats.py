@@ -1,7 +1,6 @@
-"""Reads tool calls in the formats of several models, leniently in form and strictly in content.
-
-A format is a function that splits the text of a model's message into words, calls, and malformed
-calls. Nothing that a model wrote raises an error here."""
+"""Reads tool calls in the formats of several models. Deviations of form, such as blanks, are
+accepted; wrong content is not. A format is a function that splits the text of a model's message
+into words, calls, and malformed calls. Nothing that a model wrote raises an error here."""
 
 from __future__ import annotations
 
@@ -17,7 +16,8 @@ Tools = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A tool call as the model wrote it."""
+    """A tool call as the model wrote it: the tool's name, the arguments by name, and an id
+    (None: the model wrote none)."""
 
     name: str
     arguments: dict[str, Any]
@@ -78,16 +78,18 @@ def tagged(body: Body, opening: str = "<tool_call>", closing: str = "</tool_call
 
 
 _MAX_SPELT = 16
-"""Largest number of closing markers at which the end of one call is looked for, as its arguments
-may contain the marker. A model may repeat the marker without end."""
+"""A call's arguments may contain the closing marker, so up to this number of closing
+markers is tried as the end of one call. The limit guards against a model that repeats
+the marker without end."""
 
 
 def _up_to(
     opening: str, closing: str, rest: str, body: Body, tools: Tools
 ) -> tuple[str | None, str]:
-    """Split `rest` at the closing marker of a call, and return the text before it (None: there is
-    no such marker) and the text after it. Since an argument may contain the marker, the first
-    marker that completes a call is chosen, or the very first if none does."""
+    """Split `rest`, the text after a call's `opening` marker, at the call's closing marker. Returns
+    the text before that marker (None: there is none) and the text after it. Since an argument may
+    contain the marker, the first one before which `body` reads a whole call is chosen, or the very
+    first if there is no such."""
     at = first = rest.find(closing)
     for _ in range(_MAX_SPELT):
         if at < 0 or body(rest[:at], tools) is not None:
@@ -143,8 +145,8 @@ def _with_arguments(name: str, inside: str, pattern: str, tools: Tools) -> Call 
 
 
 def _typed(text: str, name: str, schema: Mapping[str, Any]) -> Any:
-    """Return the value of an argument that is written as text: the text itself if the schema asks
-    for a string or the text is no JSON, else its JSON value."""
+    """Return the value of the argument `name`, which the model wrote as `text`: the text itself if
+    the tool's `schema` asks for a string or the text is no JSON, else its JSON value."""
     properties = schema.get("properties")
     one = properties.get(name) if isinstance(properties, Mapping) else None
     kind = one.get("type") if isinstance(one, Mapping) else None

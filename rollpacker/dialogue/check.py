@@ -37,7 +37,8 @@ def dialogue_lines(
 
 
 def remarks(template: DialogueTemplate, rewrites: Rewrites | None) -> list[str]:
-    """Return sentences about the chat template that a user should know; often none."""
+    """Return sentences about the chat template that a user should know: it rewrites messages, ends
+    turns at a token where sampling does not stop, or writes the date. Often empty."""
     told = []
     if rewrites is not None:
         told.append(
@@ -63,8 +64,9 @@ def remarks(template: DialogueTemplate, rewrites: Rewrites | None) -> list[str]:
 def scripted(
     template: DialogueTemplate, prompt: Sequence[Message], *, rewrites: bool = False
 ) -> Trajectory:
-    """Return a dialogue with three turns of the model as the template writes them, ended by its
-    token. `rewrites`: each turn's prompt is rendered anew from all messages before it."""
+    """Return a dialogue with three turns of the model, written as the template writes them, each
+    with the template's end token if sampling stops there. With `rewrites`, each turn's prompt is
+    rendered anew from all messages before it."""
     messages = list(prompt)
     trajectory = Trajectory(template.prompt(messages))
     for turn, answers in _script(template.tools):

@@ -1,8 +1,7 @@
-"""Encodes rendered text to tokens in such a way that words from tools and users cannot steer the
-model.
-
-A tool's result may contain `<|im_end|>`. Encoded with the rest, this would end the turn, so such
-words are encoded as ordinary characters. All other text is encoded as usual."""
+"""Encodes rendered text to tokens in such a way that texts from tools and users cannot
+act as special tokens. A tool's result may contain `<|im_end|>`, which would end the
+turn if it were encoded with the rest; so it is encoded as ordinary characters. All
+other text is encoded as usual."""
 
 from __future__ import annotations
 
@@ -22,20 +21,23 @@ Held = Mapping[str, str]
 _SPACE = "\u2581"
 
 OWN_WORDS = ("system", "developer", "assistant")
-"""Roles whose messages may contain markers (texts of special tokens, such as `<|im_end|>`), since
-the user's set-up or the model wrote these messages."""
+"""Roles whose messages keep their markers (texts of special tokens, such as
+`<|im_end|>`), since the model or the run's author wrote these messages. In others'
+messages markers become plain text."""
 
 
 class Encoder:
     """Encodes rendered text to tokens, and decodes tokens to text."""
 
     def __init__(self, tokenizer: Any, template_texts: Iterable[str]) -> None:
-        """`template_texts` are texts that the chat template writes. Markers are the special tokens,
-        and those tokens of the added vocabulary that occur in these texts."""
+        """Find the markers: the texts of special tokens, and those of added tokens that occur
+        in `template_texts` (what the chat template writes). Texts from tools and users never
+        become tokens of markers."""
         self._tokenizer = tokenizer
         self._text = Detokenizer(tokenizer, is_raw=True)
         self._texts: dict[int, str] = {}
-        """Cache of the texts of single tokens. There are few: the tokens that end turns."""
+        """Cache of the text of each token id that was asked for. There are few:
+        the tokens that end turns."""
         written = "\n".join(template_texts)
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self._ids = {
@@ -44,7 +46,8 @@ class Encoder:
             if (token.special or token.content in written) and token.content.strip()
         }
         self.markers = _any_of(self._ids)
-        """Pattern that matches any marker (text of a special token, such as `<|im_end|>`)."""
+        """Pattern that matches a marker (text of a special token, such as
+        `<|im_end|>`) anywhere in a text."""
         self._spaced = _any_of(
             self._ids,
             before={token.content for token in added.values() if token.lstrip},
@@ -63,8 +66,9 @@ class Encoder:
         return frozenset(self._ids.values())
 
     def check_room(self, text: str, held: Held, most: int | None) -> None:
-        """Raise `TooLong` if the text surely has more than `most` tokens (None: no limit). A text
-        passes if its number of tokens cannot be bounded without encoding it."""
+        """Raise `TooLong` if the text surely has more than `most` tokens (None: no limit). `held`
+        has the markers that placeholders in the text stand for. A text passes if its number of
+        tokens cannot be bounded without encoding it."""
         if most is None or len(text) <= most or self._token_length is None:
             return
         if held:  # a stand-in may be longer than what it stands for
@@ -121,8 +125,9 @@ class Encoder:
         )
 
     def _parts(self, text: str, stand_ins: re.Pattern[str]) -> Iterable[str]:
-        """Yield the parts of a text that are to be encoded separately. A stretch with a
-        placeholder, up to the next markers on both sides, is a part of its own."""
+        """Yield the parts of a text that are to be encoded separately. A part in which
+        `stand_ins` finds a placeholder reaches from the last marker (text of a special token)
+        before it to the next one behind."""
         begun = at = 0
         for found in [*self._spaced.finditer(text), None]:
             end = len(text) if found is None else found.start()
@@ -134,8 +139,9 @@ class Encoder:
         yield text[begun:]
 
     def _letters(self, part: str, held: Held, stand_ins: re.Pattern[str]) -> list[int]:
-        """Return the tokens of a part with placeholders, encoded with the ordinary vocabulary
-        alone. If that still gives a special token, the marker is written with a space in it."""
+        """Return the tokens of a text with placeholders, whose markers (in `held`) are encoded with
+        the ordinary vocabulary alone. If that still gives a special token, each marker gets a space
+        after its first character."""
         ids = self._bare_ids(stand_ins.sub(lambda found: held[found.group()], part))
         if self.marker_ids.isdisjoint(ids):
             return ids
@@ -205,8 +211,8 @@ def num_alike(one: str, other: str) -> int:
 def _any_of(
     texts: Iterable[str], before: Iterable[str] = (), behind: Iterable[str] = ()
 ) -> re.Pattern[str]:
-    """Return a pattern that matches any of these texts, longer texts first. White space before the
-    texts in `before` and after those in `behind` is matched too."""
+    """Return a pattern that matches any of `texts`, longer ones first. It takes in the white space
+    before those of them that are in `before`, and after those that are in `behind`."""
     patterns = [
         (r"\s*" if text in before else "") + re.escape(text) + (r"\s*" if text in behind else "")
         for text in sorted(texts, key=len, reverse=True)

@@ -18,7 +18,8 @@ from rollpacker.dialogue.template import DialogueTemplate, TemplateError, stand_
 from rollpacker.dialogue.trajectory import Message
 
 MAX_TOOL_SETS = 256
-"""Largest number of cached dialogues, one for each set of tools. A full cache is emptied."""
+"""Largest number of cached `TemplateDialogue`s, one for each set of tools that `with_tools` was
+asked for. A full cache is emptied."""
 _THOUGHT, _WORDS = "stand-in-of-a-thought", "stand-in-of-words"
 
 
@@ -27,7 +28,8 @@ class TemplateDialogue:
     template's format of tool calls is found by rendering a call."""
 
     def __init__(self, template: DialogueTemplate) -> None:
-        """Raises `TemplateError` if there are tools and the template's call format is unknown."""
+        """Find out how `template` writes tool calls and thinking. Raises `TemplateError` if there
+        are tools and the format of their calls is unknown."""
         self.template = template
         self._with_tools: dict[str, TemplateDialogue] = {}
         self._tools = {
@@ -52,13 +54,16 @@ class TemplateDialogue:
             self._thinks_at_once = bool(begins) and self._closing not in behind
 
     def prompt(self, messages: Sequence[Message], *, most: int | None = None) -> tuple[int, ...]:
-        """Return the tokens of these messages and the generation prompt."""
+        """Return the tokens of these messages and the generation prompt. Raises `TooLong` if these
+        surely are more than `most` tokens (None: no limit)."""
         return self.template.prompt(messages, most=most)
 
     def appended(
         self, messages: Sequence[Message], sampled: Sequence[int], *, most: int | None = None
     ) -> tuple[int, ...]:
-        """Return the tokens to give the model after a turn whose tokens are `sampled`."""
+        """Return the tokens to give the model after a turn whose tokens are `sampled`: the rest of
+        the turn's ending, the new messages and the generation prompt; see
+        `DialogueTemplate.appended`."""
         return self.template.appended(messages, sampled, most=most)
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> TemplateDialogue:
@@ -136,7 +141,8 @@ class TemplateDialogue:
 
     def _by_schema(self, text: str, sampled: Sequence[int], turn: int) -> dict[str, Any]:
         """Return the message as transformers' parser reads it, for tokenizers with a response
-        schema. It completes what is cut off, so calls in an unfinished turn count as malformed."""
+        schema. That parser completes what is cut off, so calls in an unfinished turn count as
+        malformed. `turn` is part of made-up ids."""
         tokenizer = self.template.tokenizer
         is_over = bool(sampled) and sampled[-1] in self.template.end_tokens
         try:

@@ -26,8 +26,8 @@ class Change:
     which text is only ever added at the end."""
 
     what: str
-    """The part in which the place is: "prompt", "turn" (a message of the model) or "answer" (what
-    was given after a turn)."""
+    """Part of the dialogue in which the texts first differ: "prompt", "turn" (a message of the
+    model) or "answer" (what was given after a turn)."""
     index: int
     """Number of the turn or answer among those of the dialogue, from 1."""
     num_turns: int
@@ -37,14 +37,15 @@ class Change:
     model's own message, which does not begin with the generation prompt)."""
     grown: str
     rendered: str
-    """How the template's text goes on from that place; `grown`: how the growing dialogue does."""
+    """First characters of the template's text from the place of the change on; `grown` has those
+    of the growing dialogue."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rewrites:
-    """The ways in which a chat template rewrites earlier messages. Either each turn is trained on
-    as a sample of its own, whose prompt is `DialogueTemplate.prompt` of all messages before it; or
-    the run refuses to start."""
+    """The ways in which a chat template rewrites earlier messages. A run with such a template
+    trains on each turn as a sample of its own, whose prompt is `DialogueTemplate.prompt` of all
+    messages before it, or it refuses to start."""
 
     changes: tuple[tuple[str, Change], ...]
     """The first change of each kind, each with the name of the short dialogue that showed it."""

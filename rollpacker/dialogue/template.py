@@ -36,9 +36,10 @@ class DialogueTemplate:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         end_tokens: Collection[int] = (),
     ) -> None:
-        """`tools` are the schemas to show to the model. `end_tokens` are tokens at which sampling
-        stops, besides the tokenizer's own end token. Raises `TemplateError` if there is no
-        template, or if it refuses a plain dialogue or does not show tools."""
+        """Try out the tokenizer's chat template. `tools` are JSON schemas of the tools to show to
+        the model. `end_tokens` are tokens at which sampling stops, besides the tokenizer's own
+        end token. Raises `TemplateError` if there is no template, or if it refuses a plain
+        dialogue or does not show tools."""
         if not getattr(tokenizer, "chat_template", None):
             raise TemplateError(
                 "a dialogue needs a chat template, and the tokenizer has none. Use an instruct"
@@ -111,8 +112,9 @@ class DialogueTemplate:
     def render(
         self, messages: Sequence[Message], *, to_go_on: bool = False, with_tools: bool = True
     ) -> str:
-        """Return the template's text for these messages, with the generation prompt if `to_go_on`.
-        Raises `TemplateError` if the template refuses the messages."""
+        """Return the template's text for these messages, with the generation prompt if `to_go_on`,
+        and with the tools' schemas unless `with_tools` is False. Raises `TemplateError` if the
+        template refuses the messages."""
         tools: dict[str, Any] = {}
         if self.tools and with_tools:
             tools["tools"] = list(self.tools)
@@ -131,9 +133,9 @@ class DialogueTemplate:
             raise TemplateError(f"the chat template refuses the messages: {error}") from None
 
     def turn_text(self, messages: Sequence[Message]) -> str | None:
-        """Return the template's text of the last message, the assistant's, without generation
-        prompt and ending, as a model would generate it. None: the template does not begin the
-        message with the generation prompt."""
+        """Return the template's text of the last message, which must be the assistant's, as a model
+        would generate it: without generation prompt and ending. None: the template does not begin
+        this message with the generation prompt."""
         before = self.render(messages[:-1], to_go_on=True)
         whole = self.render(messages)
         if not whole.startswith(before):
@@ -141,7 +143,8 @@ class DialogueTemplate:
         return whole[len(before) :].removesuffix(self._last_ending)
 
     def behind_turn(self, messages: Sequence[Message]) -> str:
-        """Return the text to give after a turn: its ending, the messages, the generation prompt."""
+        """Return the text to give the model after its turn: the turn's ending, the new `messages`
+        rendered, and the generation prompt."""
         results = []
         for message in messages:
             if message.get("role") != "tool":
@@ -169,8 +172,9 @@ class DialogueTemplate:
         return text[len(close) :]
 
     def _without(self, end: int | None, text: str) -> str:
-        """Return the text to give after a turn without that beginning of it which the model has
-        generated as the token `end`. None: the turn was cut off, and nothing is removed."""
+        """Return `text` (the text to give after a turn) without its beginning up to the token
+        `end`, with which the model has ended the turn itself. None: the turn was cut off, and
+        all of `text` is needed."""
         if end is None:
             return text
         mark = self._encoder.text_of(end)
@@ -186,8 +190,10 @@ class DialogueTemplate:
         return followed[: whole_marker(followed, length, self._encoder.markers)]
 
     def _find_tools(self, last: str, followed: str) -> None:
-        """Find out whether the template needs calls' arguments as text. Raises `TemplateError`
-        unless it shows tools, calls and results. `last`, `followed`: texts that it has rendered."""
+        """Find out whether the template needs the arguments of tool calls as text. Raises
+        `TemplateError` unless it shows tools, calls and results. `last` and `followed` are
+        renderings without tool calls: of a dialogue that ends with the model's message, and of
+        one that goes on after it."""
         name = str(self.tools[0].get("function", {}).get("name", ""))
         result: Message = {
             "role": "tool",
@@ -224,8 +230,8 @@ class DialogueTemplate:
 
 
 def stand_in_calls(results: Sequence[Message]) -> Message:
-    """Return an assistant's message with a tool call for each of these messages of tools' results.
-    The last call contains the placeholder `STAND_IN`."""
+    """Return an assistant's message that calls a tool once for each of `results` (messages with
+    tools' results). An argument of the last call is the placeholder `STAND_IN`."""
     calls = []
     for index, result in enumerate(results):
         it = STAND_IN if index == len(results) - 1 else "one before"

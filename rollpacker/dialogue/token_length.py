@@ -35,10 +35,10 @@ class TokenLength:
 
 
 def token_length(tokenizer: Any) -> TokenLength | None:
-    """Return the bound for this tokenizer. None: it is not known, for example if a normalizer or a
-    token may swallow white space, or one unknown token stands for a whole word. It is known for
+    """Return the bound on the characters of one of this tokenizer's tokens. It is known for
     vocabularies of bytes or with a token for each byte (nearly all chat models), or of single
-    characters."""
+    characters. None: it is not known, for example if a normalizer or a token may swallow white
+    space, or one unknown token stands for a whole word."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
@@ -58,8 +58,9 @@ def token_length(tokenizer: Any) -> TokenLength | None:
 
 
 def _parts_of(whole: Any) -> list[dict[str, Any]] | None:
-    """Return the settings of each part of a normalizer or pre-tokenizer. None: they are not known,
-    since the part is written in Python."""
+    """Return the settings of each part of `whole`, a normalizer or pre-tokenizer of the tokenizers
+    package; an empty list if `whole` is None. Returns None if the settings cannot be read, since a
+    part is written in Python."""
     if whole is None:
         return []
     try:
@@ -72,7 +73,8 @@ def _parts_of(whole: Any) -> list[dict[str, Any]] | None:
 
 
 def _is_by_characters(backend: Any, cut: list[dict[str, Any]]) -> bool:
-    """Whether a tokenizer with these parts (`cut`) of a pre-tokenizer splits by characters."""
+    """Whether a tokenizer makes every character a token of its own; `cut` are the settings of
+    its pre-tokenizer's parts."""
     kinds = [(one["type"], one.get("pattern"), one.get("behavior")) for one in cut]
     alone = [("Split", {"Regex": r"[\s\S]"}, "Isolated")]
     return type(backend.model).__name__ == "WordLevel" and kinds == alone
@@ -93,8 +95,9 @@ def _keeps_all(cut: dict[str, Any]) -> bool:
 
 
 def _has_all_bytes(backend: Any, parts: list[dict[str, Any]]) -> bool:
-    """Whether the tokenizer has a token for every byte, so that it drops no character and no
-    unknown token stands for several characters."""
+    """Whether the tokenizer has a token for every byte, so that it drops no character and
+    no unknown token stands for several characters. `parts` are the settings of its
+    normalizer and pre-tokenizer."""
     model = backend.model
     if type(model).__name__ != "BPE" or model.continuing_subword_prefix or model.end_of_word_suffix:
         return False

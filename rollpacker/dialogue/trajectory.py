@@ -42,7 +42,8 @@ class Trajectory:
     prompt: tuple[int, ...]
     segments: tuple[Segment, ...] = ()
     rewritten: Rewritten = ()
-    """Places in `tokens` where the template rewrote the prompt, each with the new prompt."""
+    """Index in `tokens` of each place where the chat template rewrote the dialogue so far, with the
+    whole new prompt that the model saw from there on."""
 
     def and_then(self, segment: Segment) -> Trajectory:
         """Return the trajectory with one more segment, joined to the last one if that is of the
@@ -72,7 +73,8 @@ class Trajectory:
         return replace(grown, rewritten=(*grown.rewritten, (len(grown.tokens), prompt)))
 
     def ended(self) -> Trajectory:
-        """Return the trajectory without the given tokens after its last generated segment."""
+        """Return the trajectory without what was given to the model after its
+        last generated segment."""
         segments = self.segments
         while segments and not segments[-1].is_sampled:
             segments = segments[:-1]
@@ -100,8 +102,9 @@ class Trajectory:
 
     @property
     def rows(self) -> list[Trajectory]:
-        """The trajectory cut into parts that are each trained on as one row: a prompt and the
-        segments after it, up to a rewritten prompt. Given tokens at a part's end are left out."""
+        """The trajectory cut into training rows (token sequences that are each trained on by
+        themselves): a prompt and the segments after it, up to the next rewritten prompt. Given
+        tokens at a row's end are left out."""
         placed, count = [], 0
         for one in self.segments:
             placed.append((count, one))
@@ -163,8 +166,8 @@ class Dialogue(Protocol):
         self, messages: Sequence[Message], sampled: Sequence[int], *, most: int | None = None
     ) -> tuple[int, ...]:
         """Return the tokens to give the model after a turn whose tokens are `sampled`: the turn's
-        ending, these messages, the generation prompt. Raises `ValueError` and `TooLong` like
-        `prompt`."""
+        ending, the new `messages` (tools' results or a user's), and the generation prompt. Raises
+        `ValueError` and `TooLong` like `prompt`."""
         ...
 
     def message(self, sampled: Sequence[int], turn: int) -> dict[str, Any]:

@@ -22,11 +22,9 @@ MAX_REASON = 200
 
 
 class Breaker:
-    """Keeps whether one endpoint is up or down. It is used in one event loop at a time.
-
-    Every call that got True from `ready` should end in `succeeded` or `failed`; a call without a
-    report (it was cancelled) changes nothing, since probes go out by the clock.
-    """
+    """State of one endpoint: up or down. It is used in one event loop at a time. Every call for
+    which `ready` returned True should end in `succeeded` or `failed`. A cancelled call may do
+    without: it changes nothing, since the clock alone decides when the next probe goes out."""
 
     def __init__(self, name: str, *, failures: int = 5, probe_every_s: float = 5.0) -> None:
         """`name`: the endpoint in messages. After `failures` in a row the circuit is open: calls

@@ -75,8 +75,7 @@ def is_private(url: str) -> bool:
 
 
 async def read_bounded(response: Any, max_bytes: int) -> tuple[bytes, bool]:
-    """Return an answer's body up to `max_bytes`, and whether that is all of it. Raises
-    `CompressedAnswer`."""
+    """Return a body up to `max_bytes`, and whether it is whole. Raises `CompressedAnswer`."""
     encoding = response.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         raise CompressedAnswer(f"a compressed reply ({encoding[:20]}), which nobody asked for")

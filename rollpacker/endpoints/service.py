@@ -30,9 +30,10 @@ class Service:
         first_pause_s: float = 0.5,
         max_pause_s: float = 30.0,
     ) -> None:
-        """`name`: the service in messages. `outage_s`: seconds for which callers wait for a service
-        that is down or busy. `failures` in a row mean down; it is then tried every `probe_every_s`.
-        The pause after a failure begins with `first_pause_s` and doubles up to `max_pause_s`."""
+        """`name`: name of the service in messages. `outage_s`: seconds that callers wait for a
+        service that is down or busy. After `failures` in a row it counts as down, and is tried
+        every `probe_every_s` seconds. The pause after a failure begins with `first_pause_s` and
+        doubles up to `max_pause_s`."""
         self.name = name
         self.outage_s = outage_s
         self.breaker = Breaker(name, failures=failures, probe_every_s=probe_every_s)
@@ -49,12 +50,9 @@ class Service:
 
     async def ready(self, started: float, probe: Probe | None = None) -> bool:
         """Wait while the service is down or has asked for a pause. Returns whether the caller may
-        go ahead; False: it would have to wait too long.
-
-        `started` is the loop's time when the caller began. While the service is down, a single
-        caller goes ahead to find out whether it is up: by `probe`, or if that is None by its own
-        attempt.
-        """
+        make an attempt; False if its time is over. `started`: the loop's time when the caller began
+        to wait. While the service is down, one caller at a time tries it with `probe`, or if that
+        is None by its own attempt."""
         loop = asyncio.get_running_loop()
         since = loop.time()
         try:
@@ -74,8 +72,8 @@ class Service:
             self.waited_s += loop.time() - since
 
     def _until(self, started: float) -> float:
-        """Return the loop time after which this caller waits no longer. A caller that comes late in
-        an outage may still wait for one probe, or none would see the service return."""
+        """Return the loop time after which the caller that began at `started` waits no longer. One
+        that begins late in an outage may still wait for one probe, to see the service return."""
         since = self.breaker.failing_since
         if since is None:
             return started + self.outage_s
@@ -87,8 +85,7 @@ class Service:
         self.breaker.succeeded()
 
     def failed(self, why: str, *, after_s: float | None = None) -> None:
-        """Record that an attempt was not answered. `after_s`: the pause that the service asked
-        for."""
+        """Record that an attempt was not answered. `after_s`: pause that the service asked for."""
         self.breaker.failed(why)
         if after_s is not None:
             now = asyncio.get_running_loop().time()

@@ -26,8 +26,7 @@ from rollpacker.engines.engine import (
 
 CONCURRENCY = 16
 KV_CACHE_GIB = 1.0
-"""Memory in GiB for keys and values, unless the caller says otherwise: the policy's engine needs
-the rest."""
+"""GiB for keys and values unless the caller says otherwise: the policy's engine needs the rest."""
 
 
 class EngineCompleter:
@@ -44,7 +43,8 @@ class EngineCompleter:
         concurrency: int = CONCURRENCY,
         config: EngineConfig | None = None,
     ) -> None:
-        """Starts the engine's thread.
+        """Starts the engine's thread. `concurrency`: most requests that run at once. `config`: None
+        for an engine with that many places and a cache of `KV_CACHE_GIB`.
 
         Raises:
             UnsupportedModelError: the model cannot run on the engine.

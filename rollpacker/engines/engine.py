@@ -49,12 +49,12 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """Strings that end a response; the response keeps the tokens up to and with the stop string."""
     seed: int = 0
-    """Seed of the noise (random numbers). It depends only on the seed, the sample (or the one that
-    `GenerationRequest.noise` names), the turn and the token's position."""
+    """Seed of the noise (random numbers). Noise depends only on the seed, the sample (or that in
+    `GenerationRequest.noise`), the number of the dialogue's turn, and the token's position."""
 
     def truncation(self, vocabulary_size: int) -> tuple[int, float]:
-        """The top_k and the top_p to draw with. They are the vocabulary's size and 1, which
-        truncate nothing, where they are off or the temperature is 0."""
+        """The top_k and top_p to draw with. Where one truncates nothing (as both at temperature 0)
+        it is `vocabulary_size` or 1."""
         if self.temperature == 0:
             return vocabulary_size, 1.0
         return self.top_k or vocabulary_size, self.top_p
@@ -62,8 +62,8 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carried:
-    """Tokens of a response that an earlier launch (an earlier submission of the sample to an
-    engine) generated, and that the engine is to continue."""
+    """Tokens that a sample had generated when it was aborted. The sample's next request hands them
+    to the engine, which keeps them (all, or as `verify` says) and generates the rest."""
 
     tokens: tuple[int, ...]
     log_probs: tuple[float, ...]
@@ -73,14 +73,15 @@ class Carried:
     before the first that comes out differently: the response is then the one that generation from
     scratch gives. False: all tokens stay, with the log-probabilities that they have."""
     floor: int = 0
-    """Length up to which the end of the response is refused: if the response stops with at most
-    that many tokens, its tokens after the first that came out differently are drawn again, with new
-    random numbers, sixteen times at most. Used with `verify` only. 0: no end is refused."""
+    """The response may not end with this many tokens or fewer: if it does, its tokens after the
+    first that `verify` drew differently are drawn again, with new random numbers, up to 16 times.
+    0, or without `verify`: it may end anywhere."""
     ceiling: int | None = None
-    """Most tokens of a response in which one of these tokens came out differently. If it gets
-    longer, tokens after that one are drawn again, as with `floor`. None: any length will do."""
+    """Most tokens that the response may have if `verify` drew one of the carried tokens
+    differently. If it gets longer, tokens after that one are drawn again, as with `floor`. None: no
+    bound."""
     redraws: Redraws = ()
-    """The sets of random numbers for these tokens, as `Response.redraws` reported them."""
+    """The sets of random numbers that these tokens were drawn with, as in `Response.redraws`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,14 +94,13 @@ class GenerationRequest:
     """Exact number of response tokens, for benchmarks: the response ends with "stop" after that
     many, whatever is drawn. None: the response ends by itself."""
     noise: SampleId | None = None
-    """The sample whose noise (random numbers) the response is drawn with. None: the request's
-    own."""
+    """The sample whose noise (random numbers) the response is drawn with. None: its own."""
     turn: int = 1
     """Number of the model's turn in the sample's dialogue, from 1. The prompt of a later turn is
     everything that came before it."""
     keep: bool = False
-    """Whether the engine keeps, if there is room, the keys and values of a response that ends with
-    "stop", because a later request of the sample will begin with the same tokens."""
+    """Whether the engine is to keep the response's keys and values, if it ends with "stop" and
+    there is room. Set for turns of a dialogue, whose next request begins with the same tokens."""
     carried: Carried | None = None
 
 
@@ -122,14 +122,16 @@ class Response:
     trajectory of several turns: the reason that the scheduler's command `Conclude` gives."""
     version: int
     redraws: Redraws = ()
-    """The sets of random numbers that the tokens were drawn with, where the end of the response was
-    refused and tokens were drawn again. Empty: all tokens have the first set, number 0."""
+    """Pairs (token's index, set of random numbers that it and later tokens were drawn with). Made
+    when tokens were drawn again because the response was too short or too long (`Carried.floor`,
+    `Carried.ceiling`). Empty: all were drawn with set 0."""
     given: Spans = ()
     """Ranges of tokens that the model was given between its turns and did not draw. Empty for a
     response that comes from an engine, which is a single turn."""
     rewritten: Rewritten = ()
-    """Places in the tokens where the prompt of a turn was not simply everything before it. Only in
-    trajectories whose chat template rewrites earlier turns."""
+    """Places in the tokens from which on the model saw another context than all tokens before,
+    because the chat template rewrites earlier turns. Empty for other templates and in an engine's
+    response."""
 
     @property
     def num_drawn(self) -> int:
@@ -137,8 +139,8 @@ class Response:
 
     @property
     def num_in_rows(self) -> int:
-        """Number of tokens that training on this response puts through the model, over all training
-        rows that the response is split into."""
+        """Number of tokens that training on this response puts through the model, prompts included.
+        A response is trained as several sequences if a chat template rewrote earlier turns."""
         return num_in_rows(self.prompt_tokens, len(self.tokens), self.given, self.rewritten)
 
     @property
@@ -161,8 +163,7 @@ class EngineOutput:
 
     event: SampleGenerated | SampleAborted | SampleFailed
     response: Response | None = None
-    """The response of a `SampleGenerated`, and of a `SampleAborted` if the sample had tokens.
-    Otherwise None."""
+    """Response of `SampleGenerated`, and of `SampleAborted` if the sample had tokens; else None."""
 
 
 Listener = Callable[[Sequence[EngineOutput]], None]
@@ -211,7 +212,7 @@ class Engine(Protocol):
         ...
 
     async def offload(self) -> None:
-        """Free the device's memory; its content waits in host memory or is made again. Until
+        """Free the device's memory: weights wait in host memory, keys and values are dropped. Until
         `reload` the engine can only be closed. On a CPU nothing happens. Raises `EngineError` while
         samples run."""
         ...
@@ -248,7 +249,7 @@ class EngineStatus:
     """Number of tokens that were guessed and tried in decode steps
     (`rollout.engine.draft_tokens`)."""
     accepted_tokens: int = 0
-    """Number of tokens that steps with guessed tokens gave beyond one token a sample."""
+    """Tokens gained by guessing: those of steps with guesses, less one per sample and step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,8 +300,8 @@ class EngineConfig:
 
     @property
     def takes_up_carried(self) -> bool:
-        """Whether this engine can continue from tokens that the sample had when it was aborted, and
-        draw them again to check them."""
+        """Whether this engine accepts `GenerationRequest.carried`: the tokens that a sample had
+        when it was aborted, from which a new request goes on."""
         return self.name in TAKE_UP_CARRIED
 
     @property
@@ -310,5 +311,5 @@ class EngineConfig:
 
     @property
     def takes_quantized(self) -> bool:
-        """Whether the engine can generate with a base model of 4 bits below an adapter."""
+        """Whether the engine can generate with an adapter over a base model quantised to 4 bits."""
         return self.name not in WITHOUT_QUANTIZATION

@@ -40,8 +40,8 @@ from rollpacker.workers.program import Program, text_of
 
 
 class EngineHost:
-    """Holds the engine of this process, hands it what messages ask for, and sends back its
-    outputs."""
+    """Holds the engine of this process, calls its methods as the run's messages ask, and collects
+    its outputs and answers for sending."""
 
     def __init__(self, engine: Engine, beat_s: float) -> None:
         """Starts the engine. `beat_s`: longest time between two reports to the run, in seconds."""
@@ -58,8 +58,8 @@ class EngineHost:
         threading.Thread(target=self._make_calls, name="calls", daemon=True).start()
 
     def obey(self, number: int, told: Work | Call) -> None:
-        """Submit and abort at once what a `Work` message asks for; queue a `Call`, whose answer
-        will have this number. Calls are made one after the other."""
+        """Do at once what a `Work` message asks for: submit, abort, forget. Queue a `Call`, since
+        calls are made one after the other; its answer will bear `number`."""
         if isinstance(told, Call):
             self._calls.put((number, told))
             return
@@ -74,9 +74,9 @@ class EngineHost:
             self._died(error)
 
     def report(self) -> tuple[Report, list[tuple[int, Answer]]]:
-        """Wait for outputs or answers, or until a report is due. Returns the report, and the
-        answers to calls that are to be sent after it. Raises `EngineError` once the engine is
-        dead."""
+        """Wait for outputs or answers, but at most `beat_s` seconds. Returns the report, and
+        (call's number, answer) for each answer to send after it. Raises `EngineError` for a dead
+        engine."""
         with self._changed:
             # Idle engines of a host report at the same moments, which makes one packet of them.
             self._changed.wait_for(self._has_news, self._beat_s - time.monotonic() % self._beat_s)

@@ -1,5 +1,4 @@
-"""Requests, aborts and other messages from an engine's callers to its worker thread, under one
-lock."""
+"""Requests, aborts and other messages from an engine's callers to its worker, under one lock."""
 
 from __future__ import annotations
 
@@ -82,8 +81,8 @@ class Inbox:
             self._condition.notify()
 
     def let_go(self, samples: Sequence[SampleId]) -> None:
-        """Note that the keys and values kept of these samples are not needed any more. Samples that
-        have ended are allowed."""
+        """Note that keys and values kept of these samples, ended or not, are not needed any
+        more."""
         with self._condition:
             self.check_open()
             self._unkept.extend(samples)
@@ -97,11 +96,11 @@ class Inbox:
             self._weights_change = True
 
     def end_weights(self) -> None:
-        """Accept samples again, as before `begin_weights`."""
+        """End the refusal of `begin_weights`: accept samples again."""
         self._weights_change = False
 
     def leave(self) -> None:
-        """Refuse calls that need the device's memory until `come_back`. Raises `EngineError` while
+        """Refuse calls that need the device's memory until `come_back`. Raises `EngineError` if
         samples run."""
         with self._condition:
             self.check_open()
@@ -109,7 +108,7 @@ class Inbox:
             self._is_away = True
 
     def come_back(self) -> None:
-        """Accept calls again, as before `leave`."""
+        """End the refusal of `leave`: accept all calls again."""
         self._is_away = False
 
     def _check_idle(self, what: str) -> None:
@@ -132,8 +131,8 @@ class Inbox:
             return not self._closed
 
     def take_let_go(self) -> list[SampleId]:
-        """Return the samples, noted since the last call, whose kept keys and values are not needed.
-        Call this before `take`: a sample that is submitted again later may need them."""
+        """Return the samples given to `let_go` since the last call. Call this before `take`: a
+        sample that is submitted again later may need them."""
         with self._condition:
             unkept, self._unkept = self._unkept, []
         return unkept
@@ -154,8 +153,9 @@ class Inbox:
             return not self._in_flight, self._listener
 
     def die(self, error: BaseException) -> Callable[[BaseException], None]:
-        """Note that the engine is dead: later calls raise. Returns the function to call with the
-        error, which does nothing if the engine was dead before."""
+        """Note that the engine is dead, so that later calls raise `EngineError`. Returns the
+        `on_error` function, to be called with `error`; if the engine was dead before, one that does
+        nothing."""
         with self._condition:
             if self._error is not None:
                 return _tell_nobody

@@ -101,8 +101,7 @@ class LoopEngine(ABC):
         await asyncio.to_thread(self._let_go)
 
     async def reload(self) -> None:
-        """Take the device's memory again; see `Engine.reload`. A failure makes the engine
-        useless."""
+        """Take the device's memory again; see `Engine.reload`. Failure makes the engine useless."""
         await asyncio.to_thread(self._take_back)
         self._inbox.come_back()
 
@@ -135,7 +134,7 @@ class LoopEngine(ABC):
             self._overwrite(weights)
 
     def _trained(self) -> dict[str, torch.nn.Parameter]:
-        """The parameters that training changes, by name: only the adapters' if there are any."""
+        """Parameters that training changes, by name: the adapters' if there are any, else all."""
         return {n: p for n, p in self._model.named_parameters() if p.requires_grad}
 
     @torch.no_grad()
@@ -152,13 +151,13 @@ class LoopEngine(ABC):
             own[name].copy_(value)
 
     def _forget_kept(self) -> None:
-        """Drop results of the present weights, such as kept keys and values, while no samples
+        """Drop what depends on the present weights, such as kept keys and values. No samples
         run."""
         return
 
     @property
     def _is_on_device(self) -> bool:
-        """Whether the model is on a device of the kind that `offload` empties."""
+        """Whether the model is on a device that `offload` empties, which a CPU is not."""
         return self._model.device.type == self._host.source
 
     def _let_go(self) -> None:
@@ -224,8 +223,8 @@ def abortion(entry: Pending, response: Response, **facts: Any) -> Numbered:
 
 
 def untouched(entry: Pending, version: int) -> Response:
-    """The response of a sample that was aborted before the engine generated anything for this
-    request: its tokens from an earlier request, if any. `version`: that of the weights."""
+    """The response of a sample that is aborted before its row was made. Its tokens are those that
+    the request carried (from an earlier abort), if any. `version`: that of the engine's weights."""
     request = entry.request
     return Response(
         sample=request.sample,

@@ -61,7 +61,7 @@ class Call:
     version: int = 0
     """New version number of the weights, for `UPDATE_WEIGHTS`; unused in other calls."""
     source: WeightSource | None = None
-    """Where the new weights are, for `UPDATE_WEIGHTS`. None: the engine has them already."""
+    """Where `UPDATE_WEIGHTS` finds the weights. None: the engine's tensors hold them already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,8 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What the engine's process is to do: requests, samples to abort, and samples whose kept keys
-    and values may be dropped, all since the last message of this kind."""
+    """What an engine is to do with samples: requests to submit, samples to abort, and samples whose
+    kept keys and values it may drop (`Engine.let_go`). Has all since the last `Work`."""
 
     requests: tuple[GenerationRequest, ...] = ()
     aborts: tuple[SampleId, ...] = ()
@@ -83,8 +83,8 @@ class Work:
 
 
 PackedOutput = tuple[SampleGenerated | SampleAborted | SampleFailed, "PackedResponse | None"]
-"""An `EngineOutput` as it is sent: the event, and its response without sample and prompt, if
-any."""
+"""An `EngineOutput` as it is sent: the event, and the response without sample and prompt (None if
+the output has no response)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +159,8 @@ def codec() -> Codec:
 
 
 def _work_to_plain(work: Work) -> list[Any]:
-    """Turn the work into plain values. Prompts and sampling parameters are shared by many samples,
-    and every different one is written only once."""
+    """Turn a `Work` message into plain values. Each different prompt and each `SamplingParams`,
+    which many samples share, is written once and named by its index."""
     prompts: dict[tuple[int, ...], int] = {}
     samplings: dict[SamplingParams, int] = {}
     requests = [

@@ -54,7 +54,7 @@ PROGRAM = "rollpacker.engines.engine_worker"
 MAX_BEAT_S = 1.0
 """Longest time between two reports of an engine, in seconds. Each costs this process time."""
 CLOSE_S = 5.0
-"""Seconds that `close` waits for the event loop of all processes' connections, if it is busy."""
+"""Seconds that `close` waits at most for the shared event loop to end process and connection."""
 HERE = ThisHost()
 
 
@@ -85,9 +85,10 @@ class ProcessEngine:
         environment: Mapping[str, str] | None = None,
         host: Host = HERE,
     ) -> None:
-        """Starts the process on `host`. `environment` is added to the environment that processes
-        have there. Raises `OSError` if the process cannot be started, and `TypeError` for a setup
-        that cannot be sent."""
+        """Starts the process on `host`, with `environment` beside the variables that processes have
+        there. The process must make its engine in `start_s` seconds, and is lost if then silent for
+        `heartbeat_s`. `name`: for logs. Raises `OSError` if the process cannot be started, and
+        `TypeError` for a setup that cannot be sent."""
         self.name = name
         self._inbox = Inbox()
         self._prompts: dict[SampleId, tuple[int, ...]] = {}
@@ -96,8 +97,7 @@ class ProcessEngine:
         )
         self._ready: Future[None] = Future()
         self._gone: Future[None] = Future()
-        """Future that is done when the process has ended and all that belongs to it here is
-        closed."""
+        """Future that is done when the process has ended and its connection is closed."""
         self._burying: asyncio.Task[None] | None = None
         self._is_heard = self._is_over = False
         setup = replace(setup, beat_s=min(MAX_BEAT_S, heartbeat_s / 5))
@@ -213,7 +213,7 @@ class ProcessEngine:
 
     def _ask(self, call: Call) -> Future[str | None]:
         """Have the engine's process make this call after those before it. Returns a future of the
-        answer. May be called from any thread. Raises `EngineError`."""
+        answer's result, from any thread. Raises `EngineError`, as the future does."""
         self._inbox.check_open()  # a closed engine's loop may have ended
         return asyncio.run_coroutine_threadsafe(self._answer_to(call), self._use.loop)
 
@@ -253,7 +253,8 @@ class ProcessEngine:
         self._send()
 
     def on_message(self, kind: int, number: int, said: Any) -> None:
-        """Pass on what a report of the process says; see `Owner.on_message`."""
+        """Take the status from a report of the process, and give its outputs to the listener. Other
+        kinds of messages are ignored. See `Owner.on_message`."""
         if kind == BEAT:
             self._report(said)
 
@@ -268,8 +269,7 @@ class ProcessEngine:
             listener(outputs)
 
     def _outputs(self, report: Report) -> list[EngineOutput]:
-        """A report's outputs as a listener gets them. Outputs of samples not in flight are only
-        logged."""
+        """A report's outputs as a listener gets them. Those of samples not in flight are logged."""
         found = []
         for event, response in report.outputs:
             prompt = self._prompts.pop(event.sample, None)
@@ -292,7 +292,7 @@ class ProcessEngine:
         on_error(error)
 
     def _end(self, error: Exception) -> None:
-        """End the process, once. A caller that waits in `ready` gets `error`."""
+        """End the process, if it is not ended yet. A caller that waits in `ready` gets `error`."""
         if self._is_over:
             return
         self._is_over = True

@@ -11,8 +11,8 @@ It is called with `model`, `tokenizer` and `config` (`EngineConfig`) by keyword 
 `Engine`."""
 
 TAKE_UP_CARRIED = ("torch", "vllm")
-"""Engines that can continue from tokens which a sample had when it was aborted
-(`GenerationRequest.carried`), and check whether each token would still be drawn."""
+"""Engines that take `GenerationRequest.carried`, the tokens that a sample had when it was aborted:
+they go on from these, or first check whether each would still be drawn."""
 
 TENSOR_PARALLEL = ("vllm",)
 """Engines that several devices can share. If several do, the engine's function gets the keyword

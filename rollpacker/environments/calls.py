@@ -89,7 +89,7 @@ class EpisodeThread(threading.Thread):
     """A thread that calls functions one after another. It ends with its process at the latest."""
 
     def __init__(self) -> None:
-        """Starts the thread."""
+        """Start the thread, which then waits for calls."""
         super().__init__(daemon=True)
         self._loop = asyncio.get_running_loop()
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -141,7 +141,7 @@ class EpisodeThread(threading.Thread):
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(GivenUp))
 
     def end(self) -> None:
-        """End the thread after the calls that are queued."""
+        """End the thread once the calls queued so far are done. Does not wait for that."""
         self._jobs.put(None)
 
 
@@ -158,17 +158,17 @@ def _fail(future: asyncio.Future[Any], error: Exception) -> None:
 
 
 class _Memory:
-    """The limit on the memory that this process can write to."""
+    """The limit on the memory of this process's own data. There is none until `limit` sets one."""
 
     def __init__(self) -> None:
         self._limit: int | None = None
         stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
         self._stack = stack if 0 < stack < 1 << 30 else 8 << 20
-        """Bytes of a thread's stack, by which the limit is raised for each thread."""
+        """Bytes of a thread's stack. Each thread that starts raises the limit on memory by that."""
 
     def limit(self, num_bytes: int) -> None:
-        """Limit the memory to its present size plus `num_bytes`. Where the system does not report
-        the present size, there is no limit."""
+        """Limit the memory that this process can write to, to its present size plus `num_bytes`.
+        Where the system does not report the present size, there is no limit."""
         with contextlib.suppress(OSError, StopIteration), open("/proc/self/status") as file:
             line = next(line for line in file if line.startswith("VmData:"))
             self._limit = (int(line.split()[1]) << 10) + num_bytes

@@ -49,8 +49,8 @@ class EnvironmentConfig:
     rewrites: Literal["refuse", "prefixes"] = "refuse"
     """What to do with a chat template that rewrites earlier turns (for example drops thinking once
     a user speaks). refuse: the run does not start. prefixes: each turn is generated behind what the
-    template makes of all messages before it, and trained on in the same way, as a row of its own
-    where that does not continue what came before. For other templates both are the same."""
+    template makes of all messages before it, and trained on in the same way, as a sequence of its
+    own where that does not continue the one before. For other templates both are the same."""
     max_turns: int = 10
     """Most turns of the model in one episode."""
     max_trajectory_tokens: int | None = None
@@ -152,7 +152,7 @@ class Answered:
     truncated: bool = False
     """Whether the episode was ended by a limit of the environment, not by what happened in it."""
     seconds: float = 0.0
-    """Seconds spent in the environment, without any waiting."""
+    """Seconds that the environment's functions took for this answer; waiting is not counted."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers for the logs, by name, such as those of tool calls and failed tool calls."""
     calls: tuple[ToolCall, ...] = ()
@@ -208,8 +208,8 @@ class Environments(Protocol):
     """Whether the same actions lead to the same answers, so that a lost episode can be played
     again."""
     scores_at_end: bool
-    """Whether each episode has a single reward, which comes with the answer that ends it. For an
-    episode that a limit ends it comes from `finish`."""
+    """Whether each episode has a single reward, which comes with the answer that ends it. If a
+    limit of the run (such as of turns) ends the episode, `finish` returns the reward."""
 
     async def open(self) -> None:
         """Start processes, in the running event loop. Raises `EnvironmentSetupError` for mistakes
@@ -224,24 +224,24 @@ class Environments(Protocol):
         seed: int,
         timeout_s: float | None = None,
     ) -> Begun | Lost:
-        """Begin the episode, again if it was played before. If the environments are deterministic
-        and an answer then differs from before, the result is a `Lost` with the cause
-        "environment"."""
+        """Begin the episode, also again. `row`: the prompt's dataset row, to which `seed` is added.
+        `timeout_s`: a limit below the config's; None: the config's. Where deterministic
+        environments answer otherwise than before, returns a `Lost` with cause "environment"."""
         ...
 
     async def act(
         self, episode: SampleId, turn: int, message: Message, *, timeout_s: float | None = None
     ) -> Answered | Lost:
-        """Give the episode the model's message of this turn, and return the answer. Turns count
-        from 1; repeating a turn repeats the answer. Nothing that an environment does raises an
-        error. After a `Lost`, or when the call is cancelled, the episode must be begun again."""
+        """Give the episode the model's message of this turn, counted from 1, and return the answer.
+        Repeating a turn repeats the answer. What goes wrong in an environment is returned as a
+        `Lost`, not raised. After a `Lost`, or a cancelled call, the episode must be begun again."""
         ...
 
     async def finish(
         self, episode: SampleId, *, timeout_s: float | None = None
     ) -> float | Lost | None:
-        """Return what is left of the reward of an episode that a limit ended, beyond the rewards of
-        its turns. None: nothing is left. Errors, `Lost` and cancelling are as in `act`."""
+        """Return the reward at the end (`scores_at_end`) of an episode that a limit of the run
+        ended. None: there is none beyond those of its turns. Errors are as in `act`."""
         ...
 
     def end(self, episode: SampleId) -> None:

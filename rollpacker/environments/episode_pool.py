@@ -30,8 +30,8 @@ from rollpacker.workers.pool import (
 MAX_EPISODES = 1000
 """Most episodes that live in one process."""
 ANSWER_WITHIN_S = 2.0
-"""Seconds after which a process that does not react counts as hung. All its episodes are lost with
-it, so it has longer than a process of a reward function."""
+"""Seconds after which a process counts as hung that does not react when told to give a call up. All
+its episodes are lost with it, so it has longer than a process of a reward function."""
 MAX_HUNG = 16
 """Number of calls that must hang in a process (go on after they were given up) for it to get no
 more episodes. The process ends once those that it has are over."""
@@ -52,7 +52,7 @@ class EpisodePool(WorkerPool):
     _closed = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Takes the arguments of `WorkerPool`."""
+        """Make a pool without episodes. The arguments are those of `WorkerPool`."""
         super().__init__(*args, **kwargs)
         self._suspects: set[Hashable] = set()
         self._suspected: deque[PoolCall] = deque()
@@ -63,7 +63,7 @@ class EpisodePool(WorkerPool):
         """The prompt whose episodes are in the separate process now. None: no episode is there."""
 
     def start(self) -> None:
-        """Start all processes of the pool."""
+        """Start all processes of the pool. They are ready later; calls wait for them."""
         self._grow()
 
     def begin(self, payload: bytes, limit_s: float, whose: Hashable) -> PoolCall:
@@ -81,8 +81,8 @@ class EpisodePool(WorkerPool):
         return call
 
     def act(self, payload: bytes, limit_s: float, worker: PoolWorker, whose: Hashable) -> PoolCall:
-        """Make a call of an episode that lives in the process `worker`. `whose`: the episode's
-        prompt. Raises `WorkerLost` if the process is gone."""
+        """Make a call of an episode that lives in the process `worker`, with `limit_s` seconds for
+        an answer. `whose`: the episode's prompt. Raises `WorkerLost` if the process is gone."""
         if worker.gone:
             raise WorkerLost(worker.gone, how="", stopped=False, left_s=limit_s)
         call = self._made(payload, limit_s)
@@ -102,18 +102,19 @@ class EpisodePool(WorkerPool):
             call.settle(GivenUp())
 
     def keep(self, worker: PoolWorker) -> None:
-        """Note that one more episode lives in this process."""
+        """Note that one more episode lives in this process: it is busy until `release`."""
         worker.num_kept += 1
 
     def release(self, worker: PoolWorker, episode: int, whose: Hashable) -> None:
-        """Note that an episode that lived in this process is over, and have the process drop it."""
+        """Note that the episode of this number is over, and have its process drop it. `whose`: its
+        prompt, suspected no longer if the process lives."""
         worker.num_kept -= 1
         if worker in self._workers:
             self._suspects.discard(whose)
         self.forget(worker, episode)
 
     def forget(self, worker: PoolWorker, episode: int) -> None:
-        """Have a process drop an episode, also one that was just being begun."""
+        """Have a process drop the episode with this number, which may still be beginning."""
         if worker in self._workers:
             worker.process.send(END, episode)
             self._freed(worker)
@@ -233,13 +234,13 @@ class EpisodePool(WorkerPool):
                 call.lost(how, self.loop.time())
 
     def give_up_waiting(self, why: str) -> None:
-        """Let all calls that wait for a process fail; see `WorkerPool.give_up_waiting`."""
+        """Have all calls that wait for a process raise `NoWorker`, which tells `why`."""
         self._waiting.extend(self._suspected)
         self._suspected.clear()
         super().give_up_waiting(why)
 
     async def close(self) -> None:
-        """End all processes; see `WorkerPool.close`."""
+        """End all processes, wait for their end, and have all calls raise `NoWorker`."""
         self._closed = True
         self._waiting.extend(self._suspected)
         self._suspected.clear()

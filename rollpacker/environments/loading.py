@@ -30,14 +30,14 @@ class Loaded:
     """What the run's process is told of the tools or the environment: `name`, `tools`, `begins`,
     `is_deterministic`, `gives_rewards`, `scores_at_end`, and `rows` if it asked for them."""
     make: Callable[[Calls], Played]
-    """Function that makes an episode whose functions are called through the given `Calls`."""
+    """Function that makes a new episode, which calls the user's functions through these `Calls`."""
 
 
 async def load(request: Mapping[str, Any], stack: AsyncExitStack) -> Loaded:
-    """Load the tools or the environment that a request names. What is opened for it is closed with
-    `stack`. With `describe` in the request, schemas of the tools are made, too, which needs slow
-    imports. Raises what the user's modules raise, and `EnvironmentSetupError`, `ImportSpecError`,
-    `MissingPackageError`, `SandboxUnavailable`."""
+    """Load the tools or the environment that a request of the run's process names. A sandbox opened
+    for tools is closed with `stack`. With `describe` in the request, schemas of the tools are made,
+    too, which needs slow imports. Raises what the user's modules raise, and
+    `EnvironmentSetupError`, `ImportSpecError`, `MissingPackageError`, `SandboxUnavailable`."""
     if request["function"] is not None:
         return await _environment(request)
     specs: Mapping[str, Any] = request["tools"]
@@ -124,8 +124,8 @@ async def _environment(request: Mapping[str, Any]) -> Loaded:
 def _rows(
     environment: Any, spec: str, arguments: Mapping[str, Any], number: int | None
 ) -> list[dict[str, Any]]:
-    """The rows that the environment provides, or numbered ones if it provides none, as many as
-    asked for. Raises `EnvironmentSetupError`."""
+    """Return the dataset rows that the environment provides. If it provides none: `number` rows
+    that hold no more than their number (None: a default count). Raises `EnvironmentSetupError`."""
     found: Any = None
     if adapters.is_adapted(spec):
         found = adapters.rows(spec, {"num_rows": number, **arguments} if number else arguments)

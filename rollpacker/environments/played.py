@@ -23,11 +23,12 @@ class Played(Protocol):
     async def act(self, message: Message) -> Reply: ...
 
     async def finish(self) -> Reply:
-        """Return the `reward` of an episode that a limit ended, beyond the rewards of its turns."""
+        """Return the `reward` at the end of an episode that a limit of the run ended; without
+        `reward`: there is none beyond those of the turns."""
         ...
 
     def under_way(self) -> tuple[ToolCall, ...]:
-        """Return the tool calls so far of the message being answered; see `ToolBox.under_way`."""
+        """Return the tool calls so far of the message being answered. Empty: no tool runs."""
         ...
 
     async def close(self) -> None: ...
@@ -61,8 +62,8 @@ class UserEpisode:
     def __init__(
         self, make: Callable[[], Any], calls: Calls, max_chars: int, *, in_loop: bool
     ) -> None:
-        """`in_loop`: whether environments are made in the event loop, which is done if that does
-        not block."""
+        """Prepare an episode. `max_chars`: the most characters of a tool's result. `in_loop`: call
+        `make` in the event loop, since it does not block; else in the episode's thread."""
         self._make = make
         self._in_loop = in_loop
         self._calls = calls
@@ -130,6 +131,6 @@ def _tools_of(environment: Any) -> list[Any]:
 
 
 def made_in_loop(make: Callable[[], Any]) -> bool:
-    """Whether `make` is called in the event loop. It is for a class whose methods are async: making
-    such an environment is assumed not to block either."""
+    """Whether `make` may be called in the event loop, where it must not block. That is assumed of a
+    class whose `reset` and `step` are async."""
     return all(inspect.iscoroutinefunction(getattr(make, name, None)) for name in ("reset", "step"))

@@ -36,7 +36,7 @@ MAX_FOLDER_BYTES = 8 << 20
 once."""
 MAX_OUTPUT_BYTES = 1 << 20
 _OWN_S = 2.0
-"""Seconds beyond `WALL_S` for our own program, which copies the files and runs the model's."""
+"""Seconds beyond `WALL_S` for our own program, which copies the files around the model's."""
 _PROFILE = Profile(
     name="tools",
     folders=(("bin", "/usr/bin"),),
@@ -222,7 +222,7 @@ class Folder:
         return "\n".join(told)
 
     def _keep(self, answer: Mapping[str, Any]) -> bool:
-        """Keep the files that a run left, for later calls. Returns False if that cannot be."""
+        """Keep the files that a run left. Returns False for malformed or too many files."""
         try:
             files = {
                 n: base64.b64decode(text, validate=True)

@@ -33,7 +33,7 @@ class WrongReturn(Exception):
 
 
 class Stepped(NamedTuple):
-    """The values that `step` returned, checked."""
+    """Return `step`'s values (three, or Gymnasium's five), checked. Raises `WrongReturn`."""
 
     messages: list[dict[str, Any]]
     reward: float | None
@@ -71,7 +71,7 @@ def has_step(environment: Any) -> bool:
 
 
 def scores_at_end(environment: Any) -> bool:
-    """Whether the environment gives a single reward when the episode is over, whatever ended it."""
+    """Whether the environment gives one reward, at the end: it has `get_reward`, and no `step`."""
     return not has_step(environment) and callable(getattr(environment, "get_reward", None))
 
 
@@ -214,7 +214,7 @@ def number(reward: Any) -> float | None:
 
 
 def with_observation(prompt: Any, said: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The row's prompt with the text that `reset` returned added to its last message, as in TRL."""
+    """The row's prompt, with `reset`'s text (`said`) added to its last message, as in TRL."""
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, Sequence) or not prompt or len(said) != 1:

@@ -77,8 +77,8 @@ class _Life:
 class _Episode:
     life: _Life | None = None
     said: dict[int, Begun | Answered] = field(default_factory=dict)
-    """The first answer to each turn, however often the episode was begun. Later answers are
-    compared with it if environments are deterministic."""
+    """By turn, the first answer that the episode got there, however often it was begun; turn 0 is
+    the beginning. Later answers are compared with it if environments are deterministic."""
 
 
 class SupervisedEnvironments:
@@ -92,10 +92,10 @@ class SupervisedEnvironments:
         brings_rows: bool = False,
         num_rows: int | None = None,
     ) -> None:
-        """Starts a process to examine the tools or the environment; must be called outside of an
-        event loop. `brings_rows`: whether the environment provides the data set's rows. `num_rows`:
-        number of rows if the environment has none of its own. Raises `EnvironmentSetupError` if
-        something cannot be used."""
+        """Start a process that examines the tools or the environment; must be called outside of an
+        event loop. `sandbox`: for the tools that run the model's code. `brings_rows`: ask the
+        environment for the data set's rows. `num_rows`: number of rows if it has none of its own.
+        Raises `EnvironmentSetupError` if something cannot be used."""
         if not config.tools and config.function is None:
             raise EnvironmentSetupError(
                 "no environment is set; set environment.tools or environment.function."
@@ -144,15 +144,15 @@ class SupervisedEnvironments:
     # -- processes --------------------------------------------------------------------------
 
     def be_on(self, places: Sequence[Host]) -> None:
-        """Have one environment process on each of these hosts. Call this before `open`."""
+        """Have one environment process on each of these hosts alone. Call before `open`."""
         assert self._pool is None, "open already"
         self._places.extend(places)
         while self._spares:
             self._spares.pop().close()
 
     def _start(self, name: str) -> WorkerProcess:
-        """Start a process on the next of the hosts in turn. A new process after a loss is so
-        started on another host, which helps if the first host is lost, too."""
+        """Start an environment process on the next host, or here if there are none. Hosts take
+        turns, so that one which replaces a lost process is elsewhere: its host may be lost, too."""
         place = self._places[0] if self._places else None
         self._places.rotate(-1)
         host = None if isinstance(place, ThisHost) else place
@@ -177,7 +177,7 @@ class SupervisedEnvironments:
         raise EnvironmentSetupError(why)
 
     async def open(self) -> None:
-        """Start the processes; see `Environments.open`."""
+        """Start the environment processes, in the running event loop."""
         if self._pool is not None:
             return
         spares, self._spares = self._spares, []
@@ -201,7 +201,7 @@ class SupervisedEnvironments:
         return min(num, MAX_AUTO_WORKERS)
 
     async def close(self) -> None:
-        """End the processes; see `Environments.close`."""
+        """End the environment processes, and forget all episodes."""
         while self._spares:
             self._spares.pop().close()
         pool, self._pool = self._pool, None
@@ -220,7 +220,7 @@ class SupervisedEnvironments:
         seed: int,
         timeout_s: float | None = None,
     ) -> Begun | Lost:
-        """Begin an episode; see `Environments.begin`."""
+        """Begin an episode with the dataset row of its prompt (`Environments.begin`)."""
         known = self._episodes.setdefault(episode, _Episode())
         if known.life is not None and known.life.turn == 0 and isinstance(known.life.last, Begun):
             return known.life.last
@@ -240,7 +240,7 @@ class SupervisedEnvironments:
     async def act(
         self, episode: SampleId, turn: int, message: Message, *, timeout_s: float | None = None
     ) -> Answered | Lost:
-        """Give an episode the model's message, and return the answer; see `Environments.act`."""
+        """Give an episode the message of this turn, and return the answer (`Environments.act`)."""
         known = self._episodes.setdefault(episode, _Episode())
         life = known.life
         if life is not None and life.turn == turn and isinstance(life.last, Answered):
@@ -268,7 +268,7 @@ class SupervisedEnvironments:
     async def finish(
         self, episode: SampleId, *, timeout_s: float | None = None
     ) -> float | Lost | None:
-        """Return the last reward of an episode that a limit ended; see `Environments.finish`."""
+        """Return an episode's reward at its end, None without one (`Environments.finish`)."""
         known = self._episodes.setdefault(episode, _Episode())
         if known.life is None:
             return self._lost("the episode was lost before and has not begun anew")
@@ -276,7 +276,7 @@ class SupervisedEnvironments:
         return reply if isinstance(reply, Lost) else reply.get("reward")
 
     def end(self, episode: SampleId) -> None:
-        """Forget an episode; see `Environments.end`."""
+        """Forget an episode. A call that still waits for an answer gets `Lost`."""
         known = self._episodes.pop(episode, None)
         if known is not None:
             self._give_up(known)
@@ -298,8 +298,9 @@ class SupervisedEnvironments:
     async def _asked(
         self, known: _Episode, life: _Life, what: tuple[Any, Any], timeout_s: float | None
     ) -> dict[str, Any] | Lost:
-        """Make a call in the episode's process and return the reply. If there is no reply, or it
-        reports a failure, the episode as begun this time ends, and a `Lost` is returned."""
+        """Make a call in the episode's process and return the reply. `what`: the row (to begin) and
+        the model's message (of a turn); two None: the last reward. Without a reply, or if that
+        reports a failure, the episode is lost: returns a `Lost`."""
         pool = self._pool
         if pool is None:  # the run closes, and somebody plays an episode to its end
             return self._ended(known, life, _CANCELLED)
@@ -341,8 +342,8 @@ class SupervisedEnvironments:
         return lost
 
     def _settled(self, known: _Episode, life: _Life, answer: Answer) -> Answer | Lost:
-        """Return the answer, or a `Lost` if it should equal, but does not, the answer that
-        the episode got at this turn when it was played before."""
+        """Return the answer. If environments are deterministic and the answer differs from the
+        first that the episode got at this turn, return a `Lost` instead."""
         life.last = answer
         if not self.is_deterministic:
             return answer
@@ -387,7 +388,7 @@ class SupervisedEnvironments:
         return Lost(reason=why, cause=cause, seconds=seconds)
 
     def _report(self, kind: str, more: str = "") -> None:
-        """Log a warning made of `kind` and `more`, only once for each `kind`."""
+        """Log the warning `kind + more`, unless one with the same `kind` was logged before."""
         if kind not in self._told:
             self._told.add(kind)
             logger.warning("environment %s%s", kind, more)
@@ -415,9 +416,9 @@ def _load(
     rows: bool = False,
     num_rows: int | None = None,
 ) -> bytes:
-    """The message with which an environment process is told what to load. `describe`: whether the
-    process is to return the tools' schemas. `rows`: whether to return the environment's dataset
-    rows, too. Raises `EnvironmentSetupError`."""
+    """Return the message that tells an environment process what to load. `describe`: the process
+    returns the tools' schemas, too. `rows`: it returns the environment's dataset rows, or
+    `num_rows` numbered ones. Raises `EnvironmentSetupError`."""
     if len(set(config.tools)) < len(config.tools):
         raise EnvironmentSetupError("environment.tools names a tool twice.")
     request = {

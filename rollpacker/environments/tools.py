@@ -139,13 +139,12 @@ class ToolBox:
         self._call = call
         self._max_chars = max_chars
         self._made: list[ToolCall] = []
-        """The tool calls of the model's latest message that have ended."""
+        """Records of the tool calls of the model's latest message that are done."""
         self._runs: tuple[str, float] | None = None
         """Name of the tool that runs now, and the time at which it began. None: no tool runs."""
 
     def under_way(self) -> tuple[ToolCall, ...]:
-        """The tool calls so far of the message being answered; the last one runs. Empty: no tool
-        runs."""
+        """The tool calls so far of the message being answered. Empty: no tool runs."""
         if self._runs is None:
             return ()
         tool, began = self._runs
@@ -186,7 +185,7 @@ class ToolBox:
         )
 
     async def _one(self, call: Any) -> tuple[dict[str, Any], ToolCall]:
-        """Execute one call. Returns the answer for the model, and the record of the call."""
+        """Execute one call. Returns the answer (or error) for the model, and a record."""
         asked = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(asked, Mapping):
             asked = {}
@@ -219,8 +218,7 @@ class ToolBox:
         return answer | {"content": content}, ToolCall(name, seconds, is_well)
 
     def _understood(self, name: str, arguments: Any) -> tuple[Function, dict[str, Any]]:
-        """The function and the arguments of a call. Raises `ValueError` with a message for the
-        model."""
+        """A call's function and arguments. Raises `ValueError` with a message for the model."""
         function = self._tools.get(name)
         if function is None:
             raise ValueError(f'there is no tool "{name}"; there are: {", ".join(self._tools)}.')

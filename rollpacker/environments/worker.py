@@ -75,9 +75,9 @@ class _Episode:
     played: Played
     calls: Calls
     running: set[int] = field(default_factory=set)
-    """Numbers of the requests about the episode that are not answered yet."""
+    """Numbers of the run's requests about this episode that are not answered yet."""
     is_over: bool = False
-    """Whether the episode was ended, so that it is closed after its last call."""
+    """Whether the run has ended the episode, which is closed once no request runs."""
 
 
 class _Server:
@@ -105,7 +105,7 @@ class _Server:
                 self._end(request.number)
 
     def _under_way(self, call: int) -> tuple[ToolCall, ...]:
-        """The tool calls so far in request number `call` of an episode. Empty: no tool runs."""
+        """The tool calls so far in request `call`; the last one runs. Empty: none runs."""
         episodes = self._episodes.values()
         episode = next((one for one in episodes if call in one.running), None)
         return () if episode is None else episode.played.under_way()

@@ -72,8 +72,8 @@ def _of_pipeline(metrics: Row) -> dict[str, float]:
 
 
 def _events(before: Sequence[tuple[int, Row]], now: tuple[int, Row]) -> Iterator[dict[str, Any]]:
-    """Yield a step's events: a link or stage turned slow or well, or links or layers were
-    changed."""
+    """Yield the events of the step `now` (its number and metrics) after the steps `before`: a link
+    or stage turned slow or well, or links or layers were changed."""
     (step, row), (_, last) = now, before[-1]
     if _kind(row) != _kind(last):
         slow = [number for number, name in _places(last, "link") if last.get(f"{name}/slow")]

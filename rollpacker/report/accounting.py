@@ -26,8 +26,9 @@ class Accounting:
         self._max_response_tokens = max_response_tokens
         self._length_bias = LengthBias(max_response_tokens)
         self._bias_so_far: dict[str, float] | None = None
-        """Metrics of response lengths for the step under way, computed by its first `so_far` only,
-        since that counts the step. None: not computed yet."""
+        """Metrics of response lengths for the step under way. As a step must be counted only once,
+        `so_far` computes them at its first call and `feed` takes them over. None: not computed
+        yet."""
 
     def seconds(self) -> dict[str, float]:
         """Seconds of the run by cause up to the last log entry, which add up to the wall time."""
@@ -35,7 +36,8 @@ class Accounting:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Warnings on how to read metrics of the run's current process, such as "unsandboxed"."""
+        """Warnings on how to read the run's metrics, such as "unsandboxed", from the last start of
+        the run in the log. Empty before that."""
         session = self.history.session
         return () if session is None else session.marks
 

@@ -35,8 +35,9 @@ def keeps_noise(job: Mapping[str, Any]) -> bool:
 
 
 def complements(job: Mapping[str, Any]) -> bool:
-    """Whether a run with the settings `job` (`tail_batching.complement`) draws a response's end
-    again if it comes before the place where an earlier launch of the response was cut off."""
+    """Whether a run with the settings `job` demands of a response launched again that it ends no
+    earlier than its former launch was cut off, and draws an earlier end again
+    (`tail_batching.complement`)."""
     tail = job.get("tail_batching") or {}
     return carrying(job) == "exact" and bool(tail.get("complement", True))
 
@@ -54,8 +55,8 @@ class CarryBook:
         first (replacements may fail, too)."""
         self._takes_turns = False
         self._retracing: dict[SampleId, Retracing] = {}
-        """For each multi-turn trajectory of the current step that begins with carried tokens, how
-        many of these its new launch has compared, and how many came out the same."""
+        """For each multi-turn trajectory of the step that began with carried tokens: how many of
+        these the current weights have drawn again so far, and how many came out the same."""
 
     def begin_session(self, job: Mapping[str, Any]) -> None:
         self._carries = carrying(job) != "none"
@@ -76,8 +77,9 @@ class CarryBook:
                     self._retracing[sample] = Retracing(had.num_tokens)
 
     def drawn(self, sample: SampleHistory, event: SampleGenerated | SampleAborted) -> None:
-        """Add to a sample's record the tokens (in a multi-turn trajectory those of one turn) that
-        an engine has generated, and how many carried tokens came out the same."""
+        """Note that an engine has generated tokens of `sample` (of a multi-turn trajectory: one
+        turn) or has been stopped at it, as `event` tells. Counts these tokens, and the carried ones
+        that came out the same."""
         retracing = self._retracing.get(sample.sample)
         if retracing is None:
             sample.num_tokens += event.num_tokens
@@ -128,13 +130,13 @@ class CarryCounts:
     tokens: int = 0
     """Number of carried tokens that launches began with."""
     looked_at: int = 0
-    """Number of all carried tokens of samples whose carried tokens newer weights drew again. Those
-    after the first that came out differently count, too."""
+    """Number of carried tokens of the samples whose carried tokens newer weights have begun to draw
+    again, those after the first difference included."""
     kept: int = 0
     """Number of carried tokens that newer weights drew again, and that came out the same."""
     redraws: int = 0
-    """Number of times that a response's end was drawn again, since it lay on the wrong side of the
-    place where an earlier launch was cut off (`tail_batching.complement`)."""
+    """Number of times that a response ended before the place where its earlier launch was cut off,
+    so that its end was drawn again (`tail_batching.complement`)."""
     largest_age: int = 0
     """Largest age of a carried token: the number of weight updates since it was generated."""
     verified: Counter[int] = field(default_factory=Counter)

@@ -24,15 +24,14 @@ class CheckBook:
 
     def __init__(self) -> None:
         self._asked: dict[SampleId, tuple[float, float]] = {}
-        """Start time of each sample's check, and the seconds from the end of the response to that
-        time."""
+        """Start time of each sample's check, and the seconds from the response's end to it."""
 
     def begin_session(self) -> None:
         """Forget all checks that are under way: the process that asked for them is gone."""
         self._asked.clear()
 
     def ask(self, command: Score, step: StepHistory, now: float) -> None:
-        """Note that the check of a sample begins."""
+        """Note that `command` begins the check of a sample of `step` at `now` (seconds)."""
         step.checks.asked.append(command)
         queue_s = 0.0
         if not command.retry:
@@ -42,7 +41,7 @@ class CheckBook:
         self._asked[command.sample] = (now, queue_s)
 
     def scored(self, event: SampleScored, step: StepHistory, now: float) -> None:
-        """Note that a check has ended, in the record of the step and in that of the sample."""
+        """Note at time `now` that a check has ended, for the step and for the sample."""
         asked_s, queue_s = self._asked.pop(event.sample, (None, 0.0))
         verdict = Verdict(event, now, asked_s, queue_s)
         step.checks.verdicts.append(verdict)
@@ -66,7 +65,8 @@ class KindChecks:
     """Sum of the seconds from the end of each response to the start of its check."""
     longest_queue_s: float = 0.0
     deadline_s: float | None = None
-    """Deadline in seconds of the last check that began. None: only the reward's own limit holds."""
+    """Deadline in seconds that the last check of this kind was given. None: it was given none, so
+    that only the reward function's own limit holds."""
     num_timed_out: int = 0
     """Number of checks that reached the deadline; their responses count as wrong."""
     num_retries: int = 0

@@ -137,8 +137,8 @@ def _file(name: str, digest: str | None, run: Compared) -> str:
 
 
 def _place_of_reward(name: str, settings: Mapping[str, str]) -> str:
-    """The place ("file:function") of the reward function with this name, from the settings. Empty
-    if no reward has this name."""
+    """The place of a reward function in the user's code ("file:function"), found in `settings` by
+    the reward's `name`. Empty if no reward has this name."""
     for key, place in settings.items():
         if key.startswith("rewards.") and key.endswith(".function"):
             given = settings.get(f"{key.removesuffix('function')}name")
@@ -259,8 +259,8 @@ def _tables(
     *,
     max_name: int = _MAX_NAME,
 ) -> Iterator[RenderableType]:
-    """Yields tables with these rows, each with as many runs as fit side by side. Yields nothing if
-    there are no rows."""
+    """Yields tables with these `rows` below `title`, each with as many of the `runs` as fit side by
+    side in `width` characters (None: all). Yields nothing if there are no rows."""
     if not rows:
         return
     heads = [printable(run.name) for run in runs]

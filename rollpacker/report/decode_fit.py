@@ -21,11 +21,12 @@ NUM_BENDS = 16
 """Number of sizes of the key-value cache that are tried as the bend: the size above which reading
 the cache takes longer than launching the kernels."""
 BEND_ROUNDS = 2
-"""Number of searches for the bend (see `NUM_BENDS`): after the first, outliers are known better."""
+"""Number of searches for the bend (see `NUM_BENDS`). The second search gives little weight to the
+stretches that the first fit has shown to be outliers."""
 CLOSER_LOOKS = 4
 """Number of refinements of a search for the bend, each in the interval around the best so far."""
 BEND_GAIN = 0.02
-"""Share by which the fit with a bend must lower the loss to be preferred to a straight line."""
+"""Least share by which a bend must lower the fit's loss; else a straight line is used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +53,8 @@ class DecodeFit:
     """Ratio of the measured seconds to those of a machine without disturbances. The constants
     already contain this factor."""
     num_left_out: int
-    """Number of stretches of decode steps left out of the fit, since each took longer than it was
-    predicted to by more than half the seconds of a typical round."""
+    """Number of stretches of decode steps left out of the fit as outliers. Each took longer than
+    the fit predicts by more than half the seconds of a median round of generation."""
 
     def step_s(self, running: Vector, cached: Vector) -> Vector:
         """Predicted seconds of a decode step for each pair of `running` (number of samples) and
@@ -64,7 +65,7 @@ class DecodeFit:
         return np.asarray(read + self.per_sequence_s * running)
 
     def seconds(self, stretches: Sequence[Stretch]) -> Vector:
-        """Predicted seconds of each stretch of decode steps."""
+        """Predicted seconds of each stretch (decode steps with the same samples)."""
         table = _Stretches(stretches)
         admitted = self.per_admitted_s * table.admitted
         if self.knots:
@@ -134,9 +135,10 @@ def fit_rounds(rounds: Sequence[Sequence[Stretch]]) -> DecodeFit:
 
 
 def _table_columns(table: _Stretches, counts: Sequence[int]) -> Matrix:
-    """The matrix that `fit_rounds` fits, with a row for each stretch. The columns stand for the
-    first of `counts` (numbers of running samples), each gap up to the next count, cached tokens and
-    admitted samples. As no constant is negative, a step never gets shorter with more samples."""
+    """The matrix of the least-squares fit in `fit_rounds`, with a row for each stretch of decode
+    steps. Its columns stand for the seconds of a step of `counts[0]` samples, the further seconds
+    at each next of `counts`, cached tokens and admitted samples. No constant is negative, so a step
+    never gets shorter with more samples."""
     ramps = [
         table.steps * np.clip((table.running - low) / (high - low), 0, 1)
         for low, high in pairwise(counts)
@@ -145,8 +147,7 @@ def _table_columns(table: _Stretches, counts: Sequence[int]) -> Matrix:
 
 
 class _Stretches:
-    """Stretches of decode steps as arrays: each array holds one field, with an element for each
-    stretch."""
+    """Stretches of decode steps as arrays: one for each field, with an element per stretch."""
 
     def __init__(self, stretches: Sequence[Stretch]) -> None:
         columns = np.array(stretches, dtype=np.float64).reshape(-1, len(Stretch._fields)).T
@@ -162,8 +163,8 @@ class _Stretches:
 
 
 def _best_bend(columns: Callable[[float], Matrix], table: _Stretches, weights: Vector) -> float:
-    """The bend (number of cached tokens from which on they slow a step down) with the least squared
-    error under fixed weights of the stretches of decode steps, found by ever closer searches."""
+    """The bend (number of cached tokens from which on they slow a decode step down) with the least
+    squared error, found by ever closer searches. `weights`: weight of each stretch in the error."""
     seconds = table.seconds * weights
 
     def loss(bend: float) -> float:

@@ -85,7 +85,7 @@ def make_display(accounting: Accounting, *, total_steps: int | None, console: Co
 
 @dataclass(slots=True)
 class State:
-    """The state of a run, as its displays show it."""
+    """What the displays show of a run: accounting, last step and evaluation, and times."""
 
     accounting: Accounting
     total_steps: int | None
@@ -154,8 +154,8 @@ def learned(state: State) -> dict[str, str]:
 
 
 def doing(history: History) -> str:
-    """What the run is doing now, in words: the kind of the step's first round, the phase, and while
-    engines generate the number of samples in them."""
+    """What the run is doing now, as a text for the display, such as "long round, generating, 5 of
+    64 samples live". The kind (short or long) is that of the step's first batch of generation."""
     kind, words = history.step.kind, phase_words(history)
     text = words if kind is None else f"{kind} round, {words}"
     if history.phase == "rollout":
@@ -164,8 +164,8 @@ def doing(history: History) -> str:
 
 
 def left_out(metrics: Mapping[str, float]) -> str:
-    """A text such as " (28 without a verdict)" if some samples of the evaluation got no verdict and
-    do not count in pass@1. Empty if all samples have a verdict."""
+    """A text such as " (28 without a verdict)" on samples that got no verdict in an evaluation with
+    these `metrics`, and so do not count in pass@1. Empty if there are none."""
     num = metrics.get("eval/no_verdict", 0)
     return f" ({num:.0f} without a verdict)" if num else ""
 

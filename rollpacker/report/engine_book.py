@@ -1,6 +1,5 @@
 """Accounting of engines: which engine has which sample, what each engine did, and when all engines
-were replaced by engines with other numbers of devices. A run with one engine has no counts by
-engine."""
+were replaced by engines with other numbers of devices. With one engine there are no counts."""
 
 from __future__ import annotations
 
@@ -48,10 +47,10 @@ class Switch:
 
     tensor_parallel: int
     step: int
-    """Number of the first step after the change."""
+    """Number of the first step that ran with the new numbers of devices."""
     start_s: float
     seconds: float | None = None
-    """Seconds until the last of the new engines was ready. None if some never were ready."""
+    """Seconds from the order until all new engines were ready. None: they never were."""
 
 
 class EngineBook:
@@ -78,7 +77,7 @@ class EngineBook:
         """Numbers of new engines, made with another number of devices, that are not ready yet."""
 
     def begin_session(self, job: Mapping[str, Any]) -> None:
-        """Begin a session (one process of the run), whose engines are all new."""
+        """Begin a session (process of the run) with the settings `job` and new engines."""
         num_engines = engines_of(job)
         if num_engines > 1 or (job.get("fleet") or {}).get("num_devices"):
             for number in range(num_engines):
@@ -90,7 +89,8 @@ class EngineBook:
         self.clear()
 
     def resize(self, command: Resize, step: int, now: float) -> None:
-        """Note that all engines are replaced by engines with another number of devices."""
+        """Note at time `now` that, from the step numbered `step` on, engines with another number of
+        devices replace all engines, as `command` orders."""
         for number in self.counts:
             self._incarnation[number] += 1
         self.num_engines = len(command.incarnations)
@@ -111,7 +111,7 @@ class EngineBook:
         return 1.0 - num_busy / self.num_engines
 
     def is_zombie(self, event: SampleGenerated | SampleAborted | SampleFailed) -> bool:
-        """Whether the event comes from an engine that had been lost and replaced before."""
+        """Whether the event comes late, from an engine process lost and replaced since."""
         return event.incarnation != self._incarnation[event.engine]
 
     def place(self, samples: Sequence[SampleId], engines: Sequence[int], now: float) -> None:
@@ -124,11 +124,12 @@ class EngineBook:
                     self._come(sample, number, now)
 
     def release(self, engines: Iterable[int] = ()) -> None:
-        """Note that from now on the trainer has the devices of exactly these engines (numbers)."""
+        """Note which engines (numbers) have lent their devices to the trainer from now on. All
+        others have their own devices again."""
         self._released = frozenset(engines)
 
     def nowhere(self, samples: Iterable[SampleId]) -> list[SampleId]:
-        """Returns those of these samples that are in no engine."""
+        """Returns those of these samples whose engine was lost. Empty if the run has one engine."""
         return [s for s in samples if s not in self._at] if self.counts else []
 
     def end(self, event: SampleGenerated | SampleAborted | SampleFailed, now: float) -> None:
@@ -139,7 +140,7 @@ class EngineBook:
             counts.tokens += 0 if isinstance(event, SampleFailed) else event.num_tokens
 
     def lose(self, event: EngineLost, now: float) -> list[SampleId]:
-        """Note that an engine was lost. Returns the samples that were in it."""
+        """Note at time `now` that an engine was lost. Returns the samples that were in it."""
         number = event.engine
         if not self.counts or event.incarnation != self._incarnation[number]:
             return []

@@ -26,7 +26,7 @@ class Answers:
     """Sum of the seconds that environments report for their answers."""
     longest_s: float = 0.0
     waited_s: float = 0.0
-    """Sum of the seconds that answers took beyond those that the environments report."""
+    """Sum of the seconds that environments' answers took beyond those that the answers report."""
     lost: Counter[str] = field(default_factory=Counter)
     """Number of answers that environments failed to give, by cause, in all attempts at episodes."""
 
@@ -96,8 +96,8 @@ class StepEpisodes:
         waited_s: float,
         calls: Sequence[ToolCall] = (),
     ) -> None:
-        """Note that the environment answered a turn of the model. `seconds` are those that the
-        environment reports, `waited_s` those that the answer took beyond these."""
+        """Note that the environment answered a turn of the model, with these `calls` of tools.
+        `seconds`: what the environment reports; `waited_s`: what the answer took beyond this."""
         of_source = self.answers.setdefault(sample.prompt.source, Answers())
         of_source.num += 1
         of_source.total_s += seconds
@@ -111,7 +111,7 @@ class StepEpisodes:
             self._keep_slowest([*self.slowest, Slow(seconds, str(sample), turn, tool)])
 
     def lose(self, event: Acted) -> None:
-        """Note that an environment failed to give an answer, so that its episode was lost."""
+        """Note, as `event` tells, that an environment gave no answer and the episode was lost."""
         sample, calls, seconds = event.sample, event.calls, event.seconds or 0.0
         self.answers.setdefault(sample.prompt.source, Answers()).lost[event.cause] += 1
         self.first_reason.setdefault(event.cause, event.reason[:MAX_REASON])
@@ -125,8 +125,8 @@ class StepEpisodes:
         self._keep_slowest([*self.slowest, slow])
 
     def conclude(self, reason: str, turns: int, policy_s: float, environment_s: float) -> None:
-        """Count a complete episode: why it ended, its number of turns, and the seconds of the
-        policy and of the environment."""
+        """Count a complete episode: for which `reason` it ended, its number of turns, and the
+        seconds that the policy and the environment took."""
         self.ended[reason] += 1
         self.num_turns += turns
         self.most_turns = max(self.most_turns, turns)

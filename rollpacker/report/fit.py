@@ -48,8 +48,8 @@ def fit_run(
     `may_draft`: whether the engine may have given several tokens of a sample in a step. Whether it
     did is decided from the order in which samples ended.
 
-    Raises `ValueError` if the log holds too little, and says what it does hold. A last line that
-    was cut off does no harm (see `EventLog`)."""
+    Raises `ValueError` if the log holds too few complete rounds or training steps. A last line
+    that a crash cut off is ignored."""
     measured = _Measured(_Clocked(slots, may_draft))
     for step in iterate_steps(entries, unfinished=True):
         measured.add(step)
@@ -74,7 +74,8 @@ def predict_rounds(
 
 
 ClockedRounds = list[tuple[RoundKind, list[list[Stretch]]]]
-"""A list of rounds: the round's kind, and for each engine its stretches of decode steps."""
+"""A list of rounds (batches of generation): the kind of each, and for each engine its stretches
+(decode steps in a row between two ends of samples)."""
 
 
 @dataclass(slots=True)
@@ -86,12 +87,12 @@ class _Clocked:
     may_draft: bool = False
     rounds: ClockedRounds = field(default_factory=list)
     num_skipped: int = 0
-    """Number of rounds whose decode steps cannot be counted."""
+    """Number of rounds left out: their samples' ends do not tell the decode steps."""
     reason: str = ""
     """Why the decode steps of the last skipped round cannot be counted. Empty: none was skipped."""
     drafted: bool = False
-    """Whether samples ended in an order that an engine with one token per decode step cannot give.
-    `rounds` is then what `_as_drafted` had gathered."""
+    """Whether the engine gave several tokens of a sample in a decode step, as the order shows in
+    which samples ended. If so, `rounds` has the rounds counted that way (`_as_drafted`)."""
     _as_drafted: ClockedRounds = field(default_factory=list)
     """The rounds, with decode steps counted as if a step could give several tokens of a sample.
     Empty unless `may_draft`."""
@@ -122,7 +123,7 @@ class _Clocked:
 
 @dataclass(slots=True)
 class _Asked:
-    """Gathers the prompts of a log and the lengths of their responses, in order of appearance."""
+    """Gathers the prompts of a log and the lengths of their responses, in the log's order."""
 
     sources: set[str] = field(default_factory=set)
     fetched: dict[PromptId, None] = field(default_factory=dict)
@@ -143,8 +144,8 @@ class _Asked:
                 self.capped.add(end.num_tokens)
 
     def _forget(self, row: int, before: CarriedInto) -> None:
-        """Remove the length of a response's earlier launch from the lengths of its prompt. `row` is
-        the prompt's row in the dataset, `before` the tokens of that launch."""
+        """Remove the length of a response's earlier launch, since the response now goes on. `row`:
+        the prompt's row in the dataset; `before`: the earlier launch's tokens."""
         told = (self.pools if before.whole else self.stopped).get(row, [])
         if before.num_tokens in told:
             told.remove(before.num_tokens)
@@ -165,7 +166,8 @@ class _Asked:
 
 @dataclass(slots=True)
 class _Measured:
-    """Gathers the seconds that each part of a run's steps took, and the run's workload."""
+    """Gathers the seconds of generation, rewards, training, new weights and commits in a log's
+    steps, and the workload (prompts and lengths of responses)."""
 
     clocked: _Clocked
     asked: _Asked = field(default_factory=_Asked)
@@ -265,7 +267,7 @@ def _fit(measured: _Measured) -> FittedRun:
 
 
 def _check(measured: _Measured) -> None:
-    """Raises `ValueError` if the log holds too little to fit, or what cannot be fitted."""
+    """Raises `ValueError` if a log has too few usable rounds or too few training steps."""
     clocked, num = measured.clocked, measured.asked.num_lengths
     num_rounds = len(clocked.rounds) + clocked.num_skipped
     usable = (

@@ -27,8 +27,7 @@ class RoundErrors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainFit:
-    """Constants of a training step, which takes fixed_s + per_token_s * (trained response tokens)
-    seconds."""
+    """Constants of a training step, whose seconds are fixed_s + per_token_s * trained tokens."""
 
     fixed_s: float
     per_token_s: float
@@ -45,8 +44,7 @@ class Workload:
     """Dataset rows (by number) in the order in which their prompts were fetched. A row that was
     fetched in several epochs is listed once for each."""
     pools: Mapping[int, tuple[int, ...]]
-    """Mapping from a dataset row to the token counts of its finished responses, in the order in
-    which they finished."""
+    """Mapping from a dataset row to the token counts of its finished responses, by their ends."""
     stopped: Mapping[int, tuple[int, ...]]
     """Mapping from a dataset row to the token counts that its stopped responses had reached."""
     max_response_tokens: int | None
@@ -66,10 +64,10 @@ class FittedRun:
     num_rounds: int
     """Number of rounds of generation that the constants were fitted to."""
     num_skipped: int
-    """Number of rounds left out of the fit, since samples failed or ended out of order."""
+    """Number of rounds left out of the fit: samples failed or ended in an impossible order."""
     step: DecodeFit
     """Constants of decode steps. If the engine gave several tokens of a sample in a step, they are
-    fitted to whole rounds, as if each token of the sample that is furthest took one step."""
+    fitted to whole rounds, each taken to have as many steps as its longest sample has tokens."""
     errors: Mapping[str, RoundErrors]
     """Errors of the fit for each kind of round, and for "all" rounds."""
     checks: Mapping[int, tuple[Check, ...]]
@@ -77,7 +75,7 @@ class FittedRun:
     calls: Calls | None
     """Calls of rewards that check several responses at a time, if there were any, else None."""
     exposed_s: float
-    """Seconds from the end of a round's last sample to the start of training, spent on verdicts."""
+    """Seconds of waiting for verdicts: from the end of generation to the start of training."""
     stop_s: float
     """Seconds from the order to stop samples until the engine has released them."""
     train: TrainFit

@@ -77,12 +77,12 @@ class TrainerBook:
     entry that `History` has read."""
 
     num_streaming: int = 0
-    """Number of groups whose gradients are being computed while the round goes on."""
+    """Number of prompts (with all their samples) whose gradients are computed during generation."""
     losses: int = 0
     away_s: float = 0.0
     """Sum of the seconds from each loss of the trainer until it was back."""
     interrupted: str = ""
-    """The phase that goes on when a lost trainer is back. Empty if no phase was interrupted."""
+    """What the run was doing (as in `History.phase`) when the trainer was lost. Empty: no loss."""
     _lost_since: float | None = None
 
     def begin_session(self) -> None:
@@ -90,14 +90,14 @@ class TrainerBook:
         self.num_streaming, self.interrupted, self._lost_since = 0, "", None
 
     def lose(self, now: float) -> None:
-        """Note that the trainer was lost, and with it the gradients that it had begun."""
+        """Note at time `now` that the trainer was lost, with all gradients computed so far."""
         self.num_streaming = 0
         self.losses += 1
         if self._lost_since is None:
             self._lost_since = now
 
     def ready(self, now: float) -> None:
-        """Note that the trainer is back."""
+        """Note that the trainer is back, at the time `now`."""
         if self._lost_since is not None:
             self.away_s += now - self._lost_since
             self._lost_since = None
@@ -109,10 +109,10 @@ class History:
     step's end a time linear in the step's samples.
 
     Attributes can be read at any time: `step` is the step under way, `phase` what the run is doing
-    (rollout, environment, reward_wait, training, sync, checkpoint, recovery, on shared pools
-    pool_wait and evaluation, or else controller), `live` the samples that engines generate, and
-    `queue` the prompts that were put off to a later round. If a session (process of the run) starts
-    the step anew, `step` is replaced and its contents are gone, as they are for the run."""
+    (rollout, environment, reward_wait, training, sync, checkpoint, recovery, controller; where jobs
+    share pools of devices also pool_wait and evaluation), `live` the samples that engines generate,
+    and `queue` the prompts that were put off to a later round. If a session (process of the run)
+    starts the step anew, `step` is replaced and its contents are gone, as they are for the run."""
 
     def __init__(self) -> None:
         self.step = StepHistory()
@@ -157,15 +157,14 @@ class History:
         return None
 
     def so_far(self, step: int, now: float) -> StepHistory:
-        """The record of the step under way before its commit, under the number `step`, as of time
-        `now`."""
+        """The record of the uncommitted step, with the number `step`, as of time `now`."""
         self.step.prompts.long_queue = len(self.queue)
         self.step.settle()
         return dataclasses.replace(self.step, step=step, end_s=now)
 
     def take(self, now: float, event: Event, commands: Sequence[Command]) -> StepHistory | None:
-        """Read an event and the commands with which the run answered it, as `feed` does for a
-        `Record` (log entry of both). Returns the step that the commands commit, or None."""
+        """Read an event, logged at time `now`, and the commands with which the run answered it, as
+        `feed` does for a `Record`. Returns the step that the commands commit, or None."""
         done = self._event(event, now)
         for command in commands:
             self._command(command, now)
@@ -299,12 +298,12 @@ class History:
         return found
 
     def _end_round(self) -> None:
-        """End the round if engines are empty after the event and the commands that followed."""
+        """End the round if the log entry just read has left no sample in any engine."""
         if self._emptied_s is not None:
             self.step.rounds[-1].end_s, self._emptied_s = self._emptied_s, None
 
     def _lose(self, event: EngineLost, now: float) -> None:
-        """Note that an engine was lost. Its samples are in no engine until a `Place` starts them
+        """Note at time `now` that an engine was lost. Its samples are in none until they start
         again."""
         gone = self.engines.lose(event, now)
         self.live.difference_update(gone)

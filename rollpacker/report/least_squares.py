@@ -21,8 +21,8 @@ class RobustFit:
     """Constants fitted to measured seconds, and how well they predict these seconds."""
 
     x: Vector
-    """The constants, one for each column of the fitted matrix. They are too small by the time that
-    the machine lost to disturbances, for which `factor` makes up."""
+    """The constants, one for each column of the fitted matrix, for a machine without disturbances.
+    Multiplied by `factor` they give the seconds of this machine."""
     weights: Vector
     """Weight of each row (measurement) in the last iteration of the fit."""
     loss: float
@@ -30,7 +30,7 @@ class RobustFit:
     factor: float
     """Sum of the measured seconds over that of the predicted seconds: what disturbances added."""
     num_left_out: int
-    """Number of rows (measurements) that took longer than predicted by more than the `limit`."""
+    """Number of rows (measurements) above their prediction by more than `robust_fit`'s `limit`."""
 
     @property
     def constants(self) -> list[float]:

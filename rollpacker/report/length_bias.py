@@ -67,8 +67,8 @@ class LengthBias:
         return self._unshifted(self._window.metrics()) | self._weighted()
 
     def _unshifted(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Returns the metrics, with a shift of lengths set to 0 if the last steps trained on every
-        response, since the difference then only shows that the policy's lengths drift."""
+        """Returns the metrics, but with `length/shift` (trained mean less the policy's mean) at 0
+        if the last steps trained on every response: what is left is the policy's drift."""
         if "length/shift" in metrics and all(self._whole):
             own = metrics["length/trained_mean"]
             return metrics | {"length/policy_mean": own, "length/shift": 0.0}
@@ -97,8 +97,8 @@ def _ends(
     responses.
 
     If a response was generated again and differs from that of an earlier launch, the earlier length
-    counts: only long responses are put off, so new lengths alone would be too short. With
-    `complement` a response that was cut off never gets shorter, and its new length counts."""
+    counts: only long responses are put off, so new lengths alone would be too short. `complement`:
+    such a response never ends before its earlier cut, so its new length counts."""
     launched = dict.fromkeys(s.prompt for round_ in rounds for s in round_.samples)
     ends: dict[PromptId, tuple[list[int], list[int]]] = {p: ([], []) for p in launched}
     for round_ in rounds:

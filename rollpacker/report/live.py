@@ -68,8 +68,8 @@ class LiveReport:
         if self._display is not None and history.evaluations:
             self._display.on_evaluation(*list(history.evaluations.items())[-1], is_new=False)
         self._shown_before = None if resume_step is None else resume_step + 1
-        """Number of the step after the last committed one in the log that a resume read. That step
-        is run again, but the process before may have shown it already. None: no resume."""
+        """The step after the last commit that a resume found in the log. This process runs the step
+        again, but the one before may have shown it to the user. None: the run was not resumed."""
 
     def row_so_far(self, step: int) -> dict[str, Any]:
         """Metrics by name of the step that is being committed, as far as they are known."""

@@ -74,8 +74,8 @@ OTHER_NAMES = {
         "critic/vf_clipfrac": "critic/value_clip_ratio",
     },
 }
-"""For each other framework, a mapping from its names of metrics to the names here, where they
-differ. It is shown in docs/migration.md, and gives a hint for a name that a run's table lacks."""
+"""Mapping from another RL framework to its names of metrics, each with RollPacker's name, where the
+two differ. It is shown in docs/migration.md, and gives a hint for a name that a run lacks."""
 
 Value = float | int | str
 Row = dict[str, Any]
@@ -206,7 +206,7 @@ class MetricsWriter:
                 self.write_evaluation(row["step"], {k: v for k, v in row.items() if k != "step"})
 
     def write(self, step: int, metrics: Mapping[str, Value]) -> None:
-        """Write the row of a step. Numbers that are not finite become null, since JSON has none."""
+        """Write the row of a step, its `metrics`. Numbers that are not finite become null."""
         self._append(step, metrics)
 
     def write_evaluation(self, step: int, metrics: Mapping[str, Value]) -> bool:
@@ -230,8 +230,7 @@ class MetricsWriter:
             self._board.write(step, metrics)
 
     def _cut(self, resume_step: int, log_rows: Sequence[Row]) -> None:
-        """Cut the file back to the rows up to step `resume_step`, and add rows of the event log
-        that the file lacks."""
+        """Cut the file back to the rows up to step `resume_step`, and add missing `log_rows`."""
         numbered = read_metrics(self.path) if self.path.exists() else []
         for number, row in numbered:
             if not isinstance(row.get("step"), int):
@@ -292,7 +291,7 @@ def is_evaluation(row: Row) -> bool:
 
 
 def _place(row: Row) -> tuple[int, bool]:
-    """Key by which rows are sorted: by step, and a step's evaluation before the step's own row."""
+    """Key that sorts rows by step, with the row of a step's evaluation before its own."""
     return row["step"], not is_evaluation(row)
 
 

@@ -21,8 +21,7 @@ class PhaseBook:
 
     @property
     def now(self) -> str:
-        """The current phase. A wait for a device pool interrupts another phase, which goes on
-        afterwards."""
+        """The current phase. A wait for a device pool interrupts another phase for a time."""
         return self._doing if self._waits_since_s is None else POOL_WAIT
 
     def begin_session(self) -> None:
@@ -32,7 +31,7 @@ class PhaseBook:
         self._doing, self._evaluates_in = self._evaluates_in or self._doing, None
 
     def begin(self) -> None:
-        """Begin with the phase `controller`: the run only decides on commands, nothing else."""
+        """Begin the phase `controller`: no engine, reward, environment or trainer is at work."""
         self._doing = "controller"
 
     def turn(self, step: StepHistory, phase: str, now: float) -> None:
@@ -41,8 +40,8 @@ class PhaseBook:
         self._doing, self._since_s = phase, now
 
     def evaluate(self, step: StepHistory, now: float) -> None:
-        """Begin an evaluation, when it asks for its device pool. It lasts until `span` is called
-        with the note (log entry on a span of time) of the evaluation."""
+        """Begin an evaluation at time `now`, at first to ask for its pool of devices. It lasts
+        until `span` is called with the evaluation's note (a log entry on a span of time)."""
         if self._evaluates_in is None:
             self._evaluates_in = self._doing
             self.turn(step, "evaluation", now)
@@ -62,7 +61,8 @@ class PhaseBook:
             step.phases.append(Phase("callbacks", note.time_s - told_s, note.time_s))
 
     def _book(self, step: StepHistory, note: Note, end_s: float) -> None:
-        """Add the span of a note to the step, as a phase that ends at `end_s`."""
+        """Add to the step a phase named after the note (a log entry on a span of time), which ends
+        at the time `end_s`. The current phase goes on after it."""
         start_s = note.time_s - note.seconds
         if note.name == POOL_SWITCH:
             since_s = self._since_s if self._waits_since_s is None else self._waits_since_s
@@ -75,13 +75,13 @@ class PhaseBook:
         step.phases.append(Phase(note.name, start_s, end_s))
 
     def wait(self, step: StepHistory, now: float) -> None:
-        """Begin to wait for a pool of devices that other jobs use too."""
+        """Begin at time `now` to wait for a pool of devices that other jobs use too."""
         self._end(step, now)
         self._waits_since_s = now
 
     def end_wait(self, step: StepHistory, now: float, switch_s: float = 0.0) -> None:
-        """End the wait for a device pool, if there is one. In its last `switch_s` seconds, counted
-        as a phase of their own, the run had the pool and its parked processes woke up."""
+        """End the wait for a device pool at time `now`, if there is one. Its last `switch_s`
+        seconds are a phase of their own: parked processes woke up on the pool."""
         since_s, self._waits_since_s = self._waits_since_s, None
         if since_s is not None:
             woke_s = max(since_s, now - switch_s)

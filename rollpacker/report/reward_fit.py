@@ -28,13 +28,13 @@ MAX_CALLS = 20_000
 MOST_AT_ONCE = 8
 """Maximum number of calls of a reward that a run has under way (`run/ports/scoring.py`)."""
 WORSE = 1.05
-"""The number of a reward's workers (calls that run at once) is not in a log. It is taken to be the
-smallest that predicts the ends of calls with at most this many times the least error."""
+"""The number of a reward's workers (calls that run at once) is not in a log. It is the smallest one
+whose error, in the predicted times of calls' ends, is at most this multiple of the least error."""
 SHORTEST_S = 1e-6
 NUM_FIRST = 8
-"""Number of a run's first calls of a reward among which slow first calls of workers are sought."""
+"""Number of a run's first calls of a reward that may be `Calls.warm_ups` (slow first calls)."""
 WARM_UP = 2.0
-"""A first call is kept apart if it took more than this many times as long as every later call."""
+"""A first call is a warm-up if it took more than this many times as long as any later one."""
 
 
 class Check(NamedTuple):
@@ -65,7 +65,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calls:
-    """A run's calls of a reward, and constants fitted to them."""
+    """A run's calls of a reward, and constants fitted to these that predict seconds."""
 
     recorded: tuple[Call, ...]
     """The calls, ordered by the number of samples that they check."""
@@ -73,8 +73,7 @@ class Calls:
     """Number of workers (calls that ran at once) that best explains the times of calls' ends."""
     fixed_s: float
     per_sample_s: float
-    """Seconds that each sample adds: a call for n samples takes fixed_s + n * per_sample_s on
-    average."""
+    """Seconds that each sample adds to a call: n samples take fixed_s + n * per_sample_s."""
     warm_ups: tuple[float, ...] = ()
     """Seconds of calls at the run's start that took much longer than all later calls, as they
     imported modules and filled caches. They are not in `recorded`."""
@@ -86,7 +85,7 @@ class Calls:
 
 class _Batch(NamedTuple):
     asked_s: float
-    """Time in seconds at which the check of the call's last sample began."""
+    """Time in seconds at which the last check began of the responses judged in this call."""
     done_s: float
     num_samples: int
     alone: bool
@@ -99,7 +98,8 @@ class Checks:
     by_row: dict[int, list[Check]] = field(default_factory=dict)
     _batches: list[_Batch] = field(default_factory=list)
     _open: tuple[float | None, list[Verdict]] = (None, [])
-    """The call that is being gathered: its seconds (None if not known), and its verdicts so far."""
+    """The call whose verdicts are now collected: the seconds that they report (None: not known),
+    and its verdicts so far."""
     _rollouts: list[tuple[float, float]] = field(default_factory=list)
     """Start and end in seconds of each round of generation in the current step."""
 
@@ -122,8 +122,9 @@ class Checks:
             of_row.append(Check(num_tokens, seconds, held_s, *told))
 
     def _gather(self, verdict: Verdict) -> None:
-        """Add a verdict to the call that is being gathered, or begin another call. Verdicts of one
-        call report the same seconds, and all their checks began before the call's first verdict."""
+        """Add a verdict to the current call of the reward, or begin another call with it. Verdicts
+        of one call report the same seconds, and all their checks began before the call's first
+        verdict."""
         seconds, members = self._open
         is_other = verdict.event.seconds is None or verdict.event.seconds != seconds
         asked_s = verdict.asked_s
@@ -155,8 +156,8 @@ class Checks:
 
 
 def _with_workers(batches: Sequence[_Batch], num_workers: int) -> tuple[Calls, float]:
-    """The calls, if `num_workers` of them ran at once, and the mean error in seconds with which
-    their ends are then predicted."""
+    """The reward's calls with their seconds, if `num_workers` of them ran at once. Also returns the
+    mean difference in seconds between the predicted and the logged ends of calls."""
     free = [-np.inf] * num_workers
     recorded = []
     for batch in batches:

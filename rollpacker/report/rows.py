@@ -29,8 +29,9 @@ class Table(Sequence[Mapping[str, Any]]):
         first: Sequence[str] = (),
         of_metrics: bool = False,
     ) -> None:
-        """`first`: columns that a notebook shows first. `of_metrics`: whether columns are metrics,
-        so that a metric's name in another framework gets a hint to the name here."""
+        """`rows`: each row's values by column. `first`: columns that a notebook shows first.
+        `of_metrics`: columns are metrics; an error names the column for another framework's
+        name."""
         self._rows = rows
         self._name = name
         self._first = first

@@ -17,8 +17,8 @@ _DRAWN, _GIVEN, _ASIDE = "green", "dim", "cyan"
 
 
 def chosen(run: str, which: str) -> list[Row]:
-    """The rows of the samples to show. `which`: a sample's id, or how many samples of the newest
-    step, spread from the best reward to the worst. Raises `ValueError` if there is none."""
+    """The rows of the samples to show of a `run` (folder). `which`: a sample's id, or a number of
+    samples of the newest step, from best to worst reward. Raises `ValueError` if there are none."""
     paths = sorted((Path(run) / "samples").glob("steps_*.parquet"))
     if not paths:
         raise ValueError(

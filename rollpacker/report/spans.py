@@ -23,9 +23,8 @@ def read_steps(entries: Iterable[Entry], *, steps: range | None = None) -> list[
 
 
 class Excerpt:
-    """Is fed all steps of a log, and chooses `count` consecutive ones: those that end with the
-    first long round (of prompts put off before), or else the first. `steps` has those chosen so
-    far."""
+    """Is fed the steps of a log, and chooses `count` consecutive ones: the first `count`, or, once
+    a long round (of prompts put off before) comes, the steps that end with the first such round."""
 
     def __init__(self, count: int) -> None:
         self.steps: list[StepHistory] = []

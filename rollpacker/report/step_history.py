@@ -60,14 +60,13 @@ class CarriedInto(NamedTuple):
     whole: bool
     """Whether the tokens are a complete response, rather than the beginning of one."""
     version: int
-    """Version of the weights that generated the tokens, or last drew the same ones again. If they
-    have several versions, the oldest."""
+    """Version of the weights that generated the tokens, or that last generated them again
+    unchanged. If tokens have several versions, the oldest."""
 
 
 @dataclass(slots=True)
 class SampleHistory:
-    """One sample that was launched. If its launch is missing in the log, `start_s` is when it
-    ended."""
+    """One launched sample. If its launch is not in the log, `start_s` is the time of its end."""
 
     sample: SampleId
     start_s: float
@@ -88,7 +87,7 @@ class SampleHistory:
 
     @property
     def num_taken_up(self) -> int:
-        """Number of the sample's tokens that come from an earlier launch."""
+        """Number of the sample's tokens that an earlier launch generated and this launch kept."""
         if self.num_kept is not None or self.carried is None:
             return self.num_kept or 0
         return min(self.carried.num_tokens, self.num_tokens)
@@ -120,12 +119,10 @@ class RoundHistory:
     samples: tuple[SampleId, ...]
     start_s: float
     slots: int | None
-    """Maximum number of samples that all engines together generate at once, as the log has it.
-    None: not recorded."""
+    """Maximum number of samples of all engines together at once. None: not in the log."""
     num_engines: int = 1
     engines: tuple[int, ...] = ()
-    """The number of the engine that each sample began in, aligned with `samples`. Empty: all began
-    in the first engine."""
+    """Number of the engine in which each of `samples` began. Empty: all in the first."""
     end_s: float | None = None
     """Time at which the last sample ended or failed. None if a sample has not ended in the log."""
     ends: list[SampleHistory] = field(default_factory=list)
@@ -141,8 +138,8 @@ class RoundHistory:
 @dataclass(frozen=True, slots=True)
 class Phase:
     """A stretch of a step's time that is no rollout. Its name is reward_wait, training, sync,
-    checkpoint, recovery, pool_wait, switch, or that of a note in the log (evaluation, callbacks,
-    startup). Phases of a step do not overlap: a phase that a note interrupts becomes two."""
+    checkpoint, recovery, pool_wait, switch, or that of a note (a log entry on a span of time:
+    evaluation, callbacks, startup). A phase that a note interrupts becomes two."""
 
     name: str
     start_s: float
@@ -151,7 +148,7 @@ class Phase:
 
 @dataclass(slots=True)
 class Turns:
-    """Times at which a step began to train, was trained and so on. None: not in the log."""
+    """Times of a step's training, new weights and commit. None: not in the log."""
 
     committed_before_s: float | None = None
     """Time of the commit of the step before. None if an earlier process of the run did it."""
@@ -159,8 +156,8 @@ class Turns:
     trained_s: float | None = None
     synced_s: float | None = None
     commit_s: float | None = None
-    """Time of the `Commit` command. None also if that process of the run ended before the commit,
-    and another finished it."""
+    """Time of the `Commit` command. None if there was no commit, or if the process of the run ended
+    in mid-commit and its successor completed it."""
 
 
 @dataclass(slots=True)
@@ -172,20 +169,19 @@ class StepPrompts:
     dropped: Counter[str] = field(default_factory=Counter)
     """Number of the step's dropped prompts, by the reason for which they were dropped."""
     dropped_after: dict[str, str] = field(default_factory=dict)
-    """For each reason for dropping prompts that lost too many samples, an example: why the first
-    such prompt had lost a sample."""
+    """For each reason for dropping prompts whose samples failed too often, an example: why a sample
+    of the first such prompt failed."""
     long_queue: int = 0
     """Number of prompts that were put off to a later round when the step was committed."""
     _lost: dict[PromptId, str] = field(default_factory=dict)
-    """For each prompt, why the last of its lost samples was lost."""
+    """For each prompt, why the last of its samples that were lost (by a failure) was lost."""
 
     def lose(self, sample: SampleId, reason: str) -> None:
-        """Note for the sample's prompt why this sample was lost: its engine, reward or environment
-        failed."""
+        """Note for which `reason` a sample was lost (its engine, reward or environment failed)."""
         self._lost[sample.prompt] = reason
 
     def drop(self, command: Drop) -> None:
-        """Note that a prompt was dropped: it will never be trained on."""
+        """Note that `command` drops a prompt for good, and for which reason."""
         self.dropped[command.reason] += 1
         after = self._lost.get(command.prompt)
         if after is not None and command.reason in _FOR_LOSSES:
@@ -269,8 +265,8 @@ class StepHistory:
         return ends[-1] if ends else None
 
     def trained_samples(self) -> list[SampleHistory]:
-        """Samples that the step was trained on, in the order of training, without samples whose end
-        is not in the log."""
+        """Samples that the step was trained on, in order, without those whose end is not in the
+        log."""
         known = (self.samples.get(sample) for group in self.groups for sample in group)
         return [sample for sample in known if sample is not None and sample.is_finished]
 
@@ -284,8 +280,8 @@ class StepHistory:
         return others + in_rounds
 
     def waited_s(self, start_s: float, end_s: float) -> float:
-        """Seconds between two times that went to waits for device pools and switches to them. A
-        wait that has not ended yet does not count."""
+        """Seconds between the times `start_s` and `end_s` that went to waits for device pools and
+        to switches to them. A wait that has not ended yet does not count."""
         return sum(
             max(0.0, min(phase.end_s, end_s) - max(phase.start_s, start_s))
             for phase in self.phases
@@ -293,7 +289,7 @@ class StepHistory:
         )
 
     def settle(self) -> None:
-        """Set the outcome of every sample, which is known when the step is committed."""
+        """Set what became of each sample (trained, put off, unused, ...), at the commit."""
         trained = {sample for group in self.groups for sample in group}
         deferred = self.prompts.deferred
         for sample in self.samples.values():

@@ -27,8 +27,8 @@ class PromptCounts:
     dropped: Mapping[str, int]
     """Number of dropped prompts, by the reason for which they were dropped."""
     dropped_after: Mapping[str, str]
-    """For each reason for dropping prompts that lost too many samples, an example: why the first
-    such prompt had lost a sample."""
+    """For each reason for dropping prompts whose samples failed too often, an example: why a sample
+    of the first such prompt failed."""
     long_queue: int
     """Number of prompts that are put off to a later round when the step is over."""
 
@@ -47,8 +47,8 @@ class SampleCounts:
     streamed: int
     """Number of samples whose gradients were begun before the round was over."""
     not_streamed: str
-    """Why no gradients were begun before the round was over. Empty if some were, or if streaming is
-    off."""
+    """Why no gradients were computed before the round was over. Empty if some were, or if the
+    setting for it is off."""
     peak_live: int
     """Largest number of the step's samples that were being generated at once."""
 
@@ -100,7 +100,7 @@ class Lengths:
     censored: tuple[int, ...]
     """Numbers of tokens of the samples stopped before their end, fewer than they would have had."""
     bias: Mapping[str, float]
-    """Metrics that compare trained lengths with the policy's own (see `LengthBias`)."""
+    """Metrics `length/...` and `debias/...`: how trained lengths differ from the policy's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,8 +129,8 @@ class StepSummary:
     trainer: Mapping[str, float]
     """Metrics of the optimizer step, by name."""
     logged: Mapping[str, float]
-    """Numbers that callbacks logged, and counts of samples and tokens of an interrupted round that
-    a resume kept."""
+    """Numbers that callbacks logged, by name. After a resume also the counts of samples and tokens
+    that it kept of an interrupted round."""
 
     @property
     def step_s(self) -> float:
@@ -139,8 +139,7 @@ class StepSummary:
 
     @property
     def waited_s(self) -> float:
-        """Seconds of waits for pools of devices that other jobs use too, and of switches to
-        them."""
+        """Seconds of waits for, and of switches to, pools of devices that other jobs use too."""
         return sum(self.seconds[cause] for cause in POOL_CAUSES)
 
     @property
@@ -247,8 +246,7 @@ def _no_verdict(step: StepHistory, finished: Sequence[SampleHistory]) -> dict[st
 
 
 def _std(values: Sequence[float]) -> float:
-    """Standard deviation of the values as a population; `statistics.pstdev` is a hundred times
-    slower."""
+    """Standard deviation of a population; `statistics.pstdev` is a hundred times slower."""
     mean = math.fsum(values) / len(values)
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
 

@@ -130,7 +130,8 @@ class RunSummary:
         }
 
     def _engines(self) -> dict[str, Any]:
-        """Rows of engines, and of changes of their number of devices. Empty for a single engine."""
+        """By "engines" the counts of each engine, and by "switches" each change of all engines'
+        numbers of devices. Empty for a run with a single engine."""
         book = self.accounting.history.engines
         counts, seconds = book.counts, self.accounting.seconds()
         if not counts:
@@ -153,7 +154,7 @@ class RunSummary:
         }
 
     def _trainer(self) -> dict[str, Any]:
-        """How often the trainer was lost, and for how long. Empty if it never was."""
+        """How often the trainer was lost, and how long until it was back. Empty: never lost."""
         book = self.accounting.history.trainer
         if not book.losses:
             return {}
@@ -258,15 +259,15 @@ def _episodes(steps: list[StepSummary]) -> dict[str, Any]:
 
 
 def _pipeline(steps: list[StepSummary]) -> dict[str, Any]:
-    """Summary of a trainer's pipeline stages and links. Empty for a trainer without stages."""
+    """Summary of a trainer's pipeline stages and the links between these, by the key "pipeline".
+    Empty for a trainer without pipeline stages."""
     found = summarize_pipeline(steps)
     return {} if found is None else {"pipeline": found}
 
 
 def _training_reward(steps: list[StepSummary]) -> dict[str, Any]:
-    """Mean training reward of the first and of the last `LAST_STEPS` steps. Only the most frequent
-    kind of round counts, since a long round's prompts are harder. None if there are too few
-    steps."""
+    """Mean training reward of the `first` and the `last` `LAST_STEPS` steps, both None if there are
+    too few. Only the most frequent kind of round counts: long rounds' prompts are harder."""
     known = [(step.kind, step.rewards.mean) for step in steps if step.rewards.mean is not None]
     kind = Counter(kind for kind, _ in known).most_common(1)[0][0] if known else None
     rewards = [mean for of, mean in known if of == kind]

@@ -106,8 +106,8 @@ def _without_verdict(metrics: Mapping[str, float]) -> str:
 
 
 def _lost(samples: Mapping[str, Any]) -> str | None:
-    """A sentence on responses without a verdict, if they are more than the share `MANY_LOST`. None
-    otherwise."""
+    """A sentence on responses without a verdict, if they are more than the share `MANY_LOST`. Else
+    None."""
     lost = sum(samples["no_verdict"].values())
     finished = samples["launched"] - samples["aborted"] - samples["failed"]
     if lost <= MANY_LOST * finished:
@@ -206,7 +206,8 @@ def _carrying(carrying: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _episode_tables(episodes: Mapping[str, Any]) -> list[RenderableType]:
-    """Tables of episodes (turns, seconds, ends, lost answers), environments and tool calls."""
+    """Tables for a terminal: of episodes (turns, seconds, ends, answers that environments failed to
+    give), of environments and of tool calls. `episodes` is that part of the summary."""
     from rich.text import Text
 
     made = table("trajectories", "")
@@ -327,7 +328,8 @@ def _since(one: Mapping[str, Any]) -> str:
 
 
 def _is_telling(kind: Mapping[str, Any]) -> bool:
-    """Whether checks of this kind took long enough to show, went wrong, or have a deadline."""
+    """Whether `kind`, the counts of checks of one data source, is worth a row of the table: some
+    check took long, went wrong, or had a deadline."""
     counts = (kind["timed_out"], kind["retries"], kind["failed"], kind["deadline_s"])
     return kind["longest_s"] >= _TELLING_S or any(counts)
 

@@ -53,8 +53,8 @@ def table(*heads: str, expand: bool = True, dense: bool = False) -> Table:
 def table_of(
     title: str, rows: Mapping[str, Mapping[str, Any]], columns: Mapping[str, tuple[str, int | str]]
 ) -> Table:
-    """A table with a row for each name in `rows`. `columns` maps each head to the key of a row's
-    value and the format for `cell`."""
+    """A table headed `title` with a row for each name in `rows`. `columns` maps each further head
+    to the key of a row's value and the format for `cell`."""
     made = table(title, *columns)
     for name, one in rows.items():
         made.add_row(text(name), *(cell(one[key], shown) for key, shown in columns.values()))
@@ -70,7 +70,7 @@ def lines(
 ) -> list[str]:
     """The rows as lines of text in aligned columns, without colours, of any width. `numbers`: all
     columns but the first are aligned to the right. `rule`: the first row is a head, with a line of
-    hyphens below. `gap`: blanks between columns; None: three, or one if lines would be longer than
+    hyphens below. `gap`: blanks between columns; None: three, or one in lines longer than
     `MAX_WIDTH`."""
     from rich.box import Box
     from rich.console import Console

@@ -36,8 +36,8 @@ RARE_CAUSES = ("imbalance", ENVIRONMENT, "recovery", "callbacks", *POOL_CAUSES)
 """Causes that a report leaves out if they have no seconds."""
 
 WHILE_AWAY = ("reward_wait", "evaluation", ENVIRONMENT)
-"""Phases in which nothing waits for engines that leave a shared pool of devices (are parked), so
-that the seconds of parking count as the phase's own, not as a switch."""
+"""Phases during which no engine is needed. If engines release a pool of devices in such a phase,
+these seconds count for the phase, not as `POOL_SWITCH`."""
 
 ROLLOUT_CAUSES = ("decode", "tail_idle", "imbalance")
 
@@ -58,8 +58,7 @@ class TimeBook:
     def __init__(self, slots: int | None) -> None:
         self.slots = slots
         """Maximum number of samples that the engines of the current session (process of the run)
-        generate at once: as the log has it, or else as the constructor was given. None: not
-        known."""
+        generate at once: as the log or the constructor's argument has it. None: not known."""
         self._given_slots = slots
         self.start_s: float | None = None
         self.now_s = 0.0
@@ -78,8 +77,9 @@ class TimeBook:
         return 0.0 if self.start_s is None else self.now_s - self.start_s
 
     def advance(self, entry: Entry, phase: str, num_live: int, idle_share: float = 0.0) -> None:
-        """Assign the time up to this log entry, during which the run was in `phase` with `num_live`
-        samples in engines. `idle_share`: share of engines without samples while others worked."""
+        """Count the time since the last log entry under its causes. In that time the run was in
+        `phase`, with `num_live` samples in engines. `idle_share`: share of engines without samples
+        meanwhile, if others had some."""
         self._idle_share = idle_share
         if isinstance(entry, Record):
             self._advance(entry.time_s, phase, num_live)
@@ -127,8 +127,8 @@ class TimeBook:
         return seconds
 
     def abandon_step(self, peak_live: int) -> None:
-        """Note that the run starts the step anew. The seconds so far count for the new attempt.
-        `peak_live`: largest number of samples that the old attempt had in engines at once."""
+        """Note that the run begins the current step again. The step's seconds so far stay counted,
+        for its next attempt. `peak_live`: largest number of samples in engines so far."""
         self._open = self._seconds_so_far(peak_live)
         self._rollout_s = self._live_s = self._idle_s = 0.0
 
@@ -141,9 +141,9 @@ class TimeBook:
     def _advance(
         self, time_s: float, phase: str, num_live: int, *, cause: str = "", span_s: float = 0.0
     ) -> None:
-        """Assign the time from the last log entry to `time_s`: first `span_s` seconds to `cause`,
-        then the seconds that the controller took for records (entries with an event) before this
-        one, and the rest to the phase."""
+        """Count the time from the last log entry to `time_s`: its first `span_s` seconds as
+        `cause`, next those that the controller spent on earlier entries (`cost_s`) as "controller",
+        the rest as `phase`."""
         if self.start_s is None:
             self.start_s = self.now_s = time_s
         rest = time_s - self.now_s

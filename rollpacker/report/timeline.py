@@ -83,7 +83,8 @@ def draw_comparison(
     *,
     steps: range | None = None,
 ) -> None:
-    """Draw two runs over the same steps on one time axis: with tail batching above, without below.
+    """Draw two runs, given their logs, over the same steps on one time axis: with tail batching
+    above, without below.
 
     `steps` None: ten steps that end with the first long round, or as many as both logs have. Raises
     `ValueError` if a log has none of the steps."""
@@ -132,8 +133,8 @@ def _common_steps(one: str | Path, other: str | Path) -> range:
 
 @dataclass(slots=True)
 class _Clock:
-    """Converts a run's time into a place on the time axis, in seconds: the first step starts at 0,
-    and stretches that are cut out take no room."""
+    """Converts a time of the run into a place on the time axis, in seconds. The first step starts
+    at 0. Evaluation, callbacks, startup and checkpoints are cut out."""
 
     start_s: float
     end_s: float
@@ -174,8 +175,8 @@ def _begin(step: StepHistory) -> float:
 def _figure(
     panels: int, *, heights: list[float], blank: int | None = None
 ) -> tuple[Figure, list[Axes]]:
-    """Returns a figure and its rows, which have these heights in inches and share the time axis.
-    The row number `blank` stays empty and is not returned."""
+    """Returns a figure and its rows (`Axes`), which have these `heights` in inches and share the
+    time axis. The row with the number `blank` is hidden and not returned; None: all rows are."""
     # The object interface: no display, no global state of pyplot.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -195,8 +196,7 @@ def _figure(
 
 
 def _draw_samples(axes: Axes, steps: Sequence[StepHistory], clock: _Clock, lanes: int) -> None:
-    """Draw a bar for each sample. The samples of a step are stacked by their seconds, the longest
-    at the bottom."""
+    """Draw a bar for each sample. A step's samples are stacked, the longest at the bottom."""
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 

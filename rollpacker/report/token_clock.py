@@ -45,8 +45,8 @@ class Stretch(NamedTuple):
 
 
 def iterate_rounds(entries: Iterable[Entry]) -> Iterator[RoundHistory]:
-    """Yields the rounds of a log in order, also those of steps without a commit. A round in which
-    some sample has not ended is left out."""
+    """Yields the rounds of a log in order, also those of steps that were never committed. A round
+    in which some sample has not ended is left out."""
     for step in iterate_steps(entries, unfinished=True):
         yield from finished_rounds(step)
 
@@ -73,10 +73,10 @@ def by_engine(round_: RoundHistory) -> list[RoundHistory]:
 
 
 def stretches(round_: RoundHistory, *, slots: int | None, drafted: bool = False) -> list[Stretch]:
-    """The stretches of decode steps between the ends of samples, in order, for a round of one
-    engine. `slots`: maximum number of samples at once; None: no limit. `drafted`: the engine gives
-    several tokens of a sample in a step, so a token of the sample that is furthest counts as a
-    step. Raises `ClockError` if the ends cannot come from such an engine."""
+    """The stretches (decode steps in a row between two ends of samples), in order, for a round of
+    one engine. `slots`: maximum number of samples at once; None: no limit. `drafted`: a step may
+    give several tokens of a sample, so the tokens of the longest running sample count as the steps.
+    Raises `ClockError` if the ends cannot come from such an engine."""
     redrawn = any(end.num_redraws for end in round_.ends)
     if round_.is_irregular or (redrawn and not drafted):
         raise ClockError("a sample failed or was launched again")
@@ -106,8 +106,8 @@ def stretches(round_: RoundHistory, *, slots: int | None, drafted: bool = False)
 
 
 class _Engine:
-    """A model of an engine that has at most `slots` samples at once, first come, first served. Its
-    clock counts decode steps."""
+    """A model of an engine that has at most `slots` samples at once, first come, first served.
+    `clock` is the number of decode steps since the round's launch."""
 
     def __init__(
         self, samples: Iterable[SampleId], slots: int | None, taken_up: Mapping[SampleId, int]
@@ -121,7 +121,8 @@ class _Engine:
         self._waiting = deque(samples)
         self._taken_up = taken_up
         self._admitted_at: dict[SampleId, int] = {}
-        """For each running sample, the clock at its admission minus the tokens that it then had."""
+        """For each running sample the clock (number of decode steps) at which it would have begun
+        without tokens, had all its tokens come one in a step."""
         self._sum_admitted_at = 0
         self._admit()
 
@@ -134,8 +135,9 @@ class _Engine:
             self.num_admitted += 1
 
     def clock_of(self, end: SampleHistory) -> int:
-        """The clock (decode steps since the launch) at which this sample ends. If that is later
-        than now, waiting samples are admitted first. Raises `ClockError` if that cannot be."""
+        """The clock (decode steps since the launch) at which this sample ends; waiting samples are
+        admitted if that is later than `self.clock`. Raises `ClockError` if it is earlier, or the
+        sample has no slot."""
         if self._slots is not None and self._clock_if_running(end) != self.clock:
             self._admit()
         clock = self._clock_if_running(end)
@@ -173,8 +175,8 @@ class _Engine:
 
 
 class _DraftingEngine(_Engine):
-    """A model of an engine whose samples grow at different speeds, since a step may give several
-    tokens. Its clock counts the tokens of the furthest sample."""
+    """A model of an engine whose decode steps may give several tokens of a sample. Its `clock` is
+    the number of tokens of the sample that grows fastest."""
 
     def __init__(self, round_: RoundHistory, slots: int | None, taken_up: Mapping[SampleId, int]):
         super().__init__(round_.samples, slots, taken_up)

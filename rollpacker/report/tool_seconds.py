@@ -51,8 +51,7 @@ class ToolSeconds:
         self._classes.update(other._classes)
 
     def quantile(self, share: float) -> float | None:
-        """Seconds that this share of the calls did not exceed, at most 2.3 % too high. None: no
-        call ran."""
+        """Seconds that this share of the calls did not exceed (or 2.3 % more). None: no calls."""
         left = math.ceil(share * self._classes.total())
         for number, count in sorted(self._classes.items()):
             left -= count

@@ -31,8 +31,8 @@ class _Episode:
     environment_s: float = 0.0
 
     def drawn(self, sample: SampleHistory | None) -> None:
-        """Note that a message of the model has ended. `sample`: the record of the conversation's
-        sample; None: the step has no such record, so the message's seconds do not count."""
+        """Note that an engine has finished a message of the model. `sample`: the conversation's
+        record in the step; None: there is none, so the seconds of the message are not counted."""
         self.turns += 1
         if sample is not None and sample.end_s is not None:
             begun_s = sample.start_s if self.begun_s is None else self.begun_s
@@ -75,7 +75,7 @@ class TurnBook:
             found.end, found.outcome = End.FINISHED, Outcome.UNUSED
 
     def acted(self, event: Acted, step: StepHistory, now: float) -> None:
-        """Note that the environment has answered, or has failed and will not answer."""
+        """Note, as `event` tells, that an environment has answered or failed, at time `now`."""
         self.acting.discard(event.sample)
         if event.cause == "cancelled":
             return
@@ -93,15 +93,15 @@ class TurnBook:
         step.episodes.answered(event.sample, event.turn, seconds, waited_s, event.calls)
 
     def _cancel(self, command: CancelAct, samples: Samples) -> None:
-        """Note that samples were cancelled while they awaited an environment. A sample that is in
-        an engine ends by an event of its own."""
+        """Note that the samples in `command` were cancelled. Only those that await an environment
+        end by this; an engine reports the end of its samples itself."""
         for sample in self.acting.intersection(command.samples):
             self.acting.discard(sample)
             if sample in samples:
                 samples[sample].end, samples[sample].outcome = End.STOPPED, Outcome.SURPLUS
 
     def _conclude(self, command: Conclude, step: StepHistory) -> None:
-        """Note how a conversation ended, which may differ from the end of its last message."""
+        """Note how a conversation ended: by a limit (on tokens, turns or seconds), or by itself."""
         found = step.samples.get(command.sample)
         episode = self._of(command.sample, step)
         if found is not None and found.end is End.AT_LIMIT:
@@ -114,7 +114,8 @@ class TurnBook:
             found.end = End.AT_LIMIT if command.reason in LIMITS else End.FINISHED
 
     def go_on(self, command: Continue, step: StepHistory, now: float) -> None:
-        """Note that samples are in an engine for another message: they have not ended after all."""
+        """Note that the samples in `command` are in an engine again at time `now`, for their next
+        message. The end of the message before was not theirs."""
         samples, round_ = step.samples, step.rounds[-1]
         back = {sample for sample in command.samples if sample in samples}
         for sample in command.samples:

@@ -24,9 +24,9 @@ class BuiltIn:
     module: str
     """Name of the module below `rollpacker.rewards`."""
     made: str
-    """The function or class in that module that makes the reward, called with the reward's config
-    and the `Shared` of the run. With `in_worker` it is called in a worker process, with the keys of
-    `arguments`, and makes a plain function."""
+    """Name of the function or class in that module that makes the reward from its config and the
+    run's `Shared`. If `in_worker`, it is a function: called in a worker process, with `arguments`
+    by keyword, it returns a plain reward function."""
     config: str
     """Name of the dataclass, in that module, whose fields are the reward's `arguments`."""
     in_worker: bool = False
@@ -51,7 +51,9 @@ def build_reward(
     sandbox: SandboxConfig | None = None,
     engine_completer: MakeCompleter | None = None,
 ) -> WeightedReward:
-    """Make the rewards of a run. Raises `RewardError` for a reward that cannot be used."""
+    """Make the rewards of a run from `configs`. `sandbox`: None for its defaults.
+    `engine_completer`: makes the engine of a judge in this process (None: there can be no such
+    judge). Raises `RewardError` for a reward that cannot be used."""
     check_form(configs)
     bounds = [c.workers for c in configs if c.function in SANDBOXED and c.workers != "auto"]
     shared = Shared(

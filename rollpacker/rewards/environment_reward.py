@@ -17,9 +17,8 @@ class EnvironmentRewardConfig:
 
 
 class EnvironmentReward:
-    """Sums the environment's rewards over a sample's turns. A turn without a reward counts 0, and
-    so does an episode that a limit ended before there was any. A lost episode has no verdict and is
-    not judged here."""
+    """Gives each sample the sum of the environment's rewards for its turns, where a turn without a
+    reward counts 0. An episode that a limit ended counts too; a failed one is not judged."""
 
     DEADLINE: AdaptiveDeadlineConfig | None = None
     WORKERS: int | None = None

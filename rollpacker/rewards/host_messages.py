@@ -39,7 +39,8 @@ class RewardSetup:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Samples to judge together, and the limit of each check in seconds; see `Reward.score`."""
+    """A request to judge samples. `timeout_s` limits each check of a sample by a reward, in
+    seconds; None: only the rewards' own limits apply."""
 
     samples: tuple[RewardInput, ...]
     timeout_s: float | None

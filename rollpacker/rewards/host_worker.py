@@ -86,8 +86,8 @@ class RewardHost:
 
 
 def make(setup: RewardSetup) -> WeightedReward:
-    """Make the rewards, and check what needs no rows: the sandbox's self-test, an endpoint that
-    must answer. Raises the errors of `build_reward` and `WeightedReward.check`."""
+    """Make the rewards of `setup` in this process, and check what needs no rows: the sandbox, an
+    endpoint. Raises the errors of `build_reward` and `WeightedReward.check`."""
     from rollpacker.rewards.build import build_reward
 
     own = [path for path in sys.path if path != os.getcwd()]  # which `-m` has put in front

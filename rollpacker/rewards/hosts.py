@@ -43,7 +43,7 @@ Verdict = Scored | Failed
 
 PROGRAM = "rollpacker.rewards.host_worker"
 BEATS = 5
-"""Number of reports that a host sends in the time after which a silent host counts as lost."""
+"""Number of reports that a host is to send within `heartbeat_s`, the silence that makes it lost."""
 
 
 class RewardHostsLost(RuntimeError):
@@ -54,7 +54,8 @@ class RewardHostsLost(RuntimeError):
 
 
 def refuse_bound(rewards: Sequence[RewardConfig]) -> None:
-    """Raise `RewardError` for rewards that exist only in this process, so that no host has them."""
+    """Raise `RewardError` if one of the `rewards` depends on an object or an engine of this
+    process, so that no other host can have it."""
     bound = [
         f"{one.name or one.function} (an object of this Python program: name a function in a file, "
         '"path/to/file.py:function")'
@@ -77,8 +78,8 @@ def refuse_bound(rewards: Sequence[RewardConfig]) -> None:
 def reward_setup(
     rewards: Sequence[RewardConfig], sandbox: SandboxConfig, *, heartbeat_s: float
 ) -> RewardSetup:
-    """Return the setup for reward hosts, which are to find the same modules as this process. Raises
-    `RewardError` as `refuse_bound` does."""
+    """Return the setup for reward hosts, with this process's folder and module paths. A host that
+    is silent for `heartbeat_s` seconds is lost. Raises `RewardError` as `refuse_bound` does."""
     refuse_bound(rewards)
     return RewardSetup(
         rewards=tuple(rewards),
@@ -103,9 +104,10 @@ class HostedReward:
         names: Sequence[str],
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
-        """Starts one process at each of `places` (hosts); `ready` waits for them. `names`: names of
-        the rewards. Raises `RewardError` for rewards that cannot be sent, and `OSError` if a
-        process cannot be started."""
+        """Starts one process at each of `places` (hosts); `ready` waits for them. `names`: the
+        rewards' names, in order. `heartbeat_s`: seconds of silence after which one is lost. Raises
+        `RewardError` for rewards that cannot be sent, and `OSError` if no process can be
+        started."""
         self.names = tuple(names)
         self._places, self._heartbeat_s = tuple(places), heartbeat_s
         setup = reward_setup(rewards, sandbox, heartbeat_s=heartbeat_s)
@@ -161,8 +163,8 @@ class HostedReward:
         return self._first(lambda status: status.broken)
 
     def metrics(self) -> dict[str, float]:
-        """Return the sums of the hosts' counts; see `Reward.metrics`. `reward_hosts/lost` is the
-        number of hosts lost so far."""
+        """Return each metric of the rewards (a count such as of retries), summed over all hosts;
+        see `Reward.metrics`. `reward_hosts/lost` is the number of hosts lost so far."""
         counts = {**self._counts, "reward_hosts/lost": float(self.book.num_lost)}
         for process in list(self._living.values()):
             for name, count in process.status.metrics.items():
@@ -180,7 +182,7 @@ class HostedReward:
         return {number: one.served.child.pid for number, one in list(self._living.items())}
 
     async def close(self) -> None:
-        """End all hosts; see `Reward.close`. Idempotent."""
+        """End the processes of all reward hosts; see `Reward.close`. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -261,13 +263,15 @@ class HostedReward:
         )
 
     def begun(self, process: _HostProcess, unsandboxed: bool) -> None:
-        """Send samples to this host from now on. `unsandboxed`: nothing isolates programs there."""
+        """Note that this process can judge, so that samples are sent to it from now on.
+        `unsandboxed`: whether its host has nothing to isolate programs with."""
         self._unsandboxed |= unsandboxed
         self.book.ready(process.number)
         self._tell()
 
     def lost(self, process: _HostProcess, loss: Loss) -> None:
-        """Start another process in place of a lost one, or give the host up after many losses."""
+        """Start another process on the host of a lost one, or judge nothing there any more if its
+        start was refused or processes were lost too often."""
         number, why = process.number, loss.reason
         del self._living[number]
         for name, count in process.status.metrics.items():

@@ -20,16 +20,17 @@ from rollpacker.rewards.reward import RewardError
 
 _EVALUATING = {"eval", "exec", "parse_expr", "sympify", "simplify"}
 _SOUND = {"number_sorting"}
-"""Tasks whose scorers evaluate as code only the row's right answer, not the model's."""
+"""Tasks whose scorers call `eval` or the like, but on the row's right answer alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningGymConfig:
-    """The `arguments` of the built-in reward `reasoning_gym`. Raises `ValueError`."""
+    """The reward `reasoning_gym`'s `arguments`. Raises `ValueError` for a wrong value."""
 
     answer_regex: str | None = None
-    """Finds the answer in the completion: the last match that is not empty, or its first group if
-    there is one; without a match the value is 0. None: the whole completion is the answer."""
+    """Regular expression that finds the answer in the completion: its last match that is not empty,
+    or this match's first group. Without a match the value is 0. None: it is the whole
+    completion."""
     require_stop: bool = False
     """Whether a response that was cut off by a limit scores 0."""
     allow_evaluation: bool = False
@@ -57,7 +58,7 @@ def make(**arguments: Any) -> ReasoningGymScorer:
 
 
 class ReasoningGymScorer:
-    """Scores completions of rows made by `kind: reasoning_gym`."""
+    """Scores completions of rows from a data source of `kind: reasoning_gym`."""
 
     __name__ = "reasoning_gym"
 
@@ -102,8 +103,8 @@ class ReasoningGymScorer:
         return next((answer.strip() for answer in reversed(found) if answer.strip()), None)
 
     def of(self, task: str, options: Mapping[str, Any]) -> Any:
-        """The scorer of a task with these options. Raises `RewardError` if the scorer evaluates
-        answers as code and that is not allowed."""
+        """Return the scorer of a task with these options of the task (`task_options`). Raises
+        `RewardError` if the scorer runs answers as code and `allow_evaluation` is False."""
         key = (task, json.dumps(options, sort_keys=True, default=str))
         if key not in self._scorers:
             require("reasoning_gym", extra="gym", what="the reward reasoning_gym")
@@ -121,7 +122,8 @@ class ReasoningGymScorer:
 
 
 def evaluates_answers(dataset: Any, task: str) -> bool:
-    """Whether the task's `score_answer` calls something that evaluates text as code."""
+    """Whether the source of the scorer of this task calls `eval` or another function that runs text
+    as code. Tasks in `_SOUND` are excepted."""
     if task in _SOUND:
         return False
     tree = ast.parse(textwrap.dedent(inspect.getsource(type(dataset).score_answer)))

@@ -21,7 +21,7 @@ class RewardError(RuntimeError):
 
 
 class Progress(NamedTuple):
-    """How far a run has come, for rewards that change with its progress."""
+    """How far a run is: `steps_done` of `num_steps`, for rewards that change during a run."""
 
     steps_done: int = 0
     num_steps: int = 1
@@ -32,7 +32,7 @@ UNKNOWN = Progress()
 
 
 class TurnRewards(NamedTuple):
-    """The turns of a trajectory, with their numbers of tokens and their rewards."""
+    """The rewards of a trajectory's turns, in order, with each turn's number of tokens."""
 
     num_drawn: tuple[int, ...]
     """Number of tokens that the model generated in each turn."""
@@ -45,8 +45,8 @@ class RewardInput:
     """One sample as rewards see it."""
 
     prompt: str | list[dict[str, str]]
-    """The prompt as in the dataset: text or chat messages. Completions are given to functions in
-    the same form, unless there is an episode."""
+    """The prompt as in the dataset: text or chat messages. Reward functions get the completion in
+    the same form, or the whole dialogue if there is an `episode`."""
     completion: str
     """The response, decoded without special tokens."""
     completion_tokens: tuple[int, ...]
@@ -54,11 +54,10 @@ class RewardInput:
     columns: Mapping[str, Any]
     """The dataset row's other columns."""
     task: str | None = None
-    """The value of the row's task column, by which rewards choose their samples. None: the row has
-    no task."""
+    """Value of the row's task column, by which rewards choose their samples. None: it has no
+    task."""
     messages: list[dict[str, str]] | None = None
-    """The chat messages from which the prompt was made with the chat template. None: no template
-    was used."""
+    """The chat messages of which the chat template made the prompt. None: no template was used."""
     progress: Progress = UNKNOWN
     """How far the run was when the sample was sent to be judged."""
     episode: Episode | None = None
@@ -93,12 +92,13 @@ class Scored:
     """The value of each reward, by name. None: the reward does not apply to the sample."""
     turns: tuple[float, ...] = ()
     """Parts of the value that the turns of a trajectory earned; their sum is the value. Empty: the
-    value belongs to the whole trajectory, and is counted at the last turn."""
+    value is for the trajectory as a whole, and is the last turn's reward."""
     seconds: float | None = None
     """Execution time in seconds, without any waiting, from which adaptive deadlines learn; for a
     program with several tests that of the slowest. None: the caller measures the time."""
     correct: bool | None = None
-    """Whether the answer whose time was measured is right. None: right if the value is above 0."""
+    """Whether the answer is right; adaptive deadlines learn from the times of right answers. None:
+    it is right if the value is above 0."""
     timed_out: bool = False
     """Whether the answer exceeded its time limit, for which it counts as wrong."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -109,7 +109,8 @@ class Scored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """The record of a sample without a verdict. It is never counted as a reward of zero."""
+    """The record of a sample that has no verdict, with the reason. It never counts as a reward of
+    zero. `seconds`: execution time, or None if unknown."""
 
     reason: str
     parts: Mapping[str, float | None] = field(default_factory=dict)
@@ -118,13 +119,13 @@ class Failed:
 
 
 class Reward(Protocol):
-    """All rewards of a run together, as the run's own process uses them."""
+    """All rewards of a run together, which judge in the run's process or on other hosts."""
 
     names: tuple[str, ...]
     """Names of the individual rewards, in the order of the config."""
 
     async def open(self) -> None:
-        """Start workers in the running event loop. `score` does so if it has not been done."""
+        """Start workers in the running event loop. The first call of `score` does so, too."""
         ...
 
     async def score(
@@ -132,8 +133,7 @@ class Reward(Protocol):
     ) -> list[Scored | Failed]:
         """Judge a batch, and return one verdict per sample in the same order. Nothing that a sample
         or a function does raises an error. `timeout_s` limits each single check (for a program:
-        each test) and replaces the reward's own limit. Cancelling the call ends what runs for
-        it."""
+        each test) and replaces the reward's own limit. Cancelling the call ends its checks."""
         ...
 
     def outage(self) -> str | None:
@@ -145,7 +145,8 @@ class Reward(Protocol):
         ...
 
     def metrics(self) -> dict[str, float]:
-        """Counts since the start, from rewards that keep some, by names `REWARD/COUNT`."""
+        """Counts since the start of the run (such as of retries), by names `REWARD/COUNT`. Rewards
+        that count nothing are not in it."""
         ...
 
     async def close(self) -> None:
@@ -170,8 +171,7 @@ class RewardPart(Protocol):
         self, samples: Sequence[RewardInput], *, timeout_s: float | None = None
     ) -> list[Scored | Failed | None]:
         """Judge a batch as `Reward.score` does. The verdict is None where this reward does not
-        apply to a sample. Returns within its limit plus one second, whatever a sample or a worker
-        does."""
+        apply to a sample. Returns within the time limit plus one second, whatever happens."""
         ...
 
     def outage(self) -> str | None: ...
@@ -208,8 +208,8 @@ class RewardConfig:
     workers, endpoints that are down or the sandbox do not count. None: the run never ends for
     it."""
     workers: int | Literal["auto"] = "auto"
-    """Most checks at a time, each in a worker of its own; workers are started as work waits. auto:
-    one per processor (judge: 16 requests)."""
+    """Most checks at a time, each in a worker of its own; more are started while samples wait.
+    auto: one per processor (judge: 16 requests)."""
     deadline: AdaptiveDeadlineConfig | None = None
     """Adaptive time limit of each check. None: the built-in reward's own default; functions then
     have `timeout_s` alone."""

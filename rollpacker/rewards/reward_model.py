@@ -22,12 +22,12 @@ from rollpacker.warn_once import WarnOnce
 logger = logging.getLogger(__name__)
 
 MAX_TOKENS = 4096
-"""Most tokens of a text if neither the config nor the model has a limit."""
+"""Most tokens of prompt and completion if neither the config nor the model has a limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardModelConfig:
-    """The `arguments` of the built-in reward `reward_model`. Raises `ValueError`."""
+    """The reward `reward_model`'s `arguments`. Raises `ValueError` for a wrong value."""
 
     WORKERS: ClassVar[int] = 1
     """Number of workers if the config sets none. Each worker holds a copy of the model."""
@@ -36,10 +36,10 @@ class RewardModelConfig:
     """A Hugging Face folder with the model. Chat prompts go through its chat template, with the
     completion as the assistant's message; a text prompt is followed by the completion as it is."""
     max_tokens: int | None = None
-    """Most tokens of a text. Longer texts lose their beginning, since the score is read at the end.
-    None: the model's own limit."""
+    """Most tokens of prompt and completion together. Longer ones lose their beginning, since the
+    score is read at the end. None: the model's own limit, which also bounds other values."""
     batch_size: int = 8
-    """Most texts in one forward pass."""
+    """Most completions (with their prompts) in one forward pass."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """The device that the model runs on. auto: CUDA if there is a device, else the CPU."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -47,8 +47,8 @@ class RewardModelConfig:
     depend on the rest of the batch, but for rounding (relative error below 1e-5); bfloat16 rounds
     to about 1e-2."""
     normalize: Literal["none", "sigmoid"] = "none"
-    """What is done with `(output - mean) / std`. none: it is the value; sigmoid: its sigmoid, from
-    0 to 1, is."""
+    """The value is `(output - mean) / std` of the model's output with "none", and the sigmoid of
+    that, from 0 to 1, with "sigmoid"."""
     mean: float = 0.0
     std: float = 1.0
     threads: int = 1
@@ -156,7 +156,7 @@ class RewardModel:
         return min(sound, default=MAX_TOKENS)
 
     def _outputs(self, batch: list[list[int]]) -> list[float]:
-        """The model's output for each text. Padding is on the right, and masked."""
+        """The model's output for each text (list of tokens), padded on the right and masked."""
         import torch
 
         width = max(map(len, batch))

@@ -39,7 +39,7 @@ def logged_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 @dataclass(slots=True)
 class _Opened:
-    """The sandbox of one event loop while it is open, and what closes it."""
+    """The sandbox that one event loop uses, and what closes it. Both are None until it is open."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     context: AbstractAsyncContextManager[Sandbox] | None = None
@@ -56,18 +56,18 @@ class Shared:
         engine_completer: MakeCompleter | None = None,
         workers: int | None = None,
     ) -> None:
-        """`workers`: most programs run at a time. None: the sandbox's backend decides."""
+        """`workers`: most programs that run in the sandbox at a time. None: its backend decides."""
         self.config = sandbox
         self._workers = workers
         self.engine_completer = engine_completer
         """Makes the completer for a judge's model folder. None: no engine can be used here."""
         self.progress: Progress = logged_progress
-        """Shows the progress of long checks before the run."""
+        """Shows how far a long check before the run is, such as that of reference solutions."""
         self._capabilities: Capabilities | None = None
         self._opened: dict[asyncio.AbstractEventLoop, _Opened] = {}
 
     def check_sandbox(self) -> Capabilities:
-        """Open and close a sandbox, on the first call only, and return what it can do. Must be
+        """Return what the sandbox can do. The first call opens and closes one to find out. Must be
         called outside of any event loop. Raises `SandboxUnavailable`."""
         if self._capabilities is None:
             self.run(self.sandbox)
@@ -80,8 +80,8 @@ class Shared:
         return self._capabilities is not None and self._capabilities.backend == "none"
 
     def run(self, coroutine_function: Callable[[], Awaitable[T]]) -> T:
-        """Run the coroutine to its end in a new event loop, and close the sandbox that it opened.
-        If an event loop runs in this thread, another thread is used."""
+        """Run a coroutine function to its end in a new event loop, close the sandbox that it opened
+        there, and return its result. Uses another thread if an event loop runs in this one."""
 
         async def main() -> T:
             try:

@@ -65,8 +65,8 @@ class Weighted:
         return self.config.deadline or getattr(self.part, "DEADLINE", None)
 
     def limit_s(self, timeout_s: float | None) -> float | None:
-        """Return the limit of one check in seconds: `timeout_s`, but at most the `max_s` of this
-        reward's deadline. None, if either is missing: the reward's own limit counts."""
+        """Return the limit to pass to this reward's checks, in seconds: the smaller of `timeout_s`
+        and its deadline's `max_s`. None if one is missing: the reward uses its own limit."""
         deadline = self.deadline
         if timeout_s is None or deadline is None:
             return None
@@ -112,8 +112,8 @@ class WeightedReward:
         return f"task {task!r} is named by no reward{hint}"
 
     def _look_for_typos(self, tasks: set[str]) -> None:
-        """Warn of a task that a reward names and no row has, if it looks like a misspelt task of
-        the rows. Other unknown tasks may be meant for later rows."""
+        """Warn if a reward names a task that no row has, and that looks like a misspelt one of
+        `tasks`, those of the rows. Other tasks without rows may be in data that comes later."""
         for one in self._parts:
             for named in set(one.config.tasks or ()) - tasks:
                 close = difflib.get_close_matches(named, tasks - set(self._tasks), n=1, cutoff=0.75)
@@ -140,8 +140,8 @@ class WeightedReward:
         )
 
     def try_out(self, rows: Sequence[RewardInput]) -> list[str]:
-        """Let each function judge made-up completions of the first row that it applies to. Returns
-        warnings. Raises `RewardError` for a function that could judge no response."""
+        """Let each reward function judge made-up completions of the first row that it applies to.
+        Returns warnings for the user. Raises `RewardError` if a function could judge none."""
         firsts = [
             (one.part, next((r for r in rows if one.applies_to(r.task)), None))
             for one in self._parts
@@ -172,13 +172,13 @@ class WeightedReward:
         return max(sums)
 
     def sources(self) -> dict[str, str]:
-        """Paths of the files of functions that are not built in, by the reward's name."""
+        """Paths of the files that define the user's own reward functions, by the reward's name."""
         parts = (one.part for one in self._parts)
         return {p.name: p.source for p in parts if isinstance(p, RewardFunction) and p.source}
 
     def kinds(self) -> dict[str | None, Kind]:
-        """How the samples of each task are checked, with all rewards that apply to the task. The
-        key None stands for all tasks that no reward names."""
+        """The most checks at a time and the adaptive deadline for each task's samples, from all
+        rewards that apply to the task. Key None: tasks that no reward names."""
         tasks = (*self._tasks, *((None,) if self._judges_all else ()))
         return {task: self._kind([p for p in self._parts if p.applies_to(task)]) for task in tasks}
 
@@ -285,8 +285,8 @@ class WeightedReward:
     def _turns(
         self, episode: Episode, verdicts: Sequence[Verdict], value: float
     ) -> tuple[float, ...]:
-        """The reward of each turn: rewards of turns are counted at their turns, those of the whole
-        trajectory at the last turn. Their sum is `value`."""
+        """The reward of each turn of an episode: what rewards gave to the turn, weighted. What they
+        gave to the trajectory as a whole is added to the last turn. The sum is `value`."""
         count = len(episode.num_drawn)
         if count <= 1:
             return (value,) * count
@@ -310,7 +310,7 @@ class WeightedReward:
         return next((why for part in parts if (why := part.broken())), None)
 
     def metrics(self) -> dict[str, float]:
-        """Counts since the start, from rewards that keep some, by names `REWARD/COUNT`."""
+        """Counts since the start of the run (such as of retries), by names `REWARD/COUNT`."""
         return {
             f"{one.part.name}/{name}": value
             for one in self._parts

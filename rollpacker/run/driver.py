@@ -73,8 +73,8 @@ from rollpacker.run.ports.watch import Watch
 from rollpacker.trainer.trainer import Trainer
 
 TICK_S = 0.25
-"""Seconds between two checks, while no slow work is to be done, that what the run waits for is not
-overdue. At each, observers are also shown the new log entries."""
+"""Seconds between two looks at the deadlines of what the run waits for (engines, rewards), while
+the main task has nothing to do. At each look, observers are also shown the new log entries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,10 +118,10 @@ class Controller:
         seat: Seat | None = None,
         publish: Publish = lambda source: {},
     ) -> None:
-        """`time_s`: seconds that the run's clock shows at first (0 in a new run). `salvage`:
-        responses that had finished when the run was interrupted; None if nothing is resumed.
-        `seat`: where the run waits for devices that it shares with other jobs; None if it shares
-        none. `publish`: copies weights to engines' hosts while other jobs have the devices."""
+        """`time_s`: what the run's clock shows at first (0 in a new run). `salvage`: responses that
+        had finished when the run was interrupted; None: no resume. `seat`: connection to the
+        scheduler of devices shared with other jobs; None: none are shared. `publish`: copies new
+        weights to the engines' hosts while other jobs have the devices."""
         self.config = config
         self.parts = parts
         self.bus = bus = Bus(parts.job, RealClock(time_s), sinks=[parts.log.append])
@@ -179,9 +179,9 @@ class Controller:
         )
 
     def open(self, *, started_at: str, began_s: float, marks: tuple[str, ...] = ()) -> None:
-        """Write this process's first log entries: date (`started_at`), step, settings, and how long
-        loading took since `began_s` (of the run's clock). `marks`: words that qualify all its
-        numbers."""
+        """Write this process's first log entries: the date (`started_at`), the run's step and
+        settings, and the seconds since `began_s` (time of the run's clock) that loading took.
+        `marks`: warnings for whoever reads the run's numbers, such as "unsandboxed"."""
         job = self.parts.job
         session = Session(
             started_at=started_at,
@@ -330,8 +330,8 @@ class Controller:
         return Episodes(self._shared, self._scoring, player, rows=rows, carried=self._carried)
 
     def _of_turns(self) -> list[Port]:
-        """Returns the port that has environments answer the model. A run without environments gets
-        one that raises, as the core never gives it a command."""
+        """Returns the port that carries out commands about turns with environments. Without
+        environments, a stand-in that raises an error: the core gives no such command then."""
         episodes = self._generation.episodes
         return [Unsaid(*OF_TURNS)] if episodes is None else [episodes]
 
@@ -377,7 +377,7 @@ class Observing:
         bus.add_sink(self._unobserved.append)
 
     def feed(self) -> None:
-        """Show the observers all entries that they have not seen yet."""
+        """Show the observers all log entries that they have not seen yet."""
         while self._unobserved:
             entry = self._unobserved.popleft()
             for observer in self._observers:
@@ -386,7 +386,7 @@ class Observing:
 
 @dataclass(frozen=True, slots=True)
 class Fetching:
-    """Carries out `FetchPrompts`: takes the next training prompts, and tells the core."""
+    """Carries out `FetchPrompts`: the next training prompts go to the core, as `PromptsFetched`."""
 
     bus: Bus
     main: MainTask

@@ -57,7 +57,7 @@ NOT_BEGUN = "interrupted before the first step; the same command starts again"
 
 @contextlib.contextmanager
 def not_begun(message: str = NOT_BEGUN) -> Iterator[None]:
-    """A context in which a `KeyboardInterrupt` that carries no message is given this message."""
+    """A context in which a `KeyboardInterrupt` that comes without a message gets this one."""
     try:
         yield
     except KeyboardInterrupt as error:
@@ -86,8 +86,8 @@ class Caller:
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] | None = None
-        """Functions for this thread to call while the run has a thread of its own; the item None
-        means that no more come. None instead of a queue: the run is in this thread itself."""
+        """Functions for this thread to call while the run has a thread of its own; an item None
+        means that no more come. The attribute is None if the run is in this thread itself."""
         self.is_busy = False
         """Whether this thread executes a function given to `call`, and can be interrupted in it."""
 
@@ -268,7 +268,7 @@ class _Ending:
 
 
 def _exit_at_once() -> NoReturn:
-    """End the process now. The message bypasses the display's buffers, which are not flushed."""
+    """End the process now. How to resume is written to stderr; buffered output is dropped."""
     if os.isatty(1):
         os.write(1, b"\x1b[?25h\r\n")  # the live display hides the cursor
     with contextlib.suppress(OSError):

@@ -146,7 +146,7 @@ def _is_ours(error: ValueError) -> bool:
 
 
 def _innermost(error: BaseException) -> BaseException:
-    """Returns the first error inside an exception group, since several tasks may fail at once."""
+    """Returns the error; of an exception group (several tasks failed), the first error in it."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

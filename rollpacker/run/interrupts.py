@@ -18,15 +18,15 @@ _BEFORE: dict[signal.Signals, Callable[[int, FrameType | None], object] | signal
 }
 """The signals that `heed` handles, each with Python's default handler, to put back afterwards."""
 _process = 0
-"""Id of the process that handles the signals. A child that it forks has another id, and its signals
-act as usual."""
+"""Id of the process in which `heed` was called. In a child that it forks, which has another id, the
+signals have their default effect."""
 _has_come = False
 """Whether SIGINT, SIGTERM or SIGHUP has come since `heed` was called."""
 
 
 def heed() -> list[signal.Signals]:
-    """Let SIGINT, SIGTERM and SIGHUP interrupt this process, as Ctrl-C does. Signals that
-    are ignored or handled already stay so; the others are returned. Main thread only."""
+    """Let SIGINT, SIGTERM and SIGHUP raise `KeyboardInterrupt`, as Ctrl-C does. Signals that are
+    ignored or handled already stay so. Returns the signals that were changed. Main thread only."""
     global _process, _has_come
     _process = os.getpid()
     further = [number for number, before in _BEFORE.items() if signal.getsignal(number) == before]

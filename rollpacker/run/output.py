@@ -21,7 +21,7 @@ LINE_EVERY_S = 3.0
 
 
 class _Output(io.TextIOBase):
-    """Writes text to standard output; to nowhere once that fails (reader gone, or disk full)."""
+    """Writes text to standard output; once that fails (reader gone, or disk full), to /dev/null."""
 
     def __init__(self) -> None:
         # A live display puts something in the place of `sys.stdout` that leads back here.
@@ -52,15 +52,14 @@ class _Output(io.TextIOBase):
 
 
 def _write_to_nowhere(stream: IO[str], error: OSError) -> None:
-    """Redirect standard output to /dev/null, so that later writes do not fail, too."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     logger.warning("standard output: %s; the run goes on without its display", error.strerror)
 
 
 def console(*, goes_on: bool = False, stderr: bool = False, highlight: bool = True) -> Console:
-    """Returns a rich console for a command's output. `goes_on`: whether the command continues when
-    the reader of its output has gone. Output that is no terminal is never taken for one, even if a
-    notebook's kernel has set FORCE_COLOR."""
+    """Returns a rich console for a command's output. `goes_on`: once nobody reads the output any
+    more, drop it and continue; False: raise the `OSError`. Output that is no terminal is never
+    taken for one, even if a notebook's kernel has set FORCE_COLOR."""
     from rich.console import Console
 
     file = sys.stderr if stderr else sys.stdout
@@ -78,8 +77,8 @@ def print_line(line: str) -> None:
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show the progress of long work: a bar on a terminal, removed at the end; else a line every
-    few seconds. Yields a function that takes the number done, out of `total`."""
+    """Show the progress of long work (`what`): a bar on a terminal, removed at the end; else a line
+    every few seconds. Yields a function that takes the number done, out of `total`."""
     shown = console(goes_on=True)
     if shown.is_terminal:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn

@@ -30,8 +30,8 @@ class Replay:
     num_events: int
     num_steps: int
     difference: str | None
-    """The first event that the core answers otherwise than in the log, in words. None if there is
-    no difference."""
+    """The first event for which the core's commands differ from those in the log, in words. None if
+    there is no difference."""
 
 
 def replay(entries: Iterable[Entry]) -> Replay:

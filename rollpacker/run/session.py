@@ -77,11 +77,11 @@ class RunSession:
     _controller: Controller | None = field(default=None, init=False)
     _is_folder_taken: bool = field(default=False, init=False)
     has_begun: bool = field(default=False, init=False)
-    """Whether `drive` was called. An earlier interrupt leaves nothing in a new run's folder."""
+    """Whether `drive` was called. An interrupt before that clears a new run's folder."""
 
     def prepare(self, began: float) -> None:
-        """Build all parts of the run in the order of their needs, and connect them. `began`: the
-        value of `time.perf_counter()` when the process began its work."""
+        """Build all parts of the run in the order in which they need each other, and connect them.
+        `began`: value of `time.perf_counter()` when the work on this run began."""
         config, hosts, stack, folder = self.config, self.hosts, self.stack, self.folder
         shares_pools = self.seat.shares_pools
         self._check_training()
@@ -140,8 +140,9 @@ class RunSession:
         ranks: Ranks | None,
         engines: Engines,
     ) -> Trainer:
-        """Build the trainer, load the checkpoint into it, and hand its weights to the engines (if
-        other jobs share devices: leave them on the engines' hosts). Returns the trainer."""
+        """Build the trainer, load the checkpoint (None: a new run), and hand the weights to the
+        engines; if other jobs share devices, copy them to the engines' hosts. Returns the
+        trainer."""
         if self.seat.shares_pools and ranks is not None:
             ranks.connect()  # once they have loaded their libraries, for which they need no device
         with self.seat.holding("train"):
@@ -186,9 +187,9 @@ class RunSession:
         time_s: float,
         began: float,
     ) -> None:
-        """Make the controller, and write the first log entries. `time_s`: seconds that the run's
-        clock shows when loading begins. `began`: the value of `time.perf_counter()` at that
-        time."""
+        """Make the controller, and write the first log entries. `marks`: warnings about the run's
+        numbers. `time_s`: seconds that the run's clock showed when loading began. `began`: value of
+        `time.perf_counter()` then."""
         seconds = time.perf_counter() - began - self.seat.waited_s  # other jobs' time
         self._controller = Controller(
             self.config,
@@ -216,8 +217,8 @@ class RunSession:
         return policy
 
     def _check_training(self) -> None:
-        """Check pipeline stages and algorithm. Show the algorithm if settings turn the one that the
-        config names into another."""
+        """Check pipeline stages and algorithm. If switches in the config differ from those of the
+        algorithm that it names, show which."""
         from rollpacker.pipeline.stages.check import check_stages
 
         check_stages(self.config)
@@ -226,8 +227,8 @@ class RunSession:
             (print_line if self.display else logger.info)(self.config.algorithm.told)
 
     def _find_checkpoint(self) -> Checkpoint | None:
-        """Returns the checkpoint that a resume goes on from. None for a new run, or if a run ended
-        before its first checkpoint. Raises `RunError` if the config makes this another run."""
+        """Returns the checkpoint that a resume goes on from; None for a new run, or if a run ended
+        before its first one. Raises `RunError` if a changed config key would alter results."""
         if not self.resume:
             return None
         found = self.folder.find_checkpoint(carries=self.config.tail.carries)
@@ -259,7 +260,7 @@ class RunSession:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
         """Clear a new run's folder if the run is interrupted or refused before it begins, so that
-        the same command can start it again. The arguments are those of `__exit__`."""
+        the same command can start it again. Called as a context manager's `__exit__`."""
         ended = kind is not None and issubclass(kind, KeyboardInterrupt | ValueError)
         if ended and self._is_folder_taken and not (self.has_begun or self.resume):
             self.folder.clear()
@@ -273,7 +274,8 @@ class RunSession:
     def _check_resume(
         self, before: dict[str, Any], identity: dict[str, Any], checkpoint: Checkpoint
     ) -> None:
-        """Check that a resume goes on with the same run, and tell from which checkpoint."""
+        """Check by fingerprints (`before`: at the run's beginning, `identity`: now) that a resume
+        goes on with the same run, and show the checkpoint."""
         self._check_identity(before, identity, checkpoint.step, checkpoint.state["job"])
         where = checkpoint.folder.relative_to(self.folder.path)
         self._tell(f"resuming after step {checkpoint.step} ({where})")
@@ -287,8 +289,9 @@ class RunSession:
     def _check_identity(
         self, before: Mapping[str, Any], now: Mapping[str, Any], step: int, job: dict[str, Any]
     ) -> None:
-        """Raise `RunError` if config or fingerprints (`before`, `now`) make this another run.
-        `step`: the checkpoint's. `job`: the core's state, which gets the old cap on responses."""
+        """Raise `RunError` if changes of config or fingerprints (`before`, `now`) would alter
+        results. `step`: the checkpoint's. `job`: the core's state, which gets the old cap on
+        responses."""
         from rollpacker.config.load import changes_since
 
         old = config_before(self.folder)
@@ -299,9 +302,9 @@ class RunSession:
     def _take_folder(
         self, checkpoint: Checkpoint | None, identity: dict[str, Any], version: int
     ) -> Salvage | None:
-        """Cut the run's folder back to the checkpoint, or empty it, and write config and identity
-        into it. Returns the recorded responses since the checkpoint (`version`: of its weights);
-        None for a run that begins anew."""
+        """Cut the files of the run's folder back to the checkpoint, or remove them, and write
+        config and identity. `version`: that of the checkpoint's weights. Returns the responses that
+        finished after the checkpoint; None for a run that begins anew."""
         from rollpacker.config.load import save_config
 
         folder, salvage = self.folder, None
@@ -327,7 +330,7 @@ class RunSession:
 def _marks(
     config: RunConfig, reward: WeightedReward, reward_hosts: HostedReward | None
 ) -> tuple[str, ...]:
-    """Returns words for the log, such as `unsandboxed`, that qualify all of the run's numbers."""
+    """Returns warnings for the log that belong to all numbers, such as `unsandboxed`."""
     tail = config.tail_batching
     found = {
         "unsandboxed": reward.shared.unsandboxed

@@ -117,7 +117,7 @@ def _refuse_unknown(arguments: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _arguments_for_flags() -> Iterator[None]:
-    """A context in which a `RunError` names arguments of `train`, not the command's flags."""
+    """A context in which a `RunError` names arguments (`resume=True`), not a command's flags."""
     from rollpacker.run.errors import RunError
 
     try:
@@ -202,7 +202,7 @@ def run_to_end(
 
 
 def _find_model(config: RunConfig) -> None:
-    """Warm the model up if it is missing and the config says how, and check names on the hub."""
+    """Train a missing model by the config's warm-up, and check names of models and data sets."""
     from rollpacker.run.parts.hub import look_for_hub
     from rollpacker.run.parts.warm_up import make_missing
 
@@ -234,8 +234,8 @@ def _end_in_error(session: RunSession) -> None:
 
 
 def _finish(folder: Path, *, display: bool, is_done: bool = False) -> dict[str, Any]:
-    """Write the reports on the whole run, print the summary as a table, and return it. `is_done`:
-    whether the run had ended before, so that its reports may exist."""
+    """Write the reports on the whole run, and return the summary. `display`: whether to print it as
+    a table. `is_done`: whether the run had ended before; a summary that exists is then used."""
     from rollpacker.report.files import write_reports
     from rollpacker.report.summary import read_summary
 

@@ -152,7 +152,6 @@ class Run:
 
 
 def _steps_of(paths: Sequence[Path]) -> str:
-    """Returns the steps of the samples in these files, in words."""
     import pyarrow.parquet
 
     found: set[int] = set()
@@ -166,7 +165,7 @@ def _steps_of(paths: Sequence[Path]) -> str:
 
 
 def _passed(summary: dict[str, Any]) -> str | None:
-    """Returns pass@1 of the first and the last evaluation, in words. None without an evaluation."""
+    """Returns pass@1 of the first and last evaluation, as a text. None without an evaluation."""
     found = [one for one in summary["evaluations"] if "eval/pass@1" in one]
     told = [f"{one['eval/pass@1']:.3f} (step {one['step']})" for one in found]
     return f"pass@1 {' -> '.join(told[:1] + told[1:][-1:])}" if told else None

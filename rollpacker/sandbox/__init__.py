@@ -47,13 +47,12 @@ async def open_sandbox(
 ) -> AsyncIterator[Sandbox]:
     """A context with a sandbox for programs, which is closed at the end of the block.
 
-    `backend`: "auto" (http if there is a `url`, else bwrap), "bwrap", "http" or "none". `workers`:
-    most runs at a time; None: one per processor, or 16 over http. `limits`: fields of `Limits`, as
-    defaults for every run. The sandbox belongs to the running event loop and its thread. Raises
-    SandboxUnavailable if nothing isolates programs here. With the sentence `I_ACCEPT` in
-    `allow_unsandboxed_code`, programs then run as plain processes instead (`capabilities.backend`
-    is "none"), as with the backend "none".
-    """
+    `backend`: "auto" (http if there is a `url`, else bwrap), "bwrap", "http" or "none" (no
+    isolation). `workers`: most runs at a time; None: one per processor, or 16 over http. `limits`:
+    fields of `Limits`, as defaults for every run. The sandbox belongs to the running event loop and
+    its thread. Raises SandboxUnavailable if nothing isolates programs here, unless
+    `allow_unsandboxed_code` is the sentence `I_ACCEPT`: programs then run as plain processes
+    (`capabilities.backend` is "none")."""
     defaults = Limits(**limits)
     if backend == "auto":
         backend = "http" if url else "bwrap"

@@ -49,7 +49,7 @@ def why_unavailable(missing: str) -> str:
 
 @functools.cache
 def compiled(path: str) -> bytes:
-    """The module at `path` as the contents of a .pyc file, so that starting it compiles nothing."""
+    """The module at `path` as the bytes of a .pyc file, which loads without compiling."""
     source = Path(path).read_bytes()
     code = compile(source, os.path.basename(path), "exec", dont_inherit=True, optimize=0)
     return importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(code)
@@ -63,7 +63,7 @@ def interpreter() -> str:
 @functools.cache
 def mounts(profile: Profile) -> tuple[str, ...]:
     """Bubblewrap's arguments for the file system: an interpreter, its libraries, four devices, and
-    the profile's packages and folders."""
+    the packages and folders of modules that `profile` lets programs import."""
     multiarch = "/usr/lib/" + (sysconfig.get_config_var("MULTIARCH") or "none")
     libraries = multiarch if os.path.isdir(multiarch) else "/usr/lib"
     shown: list[str] = []
@@ -98,7 +98,7 @@ def _site_folder(package: str) -> str:
 
 
 def _site_folders(profile: Profile) -> set[str]:
-    """The folders above the profile's folders, which must exist in the sandbox."""
+    """All parents of the profile's module folders in the sandbox, which must be made there."""
     return {folder for name, _ in profile.folders for folder in _and_above(_site_folder(name))}
 
 
@@ -114,7 +114,7 @@ def _python_folders() -> list[str]:
 
 
 def _package_folders(shown: Sequence[str]) -> list[str]:
-    """Folders of installed packages inside the folders shown. Programs must not see them."""
+    """Folders of installed packages below the folders `shown` to programs, which must be hidden."""
     above = ("", f"/{_python_name()}", "/python3")
     found = []
     for top in shown:
@@ -128,7 +128,7 @@ def _python_name() -> str:
 
 
 def lacks(profile: Profile) -> str:
-    """A sentence with the profile's packages that are not installed here; empty if all are."""
+    """A sentence that names packages of `profile` that are not installed here; empty if all are."""
     missing = [name for name in profile.packages if importlib.util.find_spec(name) is None]
     if not missing:
         return ""
@@ -156,9 +156,9 @@ def command(
     fds: Sequence[int],
     users: Sequence[str],
 ) -> list[str]:
-    """Return bubblewrap's whole command line. `own`: descriptors of our files, with their paths in
-    the sandbox. `fds`: descriptors that the process inside gets by number. `users`: arguments for
-    user and group."""
+    """Return bubblewrap's whole command line. `own`: pairs of the descriptor of a file of this
+    package and its path in the sandbox. `fds`: descriptors passed to the process inside, as
+    arguments by their numbers. `users`: arguments for user and group."""
     ours = [
         word for fd, path in own for word in ("--perms", "0644", "--ro-bind-data", str(fd), path)
     ]
@@ -177,9 +177,9 @@ def command(
 
 class Users:
     """User and group of all processes in bubblewrap. Normally they are those of the process that
-    starts them, under other numbers inside. `others`: whether programs get a user of their own. The
-    host's root needs this, since the kernel does not limit its number of tasks, and can arrange it:
-    bubblewrap waits while this process writes the tables of users and groups."""
+    starts them, under other numbers inside. `others`: programs get a user that the starting process
+    does not have. This is for the host's root, whose number of tasks the kernel does not limit:
+    bubblewrap waits until `started` has written the tables of users and groups."""
 
     def __init__(self, *, others: bool) -> None:
         nobody = str(kernel.NOBODY)

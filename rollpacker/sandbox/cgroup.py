@@ -175,7 +175,7 @@ class Group:
     """The control group of one worker, whose runs enter the group one after the other."""
 
     def __init__(self, place: Place, name: str, max_tasks: int) -> None:
-        """Makes the group, for at most `max_tasks` tasks. Raises `OSError`."""
+        """Makes the group `name`, for at most `max_tasks` tasks. Raises `OSError`."""
         self._version = place.version
         unique = f"{next(_NUMBERS)}-{name}"  # this process may have several pools
         own = _name(unique)
@@ -195,12 +195,12 @@ class Group:
         if place.version == 1:
             self._peak = os.open(self._memory / "memory.max_usage_in_bytes", os.O_RDWR)
         self._num_killed = 0
-        """Number of processes that the kernel had killed for memory before the present run."""
+        """Number of processes that the kernel had killed for lack of memory before the run."""
 
     async def settle(self) -> None:
-        """Wait, before a run, until the memory of the run before is no longer counted. Reading
-        about a process in /proc keeps its memory beyond its end, and the kernel might kill the
-        process prepared for the next run because of it."""
+        """Wait, before a run, until the memory of the run before is no longer counted in the group.
+        Else the kernel might kill the next run's process for it. (Who reads about a process in
+        /proc keeps its memory beyond its end.)"""
         usage = self._memory / ("memory.current" if self._version == 2 else "memory.usage_in_bytes")
         until = asyncio.get_running_loop().time() + _SETTLE_LIMIT_S
         while self._limit and int(usage.read_text()) > self._limit // 2:
@@ -224,8 +224,7 @@ class Group:
         self._num_killed = self._count_killed()
 
     def _write(self, name: str, value: int) -> None:
-        """Write a limit of the group. Files that the kernel does not have are skipped, such as
-        those for swap."""
+        """Write a limit of the group. If the kernel has no such file, nothing happens."""
         with contextlib.suppress(FileNotFoundError):
             (self._memory / name).write_text(str(value))
 

@@ -16,7 +16,7 @@ _PAGE = 4096
 
 def header(kind: bytes, run_id: int, limits: Limits, size: int) -> bytes:
     """Return the fixed part of a request to a zygote (a process that forks the runs), before a
-    payload of `size` bytes. `kind`: b"r" for a run, b"c" to cancel it."""
+    payload of `size` bytes. `kind`: b"r" for the run `run_id`, b"c" to cancel it."""
     return zygote.REQUEST.pack(
         zygote.MAGIC,
         kind,

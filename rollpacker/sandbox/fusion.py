@@ -147,8 +147,9 @@ def _raise_for(code: int, headers: Mapping[str, str]) -> NoReturn:
 def build_request(
     program: str, stdin: str | bytes, files: Mapping[str, str | bytes], limits: Limits
 ) -> dict[str, Any]:
-    """The JSON of a request. Raises `ValueError` for a file name that leads out of the folder, and
-    `UnicodeDecodeError` for input that is not UTF-8."""
+    """The JSON of the request to run `program` with `stdin` and `files` (contents by name). Raises
+    `ValueError` for a file name that leads out of the run's folder, and `UnicodeDecodeError` for
+    input that is not UTF-8."""
     if isinstance(stdin, bytes):
         stdin = stdin.decode()
     for name in files:
@@ -186,8 +187,8 @@ def _stdout_so_far(reply: bytes) -> bytes:
 
 
 def parse_result(reply: bytes, limits: Limits) -> RunResult:
-    """The result in a reply. Raises `Trouble` for any other reply, including the service's own
-    errors."""
+    """The result that the service's `reply` holds. Raises `Trouble` if it holds none: the service
+    failed, or sent something else."""
     try:
         fields = json.loads(reply)
     except (ValueError, RecursionError):

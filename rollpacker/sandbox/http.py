@@ -50,8 +50,8 @@ ESSENTIAL = frozenset(
         *("endless", "next run"),
     }
 )
-"""Attacks of the self-test that a service must contain, since a program could otherwise reach this
-machine or spoil another program's verdict. Other attacks harm only the service's machine."""
+"""Names of the self-test's attacks that a service must contain: they could reach this machine, or
+spoil another program's verdict. All other attacks can harm only the service's own machine."""
 
 _PROBE = """\
 import importlib.util, os
@@ -100,8 +100,8 @@ async def open_http(
 
 
 class HttpSandbox:
-    """A sandbox that sends one request per run to a service. Meets the protocol `Sandbox`. It has
-    not been tested: `open_http` does that."""
+    """A sandbox that sends one request per run to a service. Meets the protocol `Sandbox`. Use
+    `open_http`, which tests the service before it returns one."""
 
     def __init__(
         self,
@@ -154,9 +154,8 @@ class HttpSandbox:
         return self._service.outage()
 
     async def lacks(self, profile: Profile) -> str:
-        """A sentence with the profile's packages that the service lacks; see `Sandbox.lacks`. The
-        service is asked once. While it is down, nothing is known to be missing and the result is
-        empty."""
+        """A sentence with the profile's packages that the service lacks; empty if none. The
+        service's answer is remembered. While the service is down, the sentence is empty, too."""
         if profile.packages and profile not in self._missing:
             try:
                 self._missing[profile], _ = await self._ask(profile.packages)
@@ -167,8 +166,8 @@ class HttpSandbox:
         return ""
 
     async def probe(self, attempts: int = 1) -> bool:
-        """Test the service with a harmless program, and return whether programs may start processes
-        there. Raises `SandboxUnavailable` if it cannot be used in so many attempts."""
+        """Test the service with a harmless program, at most `attempts` times, and return whether
+        programs may start processes there. Raises `SandboxUnavailable` if no attempt succeeded."""
         while True:
             attempts -= 1
             try:
@@ -183,8 +182,8 @@ class HttpSandbox:
             await asyncio.sleep(FIRST_PAUSE_S)
 
     async def _ask(self, packages: tuple[str, ...] = ()) -> tuple[str, bool]:
-        """Run a harmless program on the service. Returns which of the packages the service lacks,
-        as text, and whether programs may start processes. Raises `Trouble`."""
+        """Run a harmless program on the service. Returns those of `packages` that it lacks, as a
+        text, and whether programs may start processes there. Raises `Trouble`."""
         nonce = secrets.token_hex(8)
         limits = Limits(wall_s=10.0)
         request = build_request(_PROBE.format(nonce=nonce, packages=packages), b"", {}, limits)

@@ -37,8 +37,8 @@ IDLE_S = 60.0
 """Seconds after which an idle worker is ended, if there is another idle one of its profile."""
 
 STARVED = 0.8
-"""Largest share of its time that a run may have waited for a processor for its wall limit to count.
-Beyond it, a run that exceeded the limit is a `sandbox_error`: other programs may be to blame."""
+"""A run that exceeds its wall limit is a `timeout` only if it waited for a processor in at most
+this share of its time. Else it is a `sandbox_error`: other programs may be to blame."""
 
 _NOT_BEGUN = "the program had not begun when its run ended"
 
@@ -52,10 +52,10 @@ _STATUS = {
 
 @dataclass(slots=True)
 class _Call:
-    """A run of a program that has been asked for and has not ended."""
+    """A run of a program that a caller of `Pool.run` has asked for and that has not ended."""
 
     result: asyncio.Future[RunResult]
-    """Future that gets the run's result; the worker is put back afterwards."""
+    """Future that gets the run's result, before the worker is ready for another run."""
     worker: Worker | None = None
     cancelled: bool = False
 
@@ -65,8 +65,9 @@ class Pool:
     and the thread that opened it."""
 
     def __init__(self, *, workers: int, defaults: Limits, allow_fork: bool = True) -> None:
-        """`allow_fork`: whether programs may start processes, if their memory can be limited
-        together. Raises `SandboxUnavailable`."""
+        """`workers`: most runs at a time. `defaults`: limits of runs that bring none. `allow_fork`:
+        programs may start processes, if a control group limits their memory. Raises
+        `SandboxUnavailable`."""
         self._defaults = defaults
         self._bwrap = bwrap.find_bwrap()
         self._groups = cgroup.find_place()
@@ -178,8 +179,7 @@ class Pool:
         return await self._started(profile)
 
     async def _replace(self, worker: Worker) -> None:
-        """End the worker and start another one at once, so that the next run need not wait for
-        it."""
+        """End the worker and start another one at once, so that no run need wait for it."""
         await self._end(worker)
         if self._closing.is_set():
             return

@@ -19,8 +19,8 @@ WORK = "/tmp/work"
 READY = b"k"
 """The byte that a run writes to its pipe when the program's own code begins."""
 THREAD_STACK = 8 << 20
-"""Bytes of a thread's stack. The C library's default would be the limit of the first thread's
-stack, which is larger here."""
+"""Bytes of the stack of a program's further threads. Without it the C library would take the limit
+of the first thread's stack (64 MiB)."""
 OUT_OF_MEMORY_SIGNAL = 64
 """The signal with which a run ends itself if its program ended with MemoryError."""
 FOR_THE_C_LIBRARY = b"MALLOC_ARENA_MAX"
@@ -55,8 +55,8 @@ def run_program(program: bytes) -> None:
 
 
 def _open_standard_streams() -> None:
-    """Give the program standard streams of its own. Those that it was forked with were made for
-    other files, and remember whether these can seek."""
+    """Give the program new objects for its standard streams. Those inherited from the zygote (the
+    process that forks the runs) still describe the zygote's files."""
     streams = (("stdin", "r", -1, "strict"), ("stdout", "w", -1, "strict"))
     for fd, (name, mode, buffering, errors) in enumerate(
         (*streams, ("stderr", "w", 1, "backslashreplace"))
@@ -95,8 +95,8 @@ def _finish() -> None:
 
 
 def _quietly(action: "Callable[[], object]") -> None:
-    """Call the action and ignore any error, so that later actions are executed whatever the program
-    has changed."""
+    """Call `action` and ignore any error, so that the end of a run goes on even if the program has
+    broken the interpreter."""
     try:
         action()
     except BaseException:

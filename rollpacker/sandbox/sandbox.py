@@ -66,9 +66,9 @@ class Profile:
     """Folders of modules that programs may import: pairs of dotted package name and path."""
     warm: tuple[str, ...] = ()
     """Modules that are imported, in this order, before a program arrives. The last may be a module
-    of `folders` that prepares more: it is executed once per interpreter, not once per program."""
+    of `folders` that prepares things for all programs of an interpreter."""
     is_cold: bool = False
-    """Whether every run gets a new interpreter, not a copy of one that is ready."""
+    """Whether every run starts an interpreter of its own, which is slow, and forks none."""
 
 
 PYTHON = Profile(
@@ -86,8 +86,7 @@ PROFILES = {profile.name: profile for profile in (PYTHON, COLD)}
 
 
 def profile_of(profile: Profile | str) -> Profile:
-    """The profile itself, or the built-in one of this name. Raises `ValueError` for another
-    name."""
+    """The profile itself, or the built-in one of this name; else raises `ValueError`."""
     if isinstance(profile, Profile):
         return profile
     if profile not in PROFILES:
@@ -125,7 +124,7 @@ class Status(StrEnum):
     """How a run ended. No status says that the program's answer is right."""
 
     OK = "ok"
-    """The program exited with status 0, which it may choose to."""
+    """The program exited with status 0, which a wrong program can do, too."""
     NONZERO = "nonzero"
     TIMEOUT = "timeout"
     """The run exceeded its wall or processor time."""
@@ -168,8 +167,8 @@ class Capabilities:
     profiles: tuple[str, ...] = tuple(PROFILES)
     """Names of the built-in profiles, which every backend has."""
     memory: str
-    """What limits the memory of a whole run: "cgroup v2", "cgroup v1", "no fork" (there is only one
-    process), or a phrase of another backend."""
+    """What limits the memory of a whole run: "cgroup v2", "cgroup v1", "no fork" (programs cannot
+    start processes, so the limit of one process does), or a phrase of another backend."""
     can_fork: bool
     """Whether programs may start processes. With bwrap they may only if the memory of all is
     limited together."""
@@ -200,7 +199,7 @@ class Sandbox(Protocol):
         ...
 
     async def lacks(self, profile: Profile) -> str:
-        """A sentence with the packages of this profile that are missing here; else empty."""
+        """A sentence with packages of the profile that programs cannot import; else empty."""
         ...
 
     async def close(self) -> None:

@@ -41,13 +41,13 @@ sandbox's own process), CLONE_PTRACE."""
 
 @dataclass(frozen=True, slots=True)
 class _Check:
-    """A condition on 32 bits of a call's argument: after masking they are one of `values`."""
+    """A condition on a system call's argument: 32 bits of it, masked, are one of `values`."""
 
     argument: int
     values: tuple[int, ...]
     mask: int = 0xFFFFFFFF
     high: bool = False
-    """Whether the upper 32 bits are checked. Of an int argument the kernel ignores them."""
+    """True: the argument's upper 32 bits are checked. The kernel ignores these if it is an int."""
 
     def code(self) -> list[bytes]:
         """The filter's instructions for this check. If the condition does not hold they return
@@ -133,8 +133,8 @@ def program(*, fork: bool, sessions: bool = True, architecture: str | None = Non
 
 
 def _if_call(number: int, body: list[bytes]) -> list[bytes]:
-    """Return instructions that execute `body`, which must return, for the system call of this
-    number. Other calls continue behind `body`, with the call's number still loaded."""
+    """Return instructions that execute `body` for the system call with this number; `body` must end
+    with a verdict. Other calls go on after `body`, their number still loaded."""
     return [_instruction(_EQUAL, number, if_false=len(body)), *body]
 
 

@@ -27,15 +27,16 @@ from rollpacker.sandbox.sandbox import Limits, RunResult, Sandbox, Status
 
 _LIMITS = Limits(wall_s=5.0, memory_bytes=128 << 20, disk_bytes=8 << 20, output_bytes=64 << 10)
 _SHARED_BYTES = 16 << 20
-"""Bytes that forked processes share with their interpreter, and that do not count as the run's
-memory."""
+"""Allowance in bytes beyond a run's memory limit: forked processes share about this much with their
+interpreter, and it is measured with them."""
 _HARMLESS = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "HOME", "PWD", "TERM", "TMPDIR", "SHLVL", "_")
-"""Environment variables that a sandbox may set itself, possibly to the same values as here."""
+"""Environment variables that programs may see though they exist here: a sandbox may set its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Bait:
-    """What attacks must not read, change or reach: files, sockets and a process."""
+    """What this machine offers to the attacks, which must not read, change or reach it: files,
+    sockets and a process."""
 
     folder: Path
     secret: str
@@ -186,8 +187,7 @@ def _was_reached(listener: socket.socket) -> bool:
 
 async def _signals(box: Sandbox, bait: _Bait) -> bool:
     """Let a program send signals to processes outside, and return whether this had no effect. If
-    the program did not even begin within its limit, on a busy machine, it is run again with a
-    longer one."""
+    the program was too slow to begin, the attack is repeated with a longer limit."""
     for wall_s in (0.2, 1.0, 4.0):
         result = await _run(box, bait, canaries.SIGNALS, Limits(wall_s=wall_s))
         state = Path(f"/proc/{bait.bystander.pid}/stat")
@@ -202,9 +202,9 @@ async def _signals(box: Sandbox, bait: _Bait) -> bool:
 
 
 async def _left_over(box: Sandbox, bait: _Bait) -> bool:
-    """Let a program fork and leave daemons: they must be seen while it runs and be gone afterwards.
-    A busy machine may not see them in time, so the program stays longer each time until they are
-    seen."""
+    """Let a program leave daemons behind; return whether they are gone after its run. The attack is
+    repeated with a longer program until the daemons were seen in this machine's process table,
+    since else nothing is proved."""
     for stays_s in (0.1, 0.2, 0.4, 0.8, 1.6, 3.2):
         seen, contained = await _leave_daemons(box, bait, stays_s)
         if not contained or seen or not bait.local:
@@ -213,8 +213,8 @@ async def _left_over(box: Sandbox, bait: _Bait) -> bool:
 
 
 async def _leave_daemons(box: Sandbox, bait: _Bait, stays_s: float) -> tuple[bool, bool]:
-    """Run the attack once, with daemons that stay for `stays_s` seconds. Returns whether its
-    processes were seen while it ran, and whether all were gone afterwards."""
+    """Run the attack of `_left_over` once, with a program that stays for `stays_s` seconds. Returns
+    whether its processes were seen meanwhile, and whether all were gone afterwards."""
     body = f"{canaries.DAEMONS}time.sleep({stays_s})\n"
     limits = replace(_LIMITS, wall_s=_LIMITS.wall_s + stays_s)
     running = asyncio.ensure_future(_run(box, bait, body, limits))
@@ -239,8 +239,8 @@ async def _memory(box: Sandbox, bait: _Bait) -> bool:
 
 
 async def _memory_of_children(box: Sandbox, bait: _Bait) -> bool:
-    """Start processes that together use more memory than one process may. Contained if there is no
-    fork, or a limit on all of them."""
+    """Start processes that together use more memory than a run may. Returns whether the sandbox
+    prevented that, by refusing to fork or by a limit on all of them together."""
     limits = Limits(wall_s=1.0, memory_bytes=128 << 20)
     running = asyncio.ensure_future(_run(box, bait, canaries.CHILDREN, limits))
     most = 0
@@ -285,20 +285,20 @@ async def _endless(box: Sandbox, bait: _Bait) -> bool:
 
 
 async def _descriptors(box: Sandbox, bait: _Bait) -> bool:
-    """Look for open descriptors. Contained if there are only the three standard ones."""
+    """Let a program look for open descriptors. Returns whether it found only the standard three."""
     out = (await _run(box, bait, canaries.DESCRIPTORS)).stdout
     return out == b"looked\n"
 
 
 async def _kernel(box: Sandbox, bait: _Bait) -> bool:
-    """Make system calls that the filter refuses: new namespaces, ptrace and a dozen others.
-    Contained if all fail and there are no capabilities."""
+    """Let a program make system calls that the filter refuses: new namespaces, ptrace and a dozen
+    more. Returns whether all failed and the program had no capabilities."""
     out = (await _run(box, bait, canaries.KERNEL)).stdout
     return b"getpid works" in out and b"looked" in out and b"ALLOWED" not in out
 
 
 async def _next_run(box: Sandbox, bait: _Bait) -> bool:
-    """Let a program spoil its interpreter and folder. Contained if the next one is not affected."""
+    """Let a program spoil its interpreter and folder. Returns whether the next is unaffected."""
     await _run(box, bait, canaries.POISON)
     result = await _run(box, bait, canaries.AFTER_POISON)
     return result.status is Status.OK and result.stdout == b'{"sum": 6} clean\n'

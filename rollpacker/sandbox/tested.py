@@ -1,5 +1,5 @@
 """Opens a sandbox's pool of workers only if it has passed the self-test, whose result is kept until
-the kernel restarts or a version changes."""
+this machine restarts, or Python, bubblewrap or this package changes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from rollpacker.sandbox.sandbox import Limits, SandboxUnavailable
 from rollpacker.sandbox.selftest import ESSENTIAL, self_test
 
 _OF_CHILDREN = "memory of children"
-"""The attack that uses memory in several processes. If a control group turns out not to limit it,
-programs may not start processes."""
+"""Name of the attack that uses memory in several processes. If only this attack is not contained,
+`open_pool` opens the pool anew with programs that may not start processes."""
 
 _log = logging.getLogger(__name__)
 
 
 async def open_pool(workers: int, defaults: Limits) -> Pool:
-    """Open a pool that has passed its self-test. Raises `SandboxUnavailable` if it fails."""
+    """Open a pool of `workers` that passed its self-test. Raises `SandboxUnavailable` if it
+    fails."""
     for allow_fork in (True, False):
         pool = Pool(workers=workers, defaults=defaults, allow_fork=allow_fork)
         try:

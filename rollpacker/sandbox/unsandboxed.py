@@ -96,7 +96,8 @@ class Unsandboxed:
     async def _follow(
         self, folder: str, standard: tuple[IO[bytes], IO[bytes], IO[bytes]], limits: Limits
     ) -> tuple[Status, int]:
-        """Wait until the program exits or reaches a limit. Returns its status and exit code."""
+        """Run the program until it exits or reaches one of the `limits`. `standard`: files for
+        stdin, stdout and stderr. Returns the status and exit code."""
         numbers = (math.ceil(cpu_limit_s(limits)), limits.memory_bytes, limits.disk_bytes)
         process = await asyncio.create_subprocess_exec(
             sys.executable,

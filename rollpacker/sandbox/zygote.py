@@ -29,13 +29,13 @@ from rollpacker.sandbox.program import add_exit, run_program
 
 MAGIC = b"rp1"
 START = struct.Struct("<3sI")
-"""First message to a zygote: magic, and number of bytes of the system call filter that follows."""
+"""First message to a zygote: magic bytes, and the size of the system call filter that follows."""
 REQUEST = struct.Struct("<3scQddQQQQQ")
-"""A request: magic, b"r" (run) or b"c" (cancel), id, wall_s, cpu_s, memory, output and disk bytes,
-number of files, number of bytes of the payload that follows."""
+"""A request: magic bytes, b"r" (run) or b"c" (cancel), id of the run, wall_s, cpu_s, memory, output
+and disk bytes, number of files, number of bytes of the payload that follows."""
 REPLY = struct.Struct("<3scQiiddQII")
-"""A reply: magic, one of `ENDED...`, id, exit code, signal, wall_s, cpu_s, peak memory, numbers of
-bytes of stdout and of stderr that follow."""
+"""A reply: magic bytes, one of `ENDED...`, id of the run, exit code, signal, wall_s, cpu_s, peak
+memory, numbers of bytes of stdout and of stderr that follow."""
 LENGTH = struct.Struct("<Q")
 READY = b"k"
 ENDED, TIMED_OUT, FLOODED, CANCELLED, BROKEN = b"e", b"t", b"f", b"c", b"b"
@@ -51,8 +51,8 @@ START_CODE = (
     f"import sys; sys.path.append({OWN!r}); from rollpacker.sandbox.zygote import main; main()"
 )
 """Code that starts the zygote. Its arguments: the profile's name, "cold" or "warm" (start an
-interpreter for each run, or fork one), the modules to import, separated by commas, and the
-descriptors of the socket and of the control groups' entrances."""
+interpreter for each run, or fork one), the modules to import, separated by commas, the descriptor
+of the socket, and those through which runs enter their control groups."""
 MAX_TASKS = 128
 _CHUNK, _LARGE = 1 << 16, 1 << 20
 
@@ -65,7 +65,7 @@ _SIGINT, _SIGKILL, _SIGXCPU = 2, 9, 24
 
 
 def receive_exactly(fd: int, size: int) -> bytes:
-    """Read exactly `size` bytes. Raises `EOFError` if the source ends before."""
+    """Read exactly `size` bytes from the descriptor `fd`. Raises `EOFError` if it ends before."""
     parts = bytearray()
     while len(parts) < size:
         part = os.read(fd, min(size - len(parts), _LARGE))
@@ -84,8 +84,8 @@ def send_all(fd: int, data: bytes | memoryview) -> None:
 
 
 class Kept:
-    """Bytes of a run that pass through the zygote, kept in a memory mapping of their own. The next
-    run is forked from this process, in whose memory nothing of this run may be left."""
+    """A buffer for bytes of a run that pass through the zygote. It is a memory mapping of its own,
+    as the next run is forked from this process, whose memory must keep nothing of this run."""
 
     def __init__(self, most: int) -> None:
         self._size = 0
@@ -113,12 +113,11 @@ class Kept:
 
 
 class PreparedRun:
-    """One run: a process that is made in advance, gets its program, and is watched until it
-    ends."""
+    """One run: a process made in advance, given its program, and watched until it ends."""
 
     def __init__(self, kernel: Kernel, own_pidfd: int) -> None:
-        """Forks. In the child `is_child` is True; `request` and `ready` are its ends of the
-        pipes."""
+        """Forks. In the child `is_child` is True; `request` and `ready` are its ends of the pipes.
+        `own_pidfd`: descriptor of this process, to return to its namespace."""
         child_request, self.request = os.pipe()
         self.ready, child_ready = os.pipe()
         self._stdout, child_stdout = os.pipe()
@@ -148,8 +147,9 @@ class PreparedRun:
         return pid
 
     def watch(self, control: int, wall_s: float, cpu_s: float, cap: int) -> bytes:
-        """Wait until the run ends or must be ended (as with output of over `cap` bytes). Returns
-        how it ended (`ENDED...`); exit code, times and output are in this object's fields."""
+        """Wait until the run ends or must be ended: by a message on `control`, one of its limits in
+        seconds, or output of over `cap` bytes. Returns how it ended (`ENDED...`); exit code, times
+        and output are in fields of this object."""
         began = time.monotonic()
         self.output = {fd: Kept(cap + _CHUNK) for fd in (self._stdout, self._stderr)}
         how = self._follow(control, began + wall_s, cap)
@@ -194,7 +194,7 @@ class PreparedRun:
         return self.output[fd].add(fd, _CHUNK) > 0
 
     def _drain(self, cap: int) -> bool:
-        """Read output to its end or beyond `cap` bytes. Returns whether no more can be written."""
+        """Read output to its end, or beyond `cap` bytes. Returns whether both pipes are closed."""
         closed = 0
         for fd, kept in self.output.items():
             try:
@@ -244,8 +244,8 @@ class PreparedRun:
 
 
 def serve(kernel: Kernel, control: int) -> tuple[PreparedRun, bytes] | None:
-    """Answer requests until the socket closes, then return None. In the process forked for a
-    run, return the run and the system call filter instead."""
+    """Serve the requests on the socket `control` until it closes, then return None. Every run is a
+    fork of this process, in which the call returns its `PreparedRun` and the system call filter."""
     magic, size = START.unpack(receive_exactly(control, START.size))
     assert magic == MAGIC
     program = receive_exactly(control, size)
@@ -280,7 +280,7 @@ def _next_request(control: int) -> bytes:
 
 
 def _serve_one(run: PreparedRun, control: int, header: bytes) -> bool:
-    """Serve one request. Returns False if the socket is closed before its end."""
+    """Pass a request on to `run`, wait for its end and reply. False: `control` was closed."""
     _, _, run_id, wall_s, cpu_s, _, cap, *_, size = REQUEST.unpack(header)
     send_all(run.request, header)
     if not _hand_over(control, run.request, size):
@@ -330,8 +330,9 @@ def prepare(
     *,
     cold: bool,
 ) -> bytes:
-    """Turn this process, forked for a run, into one without rights, as its request says. Returns
-    the program; with `cold` it does not return, but executes the program in a new interpreter."""
+    """Take this process, forked for a run, into the run's control groups (`entrances`), limits and
+    folder, and drop its rights. `base_bytes`: address space in use before. Returns the
+    model-written program; `cold`: executes it in a new interpreter, and never returns."""
     os.setsid()
     for group in entrances:
         os.write(group, b"0")
@@ -370,8 +371,7 @@ def _program_file(program: bytes) -> int:
 
 
 def _standard_input(data: bytes) -> None:
-    """Make these bytes the standard input: a file that cannot be changed, so that no process has to
-    feed a pipe."""
+    """Make these bytes the standard input, as a file in memory that cannot be changed."""
     if not data:
         os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
         return
@@ -406,8 +406,7 @@ def _limit(request: Request, base_bytes: int) -> None:
 
 
 def address_space() -> int:
-    """Bytes of address space that this process has mapped: the smallest limit under which another
-    page can be mapped."""
+    """Bytes of address space that this process has mapped. With less it could map no more."""
     import mmap
     import resource
 
@@ -426,8 +425,7 @@ def address_space() -> int:
 
 
 def main() -> None:
-    """Serve requests until the socket closes. In a run's process, prepare and execute its
-    program."""
+    """Serve requests until the socket closes. In a run's process, execute its program."""
     import gc
 
     _, _, kind, modules, control, *entrances = sys.argv

@@ -30,7 +30,8 @@ class WorkerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The reply about a run. An output that exceeds its limit is cut one byte beyond it."""
+    """What the zygote (process that forks the runs) reports of a run: how it ended (`ENDED...` in
+    `zygote.py`), seconds, memory and output. Output beyond its limit is cut one byte after it."""
 
     how: bytes
     exit_code: int
@@ -58,8 +59,8 @@ class Worker:
         self.group = group
         self._errors = os.memfd_create("errors", os.MFD_CLOEXEC)
         self._child: Child | None = None
-        """The process of bubblewrap. Once the zygote (the process inside it) has started, `pid` is
-        the zygote's, as seen from here. None: it was not started."""
+        """The process of bubblewrap. Once the zygote inside it has started, its `pid` is the
+        zygote's, as numbered outside of the sandbox. None: not started yet."""
         self._writer: asyncio.StreamWriter | None = None
         self._impatient: asyncio.TimerHandle | None = None
         self._asked = False
@@ -67,7 +68,8 @@ class Worker:
         self._waited_share = 0.0
 
     async def start(self, program: str, call_filter: bytes) -> None:
-        """Start the process that forks the runs, and wait for its report. Raises `WorkerError`."""
+        """Start the zygote, and wait until it is ready. `program`: path of bwrap; `call_filter`:
+        bytes of the system call filter for the runs. Raises `WorkerError`."""
         try:
             await self._spawn(program)
             assert self._writer is not None
@@ -160,8 +162,8 @@ class Worker:
             raise WorkerError(f"{self} died: {self.last_words() or error!r}") from None
 
     async def _watch(self, exchange: asyncio.Future[Any], limit_s: float) -> str:
-        """Wait until the exchange with the worker is done, its time is over, or something is wrong
-        with the worker. Returns what is wrong, or ""."""
+        """Wait until `exchange` (sending a request and reading its reply) is done, `limit_s`
+        seconds have passed, or something is wrong with the worker. Returns what is wrong, or ""."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         until = began + limit_s
@@ -196,8 +198,8 @@ class Worker:
             self._ask_to_cancel()
 
     def _ask_to_cancel(self) -> None:
-        """Ask the worker to end its run. This must be sent after the request, since the worker
-        would not know which run is meant."""
+        """Ask the worker to end its run. Send this only after the run's request: the worker ignores
+        it while it has no run."""
         assert self._writer is not None
         self._writer.write(frames.header(b"c", self.num_runs, Limits(), 0))
 

@@ -25,7 +25,7 @@ _WITHOUT_EFFECT = {
     *("tool_choice", "response_format", "frequency_penalty", "presence_penalty"),
     *("top_logprobs", "logit_bias"),
 }
-"""Parameters of requests that are accepted only with a value that has no effect."""
+"""Names of request parameters without effect, accepted only with a value that asks for nothing."""
 _MEANS_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "tool_choice": ("auto", "none"),
     "response_format": ({"type": "text"},),
@@ -58,7 +58,8 @@ class ChatRequest:
     """A request for chat completions. A field is None if the request does not set it."""
 
     messages: tuple[dict[str, Any], ...]
-    """Messages as chat templates take them: contents are texts, arguments of calls are objects."""
+    """Messages in the form that chat templates take: the content of each is a text, and the
+    arguments of a tool call are an object (not JSON text)."""
     tools: tuple[dict[str, Any], ...] = ()
     model: str = ""
     n: int = 1
@@ -73,8 +74,8 @@ class ChatRequest:
     logprobs: bool = False
     return_token_ids: bool = False
     session: str | None = None
-    """Name of the session (the calls of one client that may extend one another): the header
-    `X-Session-Id`, `metadata.session_id` or `user`, the first of these that is given."""
+    """Name of the session (calls of one client, of which each may continue the one before): the
+    header `X-Session-Id`, `metadata.session_id` or `user`, the first of these that is given."""
 
 
 def read_chat(body: bytes, headers: Mapping[str, str] | None = None) -> ChatRequest:
@@ -210,8 +211,8 @@ def _call(value: Any, where: str) -> dict[str, Any]:
 
 
 def with_names(messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """Returns the messages, and gives each tool's result the tool's name if the call stands before
-    it. Templates may show the name, but OpenAI's API leaves it out."""
+    """Returns the messages, with the tool's name added to each tool's result whose tool call is
+    among the messages. Chat templates may need the name, but OpenAI's API does not ask for it."""
     names = {
         call["id"]: call["function"]["name"]
         for message in messages
@@ -231,9 +232,9 @@ def read_back(wire: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_said(message: Mapping[str, Any]) -> str:
-    """Returns a key of a message: messages with the same key count as the same. It leaves out
-    thinking, which clients drop when they send a message back, names of tools, and white space at
-    the ends of contents, which some clients strip."""
+    """Returns a text by which a message that a client sends back is recognized: messages with the
+    same text count as equal. Thinking and tools' names are no part of it, since clients drop them,
+    nor is white space at the ends of the content, which some clients strip."""
     calls = [
         (call.get("id"), call["function"]["name"], call["function"]["arguments"])
         for call in message.get("tool_calls", ())
@@ -253,7 +254,8 @@ class Choice:
     message: Mapping[str, Any]
     """The model's message in the form of OpenAI's API, as `on_wire` makes it."""
     reason: str
-    """Why the answer ended: "stop", or "length" at the limit of its tokens."""
+    """Why the answer ended: "stop" (the model ended it, or a stop text came) or "length" (it
+    reached its maximum number of tokens)."""
     logprobs: Sequence[Mapping[str, Any]] | None = None
     token_ids: Sequence[int] | None = None
 
@@ -294,7 +296,8 @@ def completion(
     usage: tuple[int, int] = (0, 0),
     prompt_token_ids: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """Returns the answer's body. `usage`: number of tokens of the prompt, and of all choices."""
+    """Returns the body of the answer to a request. `usage`: number of tokens of the prompt, and of
+    all `choices` together. `prompt_token_ids`: the prompt's tokens, or None to leave these out."""
     told: dict[str, Any] = {
         "id": identity,
         "object": "chat.completion",

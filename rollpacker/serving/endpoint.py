@@ -42,8 +42,10 @@ class Endpoint:
         max_context_tokens: int | None,
         text_of: Callable[[Sequence[int]], str],
     ) -> None:
-        """`draw` generates responses. `name` is the model's name for clients. `sampling`: settings
-        of generation where a request has none. `text_of` makes text of tokens."""
+        """`draw` generates responses. `name`: the model's, for clients. `token`: bearer token that
+        clients must send. `sampling`: settings for what a request does not set.
+        `max_context_tokens`: most tokens of prompt and response; None: no limit. `text_of` makes
+        text of tokens."""
         self._draw = draw
         self._sessions = sessions
         self._name = name
@@ -148,8 +150,8 @@ class Endpoint:
         )
 
     def _logprobs(self, response: Response) -> list[dict[str, Any]]:
-        """The log-probability of each token of a response, under the distribution that it was drawn
-        from, in the form of OpenAI's API."""
+        """The log-probability of each token of a response in the form of OpenAI's API. It includes
+        temperature, top-p and top-k of the sampling."""
         found = []
         for token, value in zip(response.tokens, response.log_probs, strict=True):
             text = self._text_of([token])

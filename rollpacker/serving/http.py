@@ -57,10 +57,10 @@ MAX_BODY_BYTES = 32 << 20
 MAX_HEAD_BYTES = 64 << 10
 _BACKLOG = 4096
 _ADMITTED = "admitted"
-"""Key, in the state of a request, of the function to call when the request is admitted
-(`_Connection.admitted`)."""
+"""Key, in a request's `state`, of its connection's method `_Connection.admitted`."""
 _FOREVER_S = 1 << 30
-"""Seconds for uvicorn's own timer of idle connections: never, since `Limits` replaces it."""
+"""Seconds of uvicorn's own limit on idle connections: so many that it never applies, since the
+timers of `_Connection` take its place."""
 
 Admit = Callable[[Request], Response | None]
 """Type of a function that looks at the head of a request (the body must not be read). It returns
@@ -69,15 +69,13 @@ None if the request may be handled, or else the response that refuses the reques
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits on what the clients of a server may hold. None means that there is no limit."""
+    """Limits on the connections and requests of a server's clients. None: no limit."""
 
     connections: int | None = None
-    """Maximum number of connections at once. A further one replaces the connection that has been
-    without an admitted request for the longest; if all have such a request, it is answered with
-    status 503."""
+    """Maximum number of connections at once. For one more, the connection that has been without an
+    admitted request for the longest is ended; if all have one, the new one gets status 503."""
     head_s: float | None = None
-    """Seconds within which the whole head of a request must come, from the start of the connection
-    or from the last response."""
+    """Seconds for the whole head of a request, from the connection's start or last response."""
     body_s: float | None = None
     """Seconds within which the whole body of a request must come, from the end of its head."""
 
@@ -101,7 +99,7 @@ def token_of(request: Request) -> str:
 
 
 class Server:
-    """Serves one application on one address."""
+    """HTTP server of an ASGI application on one address. `admit` may refuse a request."""
 
     def __init__(
         self, app: ASGIApp, *, admit: Admit = lambda request: None, limits: Limits = Limits()
@@ -158,7 +156,8 @@ def in_json(value: Any, status: int = 200, *, headers: Mapping[str, str] | None 
 
 
 def api(routes: Sequence[Route], *, error_headers: Mapping[str, str] | None = None) -> Starlette:
-    """Returns an application whose errors have the form of OpenAI's API, and `error_headers`."""
+    """Returns a Starlette application with these routes. Its error responses have the form of
+    OpenAI's API, and also the headers `error_headers` (None: no others)."""
 
     async def refuse(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):  # there is no such path, or it has no such method
@@ -170,8 +169,8 @@ def api(routes: Sequence[Route], *, error_headers: Mapping[str, str] | None = No
 
 
 class _Guarded:
-    """Wraps an application: asks an `Admit` function first, limits bodies, and cancels the work for
-    a client that has gone."""
+    """Wraps an application: lets an `Admit` function refuse requests by their heads, refuses bodies
+    that are too large, and cancels a request's handler if its client has gone."""
 
     def __init__(self, app: ASGIApp, admit: Admit) -> None:
         self._app = app
@@ -231,7 +230,8 @@ async def _read(request: Request) -> bytes | None:
 
 
 class _Connection(H11Protocol):
-    """A connection that is ended if its client is too slow, sends too much, or is one too many."""
+    """Connection of one client. It is ended if the client sends too slowly or too much, or if there
+    are more connections than `Limits.connections`."""
 
     def __init__(
         self,
@@ -240,16 +240,15 @@ class _Connection(H11Protocol):
         limits: Limits,
         idle: dict[_Connection, None],
     ) -> None:
-        """`idle` has the server's connections without an admitted request, the one that has waited
-        longest first."""
+        """`idle`: the server's connections without an admitted request, in order of waiting, the
+        longest first. All connections of a server share this mapping."""
         super().__init__(config, state, {_ADMITTED: self.admitted})
         self._limits = limits
         self._idle = idle
         self._num_bytes = 0
         """Number of bytes that the client has sent since the last response."""
         self._awaited: str | None = None
-        """The part of a request that the client has to send next: "head" or "body". None while the
-        server has to answer."""
+        """Part of a request that the client has to send next: "head" or "body"; None: no part."""
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
@@ -298,7 +297,8 @@ class _Connection(H11Protocol):
             self._timer.cancel()
 
     def _look(self) -> None:
-        """Note which part of a request the client has to send next, and start its timer."""
+        """Note which part of a request the client has to send next. If that has changed, start the
+        timer that ends the connection when the part is late."""
         if self.transport.is_closing():
             return
         if self.cycle is None or self.cycle.response_complete:

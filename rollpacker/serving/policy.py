@@ -23,8 +23,8 @@ class RequestFailed(Exception):
 
 
 class EnginePolicy:
-    """Has one engine generate responses to the prompts of many callers, on one event loop. No other
-    code may listen to the engine."""
+    """Has one engine generate responses to the prompts of many callers, on one event loop. The
+    engine must have no other user, since it reports every response to this object alone."""
 
     def __init__(self, engine: Engine, on_error: Callable[[BaseException], None]) -> None:
         """`on_error` is called in the event loop, with the error, if the engine dies."""
@@ -39,8 +39,7 @@ class EnginePolicy:
         self, prompt: Sequence[int], sampling: SamplingParams, *, n: int = 1, turn: int = 1
     ) -> list[Response]:
         """Returns `n` responses to a prompt (tokens), as message number `turn` of a dialogue.
-        Cancelling the call makes the engine stop these responses. Raises `RequestFailed` if the
-        engine cannot generate."""
+        Cancelling the call stops these. Raises `RequestFailed` if the engine cannot generate."""
         asked = PromptId("served", 0, next(self._numbers))
         samples = [SampleId(asked, index=index, attempt=0) for index in range(n)]
         tokens = tuple(prompt)

@@ -45,7 +45,7 @@ class Asked:
     """A hash object of the session's name, tools and messages, which takes further messages."""
     session: str | None
     trajectory: Trajectory
-    """The trajectory up to the beginning of the model's answer, with the generation prompt."""
+    """Trajectory up to the place where the model's answer begins."""
     head: Head | None = None
     """The earlier dialogue that the call continues. None: it begins a new one."""
 
@@ -60,15 +60,17 @@ class Asked:
 
 
 class Sessions:
-    """The dialogues of all sessions, which calls can continue, and the record of all answers."""
+    """Dialogues of all clients' sessions, which later calls can continue. With a `record` folder,
+    all answers are written to a file."""
 
     def __init__(self, dialogue: Dialogue, *, record: Path | None = None) -> None:
         """`record`: a folder in which the file `RECORDED` gets a line for each answer; None: no
         record is kept. Raises `OSError`, and `ValueError` if the folder has such a file already."""
         self._dialogue = dialogue
         self._heads: OrderedDict[bytes, Head | None] = OrderedDict()
-        """Dialogues by the hash of all their messages. None in place of a dialogue: several answers
-        read alike but differ in their tokens, so it is not known which one a call continues."""
+        """Dialogues by the hash of all their messages, the one used longest ago first. None in
+        place of a dialogue: several answers had the same messages but other tokens, so that nobody
+        knows which one a call continues; such a call is rendered anew."""
         self._num_held = 0
         """Number of tokens of all dialogues that are kept."""
         self._num_calls = 0
@@ -106,8 +108,9 @@ class Sessions:
     def _found(
         self, request: ChatRequest, messages: Sequence[Mapping[str, Any]], *, grows: bool
     ) -> tuple[Head | None, Any, int]:
-        """Returns the longest kept dialogue that the messages continue (None: there is none), the
-        hash of all messages, and the number of messages in that dialogue."""
+        """Returns the longest kept dialogue that these messages continue (None: no one is kept), a
+        hash object with all messages, and the number of messages in that dialogue. `grows`: the
+        template leaves earlier messages' tokens as they were; False: nothing is found."""
         digest = hashlib.blake2b(digest_size=16)
         digest.update(json.dumps([request.session, request.tools], sort_keys=True).encode())
         found, number = None, 0
@@ -167,8 +170,9 @@ def _line(call: int, asked: Asked, response: Response) -> dict[str, Any]:
 
 
 def read_recorded(folder: Path) -> list[tuple[str | None, Trajectory]]:
-    """Returns the trajectories in the folder's record, with the names of their sessions; of calls
-    that extend one another only the last. A last line that is cut off is left out."""
+    """Returns the trajectories in a record that `Sessions` wrote to this folder, each with its
+    session's name (None: it had none). A trajectory that another one continues is left out, as is a
+    last line that was cut off."""
     found: dict[int, tuple[str | None, Trajectory]] = {}
     extended = set()
     for text in (folder / RECORDED).read_text().splitlines():

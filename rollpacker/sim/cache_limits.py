@@ -71,8 +71,8 @@ class Limits:
 
 
 Entry = tuple[int, int, int]
-"""A running sequence: (minus the number of the decode step that finishes it, its key, its length in
-tokens). The last entry of a sorted list is the sequence that finishes first."""
+"""A running sequence: (minus the number of the decode step that finishes it, its key in the engine,
+its length in tokens). The last entry of a sorted list is the one that finishes first."""
 
 
 def finish_after_preemptions(
@@ -87,8 +87,9 @@ def finish_after_preemptions(
     """Returns the time in seconds at which the engine's next response finishes, where the youngest
     sequence is preempted whenever a step would overflow the KV cache. No argument is changed.
 
-    `running` is in the order of admission. `entries` holds the same sequences sorted, and perhaps
-    sequences that have left.
+    At `time_s` the engine has made `clock` decode steps and has `cached_tokens` in the KV cache.
+    `running` is in the order of admission. `entries` are the same sequences sorted, and perhaps
+    some that have left.
     """
     num, cached = len(running), cached_tokens
     youngest = reversed(running.values())

@@ -29,16 +29,16 @@ class CarriedTurns:
     def __init__(self, workload: Workload, mismatch: float, responses: Responses) -> None:
         assert workload.trajectories is not None
         self.verified = Verified()
-        """Counts of the policy's tokens, of earlier launches, that newer weights verified."""
+        """Counts of tokens of earlier launches, checked and found different under newer weights."""
         self.same: dict[int, int] = {}
-        """By a sample's key: how many tokens come out the same as in its earlier launch."""
+        """By a sample's key (its number in the simulation): how many earlier tokens it keeps."""
         self._workload, self._mismatch, self._responses = workload, mismatch, responses
         self._trajectories = workload.trajectories
         self._left: dict[tuple[PromptId, int], tuple[int, int]] = {}
         """Mapping from (prompt, sample index), for samples put off to a later round, to the number
         of tokens generated so far and the version of the weights that generated them."""
         self._version = 0
-        """Version of the weights that generate the samples launched last."""
+        """Version of the weights that the last call of `launch` named."""
 
     @classmethod
     def of(cls, machine: Machine, workload: Workload, responses: Responses) -> CarriedTurns | None:
@@ -49,8 +49,8 @@ class CarriedTurns:
         return {Defer: self._defer}
 
     def launch(self, keys: Iterable[int], version: int) -> None:
-        """Begin the trajectories with these keys under weights of this version: draw how many
-        tokens of each one's earlier launch come out the same, and store the number in `same`."""
+        """Begin the trajectories with these keys: draw how many tokens of each one's earlier launch
+        come out the same under weights of this version, and store the number in `same`."""
         samples, noises, self._version = self._responses.samples, self._responses.noises, version
         for key in keys:
             self.same[key] = self.take_up(samples[key], noises[key], version)
@@ -65,12 +65,12 @@ class CarriedTurns:
 
     def keep(self, noise: SampleId, tokens: int, version: int) -> None:
         """Remember how many tokens a deferred prompt's sample had, and the version of the weights
-        that generated them. `noise` is the id with which the sample's turns are drawn."""
+        that generated them. The id `noise` seeds the random numbers of the sample's turns."""
         self._left[noise.prompt, noise.index] = tokens, version
 
     def take_up(self, sample: SampleId, noise: SampleId, version: int) -> int:
-        """How many tokens of the sample's earlier launch come out the same under weights of this
-        version; 0 without one. `noise` is the id with which the sample's turns are drawn."""
+        """Remove what `keep` stored for the sample `noise`, and return how many of its tokens stay
+        the same under weights of this version; 0 if nothing was. `sample` is the new launch."""
         tokens, drawn_by = self._left.pop((noise.prompt, noise.index), (0, version))
         drawn = self._drawn(noise, tokens) if tokens else 0
         if not drawn:
@@ -83,8 +83,8 @@ class CarriedTurns:
         return tokens if kept == drawn else self._place(noise, kept)
 
     def _drawn(self, noise: SampleId, tokens: int) -> int:
-        """Number of tokens that the policy generated among the first `tokens` of the trajectory
-        drawn for the sample `noise`; the rest are environments' answers."""
+        """Number of tokens that the policy generated among the first `tokens` of a trajectory; the
+        rest are environments' answers. The id `noise` seeds the trajectory's random numbers."""
         drawn = 0
         for turn in self._trajectories.turns(noise):
             drawn += min(turn.tokens, tokens)
@@ -95,7 +95,7 @@ class CarriedTurns:
 
     def _place(self, noise: SampleId, drawn: int) -> int:
         """Number of tokens, environments' answers included, before the policy's token number
-        `drawn` (counted from 0), in the trajectory drawn for the sample `noise`."""
+        `drawn` (counted from 0), in the trajectory whose random numbers the id `noise` seeds."""
         place = 0
         for turn in self._trajectories.turns(noise):
             if drawn < turn.tokens:

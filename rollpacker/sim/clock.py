@@ -33,8 +33,8 @@ class VirtualClock:
         self.last: Event | None = None
         """Event after which `run` returns. None: no event ends the run."""
         self.passes_over: Callable[[Event], bool] | None = None
-        """Function that is called with every event of the heap and returns True for an event that
-        must not happen. None: every event happens."""
+        """Function that returns True for an event that must not happen, such as the verdict of a
+        cancelled check. None: every event happens."""
         self._at_once: deque[Event] = deque()
         self._heap: list[tuple[float, int, Moving | None, Any]] = []
         """Heap of later events: (time, counter, None, event), or (time, counter, moving thing,
@@ -84,8 +84,7 @@ class VirtualClock:
 
     def run(self, take: Callable[[Event], None], until_s: float | None = None) -> None:
         """Call `take` with each event in turn, until the event `last` was handled or `stop` was
-        called. Events later than `until_s` seconds stay in the clock; None: there is no such
-        limit."""
+        called. Events later than `until_s` seconds stay in the clock; None: there is no limit."""
         # One call per event and one heap entry per engine: benchmarks/sim_speed.py.
         heap, at_once = self._heap, self._at_once
         while not self._stopped:

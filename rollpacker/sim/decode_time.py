@@ -14,7 +14,7 @@ from typing import NamedTuple
 from rollpacker.sim.latency import StepCost
 
 STEP_TOLERANCE = 1e-6
-"""Share of a decode step by which rounding may make a time miss the end of the step."""
+"""Share of a decode step by which a time may miss the step's end, due to rounding."""
 
 UNLIMITED = 1 << 60
 """Stands for no limit on steps, tokens or sequences: more than any engine reaches."""
@@ -23,7 +23,7 @@ UNLIMITED = 1 << 60
 class _Beyond(NamedTuple):
     """Times of decode steps that are bound by reading the KV cache, for one number of running
     sequences. With K tokens in the cache a step takes (empty_s + per_cached_token_s * K +
-    sequences_s) / speedup seconds, of which `sequences_s` are for sampling."""
+    sequences_s) / speedup seconds: `sequences_s` for sampling, `speedup` due to guessed tokens."""
 
     empty_s: float
     sequences_s: float

@@ -15,8 +15,7 @@ MAX_GPUS = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """The GPUs of a scenario (`cluster.*`), which generation and training share in turn or
-    divide."""
+    """The GPUs of a scenario (`cluster.*`), which generation and training share or divide."""
 
     gpu: str | GpuSpec
     """Name of a GPU preset, or the numbers of a GPU's datasheet."""
@@ -68,7 +67,7 @@ class Cluster:
 
     @property
     def trainer_gpus(self) -> int:
-        """Number of GPUs that train, including GPUs that also generate."""
+        """Number of GPUs of the trainer, whether or not it shares these GPUs with the engines."""
         return self.gpus if self.train_gpus is None else self.train_gpus
 
     @property

@@ -13,8 +13,7 @@ from rollpacker.sim.scenario_checks import at_least_one, check_known
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafts:
-    """Number of tokens guessed in a decode step, and chance that a guess is right
-    (`rollout.drafts.*`)."""
+    """Tokens guessed in a decode step, and chance that one is right (`rollout.drafts.*`)."""
 
     acceptance: float = 0.41
     """Chance that a guessed token is right. Published for long guesses (Seer, arXiv 2511.14617):
@@ -39,7 +38,7 @@ class Drafts:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
 
     def tokens_per_step(self, num_running: int) -> float:
-        """Mean number of tokens that each of `num_running` sequences gains in one decode step."""
+        """Mean tokens of a sequence in a step of `num_running` ones: 1, and more with guesses."""
         depth = min(self.max_depth, self.max_positions // num_running)
         tokens = chance = 1.0
         for _ in range(depth):
@@ -64,7 +63,7 @@ class Speculation:
     max_live: int
     """Most running sequences of an engine at which speculation still makes its steps faster."""
     kinds: tuple[str, ...] = ("long", "flush")
-    """Kinds of round (one batch of generation) in which speculation makes decode steps faster."""
+    """Kinds of round (`RoundKind`) in which speculation makes decode steps faster."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.speedup) and self.speedup >= 1):

@@ -28,7 +28,7 @@ from rollpacker.sim.latency import StepCost
 
 
 class Request(NamedTuple):
-    """A response to generate. `submit` also accepts a plain tuple of the three fields."""
+    """A response to generate. `submit` also accepts a plain tuple (key, length, done_tokens)."""
 
     key: int
     """Number by which the caller names the request. No other request in the engine has the same."""
@@ -43,15 +43,15 @@ class _Totals:
     """Counts of one simulated engine since it was made."""
 
     tokens: int = 0
-    """Tokens of all sequences that ran here and have left, minus the tokens that any sequence,
-    running ones too, brought along when it began to run here."""
+    """Tokens of sequences that have left this engine, minus the tokens that these and the running
+    sequences had already when they came."""
     num_preemptions: int = 0
     idle_s: float = 0.0
 
 
 class TokenClockEngine:
-    """One simulated engine. Before a call with a later time, the caller must have called `pop` for
-    every response that finishes earlier."""
+    """One simulated engine. `next_finish` tells when a response finishes. Before a call with a
+    later time, the caller must have taken out each response that finishes earlier with `pop`."""
 
     __slots__ = (
         *("_births", "_clock", "_direct", "_entries", "_joined", "_limits", "_peak"),
@@ -83,11 +83,11 @@ class TokenClockEngine:
         self._reached = 0.0
         """Time at which the latest decode step ended, in seconds."""
         self._start = 0.0
-        """Time at which the next decode step begins, in seconds, after the prefills before it."""
+        """Time in seconds at which the next decode step begins: after prefills of new requests."""
         self._running: dict[int, Entry] = {}
         """Running sequences by key, in the order of admission."""
         self._entries: list[Entry] = []
-        """Sorted entries of the running sequences, and of some sequences that have left."""
+        """Sorted entries (see `Entry`) of running sequences, and of some that have left."""
         self._births = 0
         """Sum, over running sequences, of the step number at which the sequence had no token yet.
         The tokens in the cache follow from this sum and the clock."""
@@ -97,13 +97,13 @@ class TokenClockEngine:
         self._peak = 0
         """Tokens in the KV cache if every sequence in the engine had its full length at once."""
         self._direct = True
-        """Whether no sequence will be preempted before `next_finish`."""
+        """Whether no sequence is preempted before the next response finishes, at `next_finish`."""
         self._waiting: deque[tuple[int, int, int, float]] = deque()
         """Queue of requests that wait for admission or were preempted: (key, length, tokens
         generated so far, prefill seconds)."""
         self._joined: dict[int, int] = {}
-        """Mapping from a request's key to the step number at which it was admitted, for requests
-        that were admitted while that step was still going on."""
+        """Mapping from the key of a request, admitted during a decode step, to the number of that
+        step. The step generates no token of this request."""
         self._preemptions: dict[int, int] = {}
 
     # -- what goes in --------------------------------------------------------------------
@@ -136,8 +136,8 @@ class TokenClockEngine:
         self._schedule()
 
     def abort(self, now: float, keys: Iterable[int]) -> list[int]:
-        """Take requests out of the engine at the time `now`. Returns how many tokens each request
-        had reached, without the token of the step that is going on."""
+        """Take requests out of the engine at the time `now`. Returns the number of tokens of each,
+        without the token of a decode step that has not ended by then."""
         self._advance(now)
         reached = self._remove(now, keys)
         if self._waiting:
@@ -193,8 +193,8 @@ class TokenClockEngine:
         return key, length, self._preemptions.get(key, 0) if self._preemptions else 0
 
     def preemptions(self, key: int) -> int:
-        """How often the request with this key was preempted in this engine. The counts are reset
-        when requests come to an empty engine."""
+        """How often the request with this key was preempted in this engine, since the last call of
+        `submit` at which the engine was empty."""
         return self._preemptions.get(key, 0)
 
     @property
@@ -224,8 +224,8 @@ class TokenClockEngine:
 
     @property
     def last_activity(self) -> float:
-        """Time in seconds up to which the engine is computed: the end of the last step or prefill
-        that a call has looked at. Later steps of running sequences are computed by later calls."""
+        """Time in seconds up to which the engine is simulated so far: the end of the last decode
+        step or prefill. Later steps of running sequences are simulated by later calls."""
         return self._start
 
     @property
@@ -236,8 +236,8 @@ class TokenClockEngine:
     # -- admission -----------------------------------------------------------------------
 
     def _measure(self, lengths: Sequence[int], most_done: int) -> None:
-        """Add new requests' full lengths to `_peak` and set `_simple`; each has at most `most_done`
-        tokens already. Raises `ValueError` if the KV cache cannot hold one of them alone."""
+        """Add the full lengths of new requests to `_peak`, and set `_simple`. Each has at most
+        `most_done` tokens already. Raises `ValueError` if the KV cache cannot hold one of them."""
         self._limits.check(max(lengths))
         self._peak += sum(lengths) + len(lengths) * self._limits.prompt_tokens
         self._simple = self._peak <= self._limits.simple
@@ -256,7 +256,7 @@ class TokenClockEngine:
         return fits and len(self._running) + num <= self._limits.max_running
 
     def _admit(self, now: float) -> None:
-        """Let waiting requests run, first come first served, while the cache has room."""
+        """Let waiting requests run from time `now` on, in their order, while the cache has room."""
         waiting = self._waiting
         admitted: list[tuple[int, int, int]] = []
         num = len(self._running)
@@ -277,7 +277,8 @@ class TokenClockEngine:
     def _join(
         self, now: float, keys: Sequence[int], lengths: Sequence[int], done: Sequence[int]
     ) -> None:
-        """Let these requests run, beginning with the step that the clock shows."""
+        """Let requests run, from the decode step that follows step `_clock`. `lengths` and `done`
+        are tokens of each: of the whole response, and those generated already."""
         clock = self._clock
         columns = zip(keys, lengths, done, strict=True)
         new = [(tokens - length - clock, key, length) for key, length, tokens in columns]
@@ -299,8 +300,8 @@ class TokenClockEngine:
             self._joined.update(dict.fromkeys(keys, clock))
 
     def _remove(self, now: float, keys: Iterable[int]) -> list[int]:
-        """Take out the requests with these keys, running or waiting. Returns how many tokens each
-        had reached."""
+        """Take out the requests with these keys, running or waiting. Returns how many tokens of
+        each were generated by the time `now`."""
         running = self._running
         in_flight = now < self._reached
         clock = self._clock

@@ -19,23 +19,22 @@ from rollpacker.sim.whatif import RunModel
 FITTED = "Qwen2.5 of 7B, 14B and 32B, 16 to 128 H800s, caps of 8k to 32k"
 FITTED_PARAMS = (7.6e9, 14.8e9, 32.8e9)
 PARAMS_SLACK = 0.1
-"""Share by which the parameters of a model may differ from those of a fitted model."""
+"""Share by which a model's number of parameters may differ from that of a fitted model."""
 FITTED_NUM_GPUS = (16, 128)
 FITTED_CAPS = (8 * 1024, 32 * 1024)
 OUR_PRESET = "rollpacker"
 OUTSIDE_STEPS = 20
-"""Number of steps of a plan's best setting that are simulated to see what of it the run
-did not measure."""
+"""Steps for which a plan's best setting is simulated, to name what the run did not measure."""
 LEAST = 0.005
-"""Tokens beyond the largest measured step are mentioned if training on them takes at least this
-share of a step's time."""
+"""A simulation with more tokens in a step than any measured step has is said to be outside of the
+measured range if training on the surplus takes at least this share of a step's time."""
 
 
 def outside_of_scenario(scenario: Scenario, *, step_s: float, whose: str, given: str = "") -> str:
     """Returns sentences to print below a scenario's table: what lies outside of the fitted range,
-    and how many of a step's `step_s` seconds come from power laws, for lack of given constants.
-    `whose` names that step or its system in the text. `given` is a sentence on the file's constants
-    (`GivenConstants.describe`), or empty."""
+    and how many of a step's `step_s` seconds come from power laws of the parameters, where the file
+    gives no measured constants. `whose` names that step in the text. `given`, which comes first, is
+    a sentence on constants that the file gives, or empty."""
     places = [*_places(scenario)]
     if places:
         where = f"Outside of what the constants were fitted to ({FITTED}): {', '.join(places)}."
@@ -61,7 +60,7 @@ def outside_of_scenario(scenario: Scenario, *, step_s: float, whose: str, given:
 
 
 def _places(scenario: Scenario) -> Iterator[str]:
-    """Yields a few words on each part of the scenario that is outside of what was fitted."""
+    """Yields a few words on each part of the scenario that the constants were not fitted to."""
     shape, cluster = scenario.shape, scenario.cluster
     cap = scenario.rollout.max_response_tokens
     if not any(abs(shape.params / params - 1) <= PARAMS_SLACK for params in FITTED_PARAMS):
@@ -91,7 +90,8 @@ def _is_fitted(gpu: GpuSpec) -> bool:
 
 
 def assumed(scenarios: Mapping[str, Scenario], results: Mapping[str, SystemResult]) -> str:
-    """Returns sentences to print below the systems' table on what was assumed and never fitted."""
+    """Returns sentences to print below a table of simulated systems, by name in `scenarios` and
+    `results`, on what was assumed and never fitted. Empty: nothing was."""
     told = []
     carrying = [
         name
@@ -127,8 +127,8 @@ def assumed(scenarios: Mapping[str, Scenario], results: Mapping[str, SystemResul
 
 
 def outside_of_run(model: RunModel, config: RunConfig, predicted: SystemResult) -> str:
-    """Returns sentences to print below the table of a recorded run's simulation, on what the run
-    did not measure. `config` was simulated, with the result `predicted`."""
+    """Returns sentences to print below a table, on what a recorded run did not measure. `model` was
+    fitted to the run; `config` was simulated with `model`, with the result `predicted`."""
     told = "; ".join(_beyond_the_run(model, config, predicted))
     if told:
         text = f"Outside of what the run measured: {told}."
@@ -143,7 +143,8 @@ def outside_of_run(model: RunModel, config: RunConfig, predicted: SystemResult) 
 
 
 def _beyond_the_run(model: RunModel, config: RunConfig, predicted: SystemResult) -> Iterator[str]:
-    """Yields a few words on each part of the simulation that the recorded run did not measure."""
+    """Yields a few words on each part of the simulation of `config` that the recorded run, to which
+    `model` was fitted, did not measure."""
     own = model.config
     engines, before = config.rollout.engines, own.rollout.engines
     if engines != before:
@@ -182,8 +183,7 @@ def _beyond_the_run(model: RunModel, config: RunConfig, predicted: SystemResult)
 
 
 def _launched(config: RunConfig) -> tuple[int, int]:
-    """Number of prompts that a round of generation launches, and number of samples of each
-    prompt."""
+    """Number of prompts that a round of generation launches, and of samples of each prompt."""
     prompts, samples = config.rollout.prompts_per_step, config.rollout.samples_per_prompt
     factors = config.tail_batching.factors
     if not config.tail_batching.enabled:

@@ -32,13 +32,13 @@ class GivenConstants:
 
     @property
     def resets(self) -> list[str]:
-        """Overrides that set the file's constants to null; empty for the model of the file."""
+        """Overrides that set the file's constants to null, so that power laws replace them; empty
+        if no override changes the model."""
         return [] if self.model is None else [f"{key}=null" for key in self.values]
 
     def describe(self) -> str:
-        """Returns a sentence, for below a table, on whether the file's constants are used for the
-        other model or GPU. Empty: model and GPU are the file's own, or the file gives no
-        constants."""
+        """Returns a sentence, for below a table, on whether the file's constants are used for
+        another model or GPU. Empty: these are the file's own, or the file gives no constants."""
         if not self.values:
             return ""
         named = " and ".join(f"{key}={value:g}" for key, value in self.values.items())
@@ -82,7 +82,8 @@ def given_constants(path: str | Path, overrides: Sequence[str]) -> GivenConstant
 def _difference(
     tree: Mapping[str, Any], key: str, changed: Mapping[str, str]
 ) -> tuple[str, str] | None:
-    """The file's and the overrides' value of a key, as texts; None if they are the same."""
+    """The value of `key` in a file and the one that overrides (`changed`, values by key) set, as
+    names to print. None if they are the same."""
     before = _at(tree, key)
     for name, text in reversed(list(changed.items())):
         inside = name.startswith(f"{key}.")

@@ -61,8 +61,7 @@ class GpuSpec:
     tflops: float
     """Speed in bfloat16 with float32 accumulation and no sparsity, in 1e12 FLOP/s."""
     nvlink_gb_s: float
-    """Bandwidth to the other GPUs of its node, both directions together, in 1e9 bytes per
-    second."""
+    """Bandwidth to other GPUs of its node, both directions together, in 1e9 bytes per second."""
     source: str = "datasheet"
     """Where the numbers of this GPU come from."""
 

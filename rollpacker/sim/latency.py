@@ -23,15 +23,15 @@ class StepCost:
     launch_s: float
     """Least seconds of a decode step: the host's time to start the kernels of all layers."""
     bytes_s: float
-    """Seconds of a decode step to read the weights, and of other work that no batch lengthens."""
+    """Seconds of a decode step that do not grow with the batch: to read weights, and other work."""
     per_cached_token_s: float
     """Seconds of a decode step to read the keys and values of one cached token."""
     per_sequence_s: float
     """Seconds of a decode step for sampling and bookkeeping of one sequence."""
     speculation: Speculation | None = None
-    """Speed-up of decode steps while few sequences run, in every round. None: no speed-up."""
+    """Given speed-up of decode steps in which few sequences run, in every round. None: none."""
     drafts: Drafts | None = None
-    """Guessed tokens that decode steps verify, instead of `speculation`. None: no guesses."""
+    """How tokens are guessed, instead of a given `speculation`. None: no tokens are guessed."""
     knots: tuple[tuple[float, float], ...] = ()
     """Measured points (n, seconds of a step of n sequences with an empty cache), with straight
     lines between and beyond, for machines whose time is no straight line in n. Unless empty, they
@@ -46,8 +46,7 @@ class StepCost:
             raise ValueError("a decode step must take time: launch_s, bytes_s or per_sequence_s")
 
     def step_s(self, num_running: int, cached_tokens: int) -> float:
-        """Seconds of a decode step of `num_running` sequences, with these tokens in the KV
-        cache."""
+        """Seconds of a decode step of `num_running` sequences, with so many tokens in the cache."""
         read_s = self.reading_step_s(num_running, cached_tokens)
         return max(self.empty_step_s(num_running), read_s) / self.speedup(num_running)
 
@@ -60,7 +59,7 @@ class StepCost:
         return low_s + (high_s - low_s) * max(0.0, num_running - low) / (high - low)
 
     def reading_step_s(self, num_running: int, cached_tokens: int) -> float:
-        """Seconds of a decode step that is bound by reading the KV cache, without speculation."""
+        """Seconds of a decode step, without speculation, in which reading memory takes longest."""
         read_s = self.per_cached_token_s * cached_tokens
         if self.knots:
             return self.empty_step_s(num_running) + read_s
@@ -76,7 +75,7 @@ class StepCost:
 
 
 class LatencyModel(Protocol):
-    """What the simulator asks of a machine: times in seconds, and limits."""
+    """Times and limits of a machine (devices and a model on them), as a simulation needs them."""
 
     @property
     def train_fixed_s(self) -> float:
@@ -105,11 +104,10 @@ class LatencyModel(Protocol):
         """Seconds that one engine takes to prefill the prompts of `num_samples` samples."""
 
     def recompute_token_s(self, tensor_parallel: int) -> float:
-        """Seconds of prefill per token for a sequence that was preempted or moved and comes
-        back."""
+        """Prefill seconds per token of a preempted sequence, or one that another engine began."""
 
     def train_s(self, tokens: float, gpus: int) -> float:
-        """Seconds of a training step on `gpus` GPUs, as far as they depend on its `tokens`."""
+        """Seconds that training on `tokens` tokens adds to a training step on `gpus` GPUs."""
 
 
 def _fitted(default: float, unit: str, fitted_to: str) -> Any:
@@ -126,8 +124,7 @@ class Calibration:
     with its unit and source."""
 
     launch_layer_s: float = _fitted(0.273e-3, "s per layer", _STEPS)
-    """Host seconds to launch one layer's kernels, which are the least that the layer takes in a
-    step."""
+    """Host seconds to launch one layer's kernels, the least that the layer takes in a step."""
     per_sequence_s: float = _fitted(0.214e-3, "s per sequence", _STEPS)
     """Seconds of sampling and bookkeeping per running sequence of a decode step."""
     bandwidth_share: float = _fitted(0.8, "share of the datasheet's", "assumed, not fitted")
@@ -144,12 +141,12 @@ class Calibration:
     train_fixed_scale_s: float = _fitted(
         1.1179, "s at 1e9 parameters", "17.9, 45 and 132 s at 7B, 14B and 32B"
     )
-    """Scale a of the power law a * (params / 1e9)**b of a training step's fixed seconds: 1 % too
-    high at 7B, 1 % too low at 14B, 0 % too high at 32B."""
+    """Scale a of the power law a * (params / 1e9)**b of the seconds of a training step that do not
+    depend on its tokens: 1 % too high at 7B, 1 % too low at 14B, 0 % too high at 32B."""
     train_fixed_exponent: float = _fitted(
         1.3687, "power of the parameters", "17.9, 45 and 132 s at 7B, 14B and 32B"
     )
-    """Exponent b of the power law of a training step's fixed seconds."""
+    """Exponent b of the power law of the seconds of a step that do not depend on its tokens."""
     sync_scale_s: float = _fitted(
         0.55558, "s at 1e9 parameters", f"5, 15 and 27 s at 7B, 14B and 32B ({_PAPER}, Fig. 10c)"
     )
@@ -162,8 +159,8 @@ class Calibration:
     synchronous_judge_share: float = _fitted(
         0.62, "share of its rate", f"{_PAPER}, Fig. 4b, rewards of verl, and Fig. 9"
     )
-    """Share of its rate that a judge model reaches when all calls of a step come as one batch after
-    the rollout."""
+    """Share of its calls per second that a judge model reaches when all calls of a training step
+    come as one batch after the rollout."""
 
     def __post_init__(self) -> None:
         for constant in fields(self):
@@ -193,8 +190,7 @@ TRAIN_FLOPS_PER_PARAM = 10.0
 """Training FLOP per token and parameter: 6 for forward and backward, 2 each for the log-probs of
 the policy and of the reference model."""
 SHARED_PREFILL_SHARE = 0.6
-"""Share of prompt tokens that are found in the KV cache, since another sample of the same prompt
-was there."""
+"""Share of prompt tokens without prefill, as another sample of the prompt had them computed."""
 KV_MEMORY_SHARE = 0.9
 """Share of a GPU's memory that weights and KV cache may fill together; 0.9 is vLLM's default."""
 
@@ -211,9 +207,9 @@ class DatasheetModel:
     prompt_tokens: int = 200
     """Mean length of a prompt, in tokens."""
     train_fixed_given_s: float | None = None
-    """Seconds of a training step that do not depend on its tokens. None: by a power law."""
+    """Seconds of a training step that do not depend on its tokens. None: estimated from `model`."""
     sync_given_s: float | None = None
-    """Seconds to bring new weights into the engines. None: computed by a power law."""
+    """Seconds to bring new weights into the engines. None: estimated from the size of `model`."""
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1:
@@ -290,8 +286,8 @@ class DatasheetModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredModel:
-    """Times of a machine, measured in a run: plain constants, which hold for that run's degree of
-    tensor parallelism and number of devices."""
+    """Times of a machine, measured in a run: constants that hold for that run's degree of tensor
+    parallelism and number of devices only."""
 
     step: StepCost
     prefill_sample_s: float = 0.0

@@ -44,13 +44,14 @@ class Lengths(Protocol):
         self, ranks: IntArray, attempt: int, chunk: int, u: FloatArray, e: FloatArray
     ) -> IntArray:
         """Returns the tokens of `CHUNK` responses, from index chunk * CHUNK on, to each of N
-        prompts: an array (N, CHUNK). `ranks` (N,) are the prompts' places among prompts checked
-        the same way, `u` (N,) their normal scores, `e` (N, CHUNK) those of the responses."""
+        prompts: an array (N, CHUNK). `ranks` (N,) are the prompts' numbers within their reward
+        stage, `attempt` counts their earlier launches, `u` (N,) and `e` (N, CHUNK) are normal
+        numbers of prompts and responses."""
 
     def beyond(self, rank: int, u: float, tokens: int) -> tuple[float, Callable[[float], int]]:
-        """The chance that a response to the prompt of place `rank` and normal score `u` is longer
-        than `tokens`, and a function from a uniform number in [0, 1) to such a longer response's
-        length. Hard prompts, whose responses often run to the cap, are left out."""
+        """Returns the chance that a response to a prompt is longer than `tokens`, and a function
+        from a uniform number in [0, 1) to its length then. `rank` is the prompt's number in its
+        stage, `u` its normal number. Hard prompts (responses often run to the cap) are left out."""
 
     def law(self) -> tuple[IntArray, FloatArray]:
         """All possible lengths in tokens, and their probabilities, without hard prompts, whose
@@ -58,7 +59,8 @@ class Lengths(Protocol):
 
 
 class _TableLengths:
-    """Draws lengths from a table that has a length for every normal score of a grid."""
+    """Draws lengths from a table, over a grid of normal scores. A response's score is a standard
+    normal number, mixed from one of its prompt and one of its own."""
 
     def __init__(self, table: IntArray, law: LengthLaw, cap: int) -> None:
         self.cap = cap
@@ -100,8 +102,8 @@ class _TableLengths:
 
 
 class PoolLengths:
-    """Draws lengths from those recorded of each prompt: a prompt's first launch gets its recorded
-    lengths in order, every other response one of them at random."""
+    """Draws lengths from those recorded of each prompt. At a prompt's first launch, its responses
+    get its recorded lengths in order; all other responses get one of them at random."""
 
     hard_prompts = 0.0
     hard_prompt_cap_probability = 0.0
@@ -156,7 +158,8 @@ def _place(score: float) -> int:
 
 
 def _quantile_table(quantiles: Mapping[float, int]) -> IntArray:
-    """Response tokens at each score of `_SCORES`: log-linear between quantiles, one token at 0."""
+    """Response tokens at each score of `_SCORES`, between the given quantiles (share of responses:
+    tokens) along straight lines of the log of tokens. At share 0 a response has one token."""
     at = sorted(quantiles)
     known = np.append(0.0, logs(np.array([float(quantiles[q]) for q in at])))
     tokens = exps(interpolated(_phi(_SCORES), np.array([0.0, *at]), known))
@@ -165,7 +168,7 @@ def _quantile_table(quantiles: Mapping[float, int]) -> IntArray:
 
 
 def _empirical_table(lengths: Sequence[int]) -> IntArray:
-    """Response tokens at each score of `_SCORES`: the recorded length of the same rank."""
+    """Response tokens at each score of `_SCORES`: the recorded length at the same quantile."""
     ordered = np.sort(np.asarray(lengths, dtype=np.int64))
     ranks = np.ceil(_phi(_SCORES) * ordered.size).astype(np.int64) - 1
     return ordered[np.clip(ranks, 0, ordered.size - 1)]

@@ -11,13 +11,13 @@ from rollpacker.sim.latency import LatencyModel
 from rollpacker.sim.recorded_checks import RecordedChecks
 
 MIGRATION_S = 3.0
-"""Seconds until devices that engines released can train: the upper bound of the RollPacker paper,
-section 4.4."""
+"""Seconds from the moment engines release devices until these can train: the upper bound of the
+RollPacker paper, section 4.4."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The simulated devices, with their speed and all else that takes time in a simulation."""
+    """The simulated devices: their number and speed, and all delays that are not drawn."""
 
     latency: LatencyModel
     gpus: int
@@ -37,11 +37,11 @@ class Machine:
     """Mapping from a source of prompts to the factor by which its checks take longer than the
     workload says; 1 if missing."""
     pipeline: Pipeline | None = None
-    """The trainer's pipeline stages. None: its work is shared out evenly over the devices."""
+    """The trainer's pipeline stages. None: a step's work is shared out evenly over its devices."""
     checks: RecordedChecks | None = None
-    """Checks recorded in a run, used instead of drawn ones. None: the workload draws checks."""
+    """Verdicts and durations of a recorded run's checks. None: the workload draws them."""
     keep_rows: bool = True
-    """Whether engines keep a sample in their KV cache while its environment answers."""
+    """Whether engines keep a sample's KV cache while its environment answers. False: it is lost."""
     carries_turns: bool = False
     """Whether trajectories of prompts put off to a later round keep the tokens generated so far."""
     mismatch: float = 0.0

@@ -54,12 +54,12 @@ that are done, the number of all its simulations, and about which share of all s
 
 
 MAX_LOSS = 0.01
-"""Share by which an idea may lengthen the step alone and still be tried with other ideas."""
+"""Share by which an idea, added alone, may lengthen a step and still be tried with others."""
 SCREEN_SLACK = 0.02
 """Amount by which a length shift (mean trained length over the policy's own, minus 1) may exceed
 its bound in the early stages of a search, which simulate few steps."""
 FINAL_MARGIN = 0.002
-"""Amount by which a setting's length shift must keep within its bound to become a finalist."""
+"""Amount by which a finalist's length shift (see `SCREEN_SLACK`) must stay within its bound."""
 MOST_DONE = 0.99
 """Largest share of a plan's work that is reported as done before the plan has ended."""
 FINAL_SEED = 1000
@@ -73,22 +73,20 @@ in a pool, because the pool is empty at first."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """How many settings, seeds and steps a search simulates."""
+    """How many settings, seeds and steps a search for fast settings simulates."""
 
     fine: bool
     """Whether the search tries more values of the factors of tail batching (how many more prompts
     and samples a round launches than it needs)."""
     screen_steps: int
-    """Number of steps of each simulation of an idea alone, or of a setting from the grid of
-    factors."""
+    """Number of steps of each simulation that first tries an idea, or factors of tail batching."""
     kept: int
     """Most candidates (settings to compare) that pass one stage of the search."""
     second_steps: int
-    """Number of steps of each simulation of the better candidates, and of settings close to
-    them."""
+    """Number of steps of each simulation of the better candidates, and of others close to them."""
     finalists: int
     seeds: int
-    """Number of seeds with which each finalist (setting that the search has left) is simulated."""
+    """Number of seeds with which each finalist (one of the best settings found) is simulated."""
     steps: int
     """Number of steps that each simulation of a finalist has; more if long rounds are rare."""
 
@@ -133,9 +131,9 @@ def plan(
     jobs: int = 1,
     progress: Progress = lambda stage, done, total, share: None,
 ) -> Plan:
-    """Search for the best settings and return the plan. `max_shift`: share by which trained
-    responses may be shorter than the policy's own; None: as much as at the current settings. With
-    `tail_batching.debias` they may be shorter by any share, since samples' weights undo that.
+    """Search for the settings with the shortest step and return the plan. `max_shift`: share by
+    which trained responses may be shorter than the policy's own; None: as much as with the settings
+    of `base`. With `tail_batching.debias` any share is allowed, since samples' weights undo it.
 
     The result does not depend on `jobs`, the number of processes that simulate. Raises `ValueError`
     for a `max_shift` outside of [0, 1).
@@ -213,7 +211,7 @@ class _Search:
         )
 
     def so_far(self) -> str:
-        """Words on the fastest setting so far, for the message of an interrupted search."""
+        """Words on the fastest settings found so far, for the message of an interrupted search."""
         best = self._fastest_so_far
         if best is None or best.saved_s <= 0:
             return "nothing faster was found so far"
@@ -222,7 +220,8 @@ class _Search:
         return f"fastest so far, by {share:.1%} in few steps, nothing confirmed: {changes}"
 
     def _try_alone(self) -> list[tuple[Idea, float]]:
-        """Every idea with the share of a step's time that it saves alone, largest first."""
+        """Every idea with the share of a step's time that it saves if added alone to the current
+        settings, largest first; negative if it costs time."""
         ideas, steps = self._base.ideas, self._budget.screen_steps
         candidates = [Candidate(), *(Candidate(ideas=(idea,)) for idea in ideas)]
         now, *found = self._simulations.compare(candidates, range(1), steps, "ideas alone")
@@ -230,8 +229,9 @@ class _Search:
         return sorted(saved, key=lambda item: -item[1])
 
     def _search(self, together: Candidate) -> list[Candidate]:
-        """Returns the fastest candidates that keep the bound on the length shift, each with its own
-        factors and the other ideas of the fastest. `together` has all ideas that may help."""
+        """Returns the fastest candidates whose trained lengths are near enough to the policy's own.
+        They differ in the factors of tail batching only, and have the other ideas of the fastest
+        one. `together` has all ideas that may help."""
         budget = self._budget
         grid = factor_grid(self._base, fine=budget.fine)
         tried = [together, *(together.with_idea(idea) for idea in grid)]
@@ -257,9 +257,9 @@ class _Search:
     def _fastest(
         self, tried: list[Candidate], steps: int, stage: str, slack: float
     ) -> list[Candidate]:
-        """Returns the fastest candidates whose length shift keeps its bound within `slack`, fastest
-        first, at most `Budget.kept`. A candidate's time is raised by the share `MIN_GAIN` for each
-        of its ideas, so that an idea must gain at least that."""
+        """Returns the fastest of the candidates `tried` (at most `Budget.kept`), fastest first,
+        whose trained lengths differ from the policy's by at most the bound plus `slack`. To drop
+        ideas that gain little, each idea of a candidate adds the share `MIN_GAIN` to its time."""
         # Of several candidates with the same changes, the one with the fewest ideas is kept.
         by_ideas = sorted(tried, key=lambda candidate: -candidate.num_switches)
         distinct = {candidate.key: candidate for candidate in by_ideas}.values()
@@ -276,8 +276,8 @@ class _Search:
     ) -> tuple[Finding, Finding, list[Finding]]:
         """Returns findings (results of settings) on seeds that the search has not used: of the
         current settings, of the first finalist without tail batching, and of the finalists, fastest
-        first. Finalists are simulated in groups of `Budget.finalists` until one keeps the bound on
-        the length shift."""
+        first. Finalists come in groups of `Budget.finalists` until one keeps the bound on
+        lengths."""
         num, steps = self._budget.finalists, self._budget.steps
         first = finalists[0] if finalists else Candidate()
         found = list[Finding]()
@@ -291,8 +291,8 @@ class _Search:
         return now, untailed, sorted(found, key=lambda f: f.cost_s)
 
     def _keeps_at_ends(self, found: Finding, bound: Bound, seeds: Sequence[int]) -> bool:
-        """Whether the candidate keeps the bound on the length shift, also if the chance that a kept
-        token comes out differently is at either end of `Base.mismatch_band`."""
+        """Whether the candidate's trained lengths are near enough to the policy's own, also if kept
+        tokens change as seldom or as often as `Base.mismatch_band` allows."""
         ends = [
             Idea(f"mismatch {rate:g}", "mismatch", {"carry.mismatch": rate})
             for rate in self._base.mismatch_band
@@ -306,8 +306,7 @@ class _Search:
         return all(bound.keeps(end.shift, end.shift_error) for end in at_ends)
 
     def _reasons(self, best: Finding, seeds: Sequence[int]) -> tuple[Reason, ...]:
-        """The worth of each idea of the best setting: the seconds lost if only this idea is left
-        out."""
+        """What each idea of the best settings saves: the seconds lost without this idea alone."""
         ideas = best.candidate.ideas
         tried = [best.candidate, *(best.candidate.without(idea) for idea in ideas)]
         found = self._simulations.compare(tried, seeds, self._budget.steps, "reasons")[1:]
@@ -323,8 +322,7 @@ class _Search:
 
     def _bound(self, now: Finding) -> Bound:
         """The bound on the length shift (mean trained length over the policy's own, minus 1).
-        Without `max_shift`, the shift of `now`, the current settings on the same seeds, is the
-        bound."""
+        Without a `max_shift` it is the shift of `now`, the current settings on the same seeds."""
         tail, most = self._base.tail_batching, self._max_shift
         if tail.debias != "none":
             return Bound(most=None, both_ways=self._base.order_only)
@@ -394,8 +392,8 @@ class _Simulations:
         self._progress(stage, done, total, min(self.num_steps / self._num_expected, MOST_DONE))
 
     def _num_steps(self, candidate: Candidate, steps: int) -> int:
-        """Number of steps to simulate: `steps`, or more so that every kind of round occurs, and the
-        steps at the beginning that do not count."""
+        """Number of steps to simulate: `steps`, or more so that every kind of round occurs, plus
+        the steps at the beginning that results leave out."""
         return max(steps, self._least_steps(candidate)) + self._num_warm(candidate)
 
     def _num_warm(self, candidate: Candidate) -> int:
@@ -428,9 +426,8 @@ class _Simulations:
 
 
 def _together(alone: Sequence[tuple[Idea, float]], base: Base) -> Candidate:
-    """A candidate of all ideas that may help, but only the best of each slot (group of ideas that
-    exclude one another). `alone` has each idea with the share of a step's time that it saves alone,
-    best first."""
+    """A candidate of all ideas that may help, but only the best of each slot (ideas that exclude
+    one another). `alone`: each idea and the share of a step's time that it saves, best first."""
     best: dict[str, Idea] = {}
     for idea, saved in alone:
         if saved > -MAX_LOSS:

@@ -46,7 +46,7 @@ class Idea:
     slot: str
     """Name of what the idea sets. Ideas with the same slot exclude one another."""
     changes: Mapping[str, Any]
-    """Mapping from dotted config keys to their new values, as plain values."""
+    """Mapping from dotted config keys to their new values, given as in a config file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class Candidate:
 
 
 class Evaluate(Protocol):
-    """Type of a function that simulates a system, changed by a candidate, for `steps` steps. It
+    """Type of a function that simulates a run with a candidate's settings for `steps` steps. It
     must be picklable, since it is sent to other processes."""
 
     def __call__(self, candidate: Candidate, seed: int, steps: int) -> SystemResult: ...
@@ -95,7 +95,7 @@ class Evaluate(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """A scenario's or a recorded run's system, with all that the search needs to know."""
+    """What a search starts from: the settings of a scenario or a run, and what may change them."""
 
     prompts_per_step: int
     samples_per_prompt: int
@@ -104,7 +104,7 @@ class Base:
     ideas: tuple[Idea, ...]
     """Ideas that the search tries, besides those on the factors of tail batching."""
     oracle: Candidate | None = None
-    """Changes that make the system an oracle, which knows all lengths. None: not simulated."""
+    """Changes that make an oracle, which knows all lengths beforehand. None: not simulated."""
     oracle_period: int = 1
     """The oracle (which knows all lengths) is simulated for a multiple of this number of steps."""
     seed: int = 0
@@ -113,7 +113,7 @@ class Base:
     """Chance per token and weight update that a token, kept of an unfinished response, comes out
     differently when the response's prompt is launched again."""
     mismatch_band: tuple[float, ...] = ()
-    """Lower and upper end of the interval that `mismatch` lies in. Empty: `mismatch` is exact."""
+    """Lowest and highest value that `mismatch` may really have. Empty: `mismatch` is exact."""
     has_turns: bool = False
     """Whether samples are trajectories. For these the plan does not vary the rule
     `tail_batching.complement` (unbiased lengths of continued responses), which has no effect."""
@@ -126,11 +126,13 @@ class Base:
     """Mean trained length over the policy's own, minus 1, as measured in a run with the current
     settings. None: the search uses the simulated value."""
     prices: PoolPrices | None = None
-    """Prices of shared pools of devices, by which settings are compared. None: by seconds."""
+    """Prices of devices in pools shared by jobs, by which settings are compared. None: settings are
+    compared by a step's seconds."""
 
     @property
     def order_only(self) -> bool:
-        """Whether settings may change only the order of training and drop no response."""
+        """Whether the search may change only the order in which responses are trained on, since the
+        current settings drop no response."""
         return self.tail_batching.selection == "none"
 
     def tail_of(self, candidate: Candidate) -> TailBatchingConfig:
@@ -146,8 +148,8 @@ class Base:
 
 
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:
-    """A copy of the config with dotted keys set to these plain values. Raises `ConfigError` if the
-    config's checks refuse the result."""
+    """A copy of the config with dotted keys set to new values, given as in a config file. Raises
+    `ConfigError` if the config's checks refuse the result."""
     tree = to_plain(config)
     for key, value in changes.items():
         *sections, name = key.split(".")
@@ -175,7 +177,7 @@ class ScenarioEvaluate:
 
 
 def plan_base(scenario: Scenario) -> Base:
-    """What a plan for this scenario starts from, with every idea that can be tried on it."""
+    """The starting point of a search for this scenario's settings, with all ideas to be tried."""
     rollout, scheduler = scenario.rollout, scenario.reward_scheduler
     ideas = _tail_and_stream_ideas(scenario)
     if scheduler.order != "closest" and scenario.rewards:
@@ -226,8 +228,9 @@ def _oracle(scenario: Scenario) -> Candidate:
 
 
 def plan_base_of_run(config: RunConfig, model: RunModel) -> Base:
-    """What a plan for a recorded run starts from, with every idea that can be tried on the run.
-    `model` is the fitted run, with its lengths and rate of mismatches."""
+    """The `Base` (starting point) of a search for better settings of a recorded run, with every
+    idea that can be tried on it. `model`, fitted to the run, gives the rate of mismatches and the
+    share of responses that reach the cap."""
     ideas = _tail_and_stream_ideas(config)
     return Base(
         prompts_per_step=config.rollout.prompts_per_step,
@@ -262,7 +265,8 @@ def _tail_and_stream_ideas(config: Scenario | RunConfig) -> list[Idea]:
 
 
 def _degree_ideas(scenario: Scenario) -> list[Idea]:
-    """Ideas that set other degrees of tensor parallelism, or let the planner choose the degree."""
+    """Ideas that set another degree of tensor parallelism (half or twice the present one), or let
+    the parallelism planner choose the degree during the run."""
     own, planner = scenario.rollout.tensor_parallel, scenario.parallelism_planner.enabled
     ideas = []
     if not planner:
@@ -310,8 +314,9 @@ def order_idea(
     max_deferrals: int = 4,
     complement: bool = True,
 ) -> Idea:
-    """The idea to use tail batching that only changes the order of training: a round launches
-    `factor` times the prompts that it needs, and these settings hold for the deferred ones."""
+    """The idea to use tail batching that drops no response but changes the order of training. A
+    round launches `factor` times the prompts that it needs. The other arguments, settings of
+    `tail_batching`, say what happens to deferred prompts."""
     treated = ["tokens carried" if carry == "exact" else "drawn from scratch"]
     if stragglers == "pool":
         treated.append(f"awaited after {max_deferrals}")
@@ -382,7 +387,7 @@ def _published_grid(base: Base, fine: bool) -> list[Idea]:
 
 def neighbours(base: Base, candidate: Candidate) -> list[Idea]:
     """Ideas like the candidate's on tail batching, with one number a little larger or smaller.
-    Empty without tail batching, or if the run chooses the numbers itself."""
+    Empty without tail batching, or if these numbers are chosen during the run."""
     tail = base.tail_of(candidate)
     if not tail.enabled or tail.chooses:
         return []
@@ -426,8 +431,9 @@ STREAMING = "stream_trainer."
 
 
 def on_shared_pools(base: Base, prices: PoolPrices) -> Base:
-    """The base, changed so that settings are compared by what they cost on pools of devices shared
-    by jobs. Ideas that train during generation are left out: no job holds devices of both kinds."""
+    """The base, changed so that settings are compared by the price of the devices, in pools shared
+    by jobs, that a step holds. Ideas that train during generation are left out: no job holds
+    devices of both kinds, for generation and for training, at once."""
     ideas = tuple(
         idea for idea in base.ideas if not any(key.startswith(STREAMING) for key in idea.changes)
     )

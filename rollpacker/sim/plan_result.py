@@ -22,8 +22,8 @@ NOISE_ERRORS = 3.0
 
 def round_shares(tail: TailBatchingConfig, prompts_per_step: int) -> dict[str, float] | None:
     """Mapping from each kind of round (one batch of generation) to its share of all rounds in the
-    long run; None if the number of prompts that a short round launches changes during a run. Shares
-    follow from numbers of prompts: those that a short round puts off make up the later rounds."""
+    long run; None if the settings `tail` let a short round's number of prompts change in a run.
+    Short rounds put off a known number of prompts, which make up the later rounds."""
     if not tail.enabled:
         return {"plain": 1.0}
     if tail.chooses:
@@ -45,18 +45,18 @@ def round_shares(tail: TailBatchingConfig, prompts_per_step: int) -> dict[str, f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
-    """The numbers of one simulation by which settings are compared."""
+    """What is measured in one simulation, to compare its settings with others."""
 
     cost_s: float
-    """The seconds that settings are compared by, as a long-run mean: those of a whole step, or on
-    shared pools those of holding all nodes that cost as much as a step (`PoolPrices.busy_s`)."""
+    """Seconds of a step as a long-run mean, or, on pools shared by jobs, seconds of holding all
+    nodes at the cost of the step (`PoolPrices.busy_s`). Settings are compared by this number."""
     step_s: float
     """Seconds of a step, as a long-run mean over steps."""
     shift: float
     """Length shift: mean length of trained responses divided by that of the policy's own responses,
     minus 1, as a long-run mean."""
     kinds_s: Mapping[str, float]
-    """Mapping from a kind of round to what `cost_s` is over the steps of this kind alone."""
+    """Mapping from a kind of round to the mean seconds, as in `cost_s`, of steps of this kind."""
     tokens: float
     """Number of response tokens that a step trains on, as a long-run mean."""
 
@@ -74,10 +74,13 @@ def measure(
     paired: bool = False,
     cost_s: Callable[[StepResult], float] = total_s,
 ) -> Measure:
-    """Returns a simulation's means over steps, each kind of round weighted by its share in
-    `shares`, or plain means if `shares` is None or lists other kinds than occurred. With `paired`,
-    the first `num_warm` steps do not count, and trained lengths are compared with responses to the
-    same prompts. `cost_s` returns the seconds of a step by which settings are compared."""
+    """Returns a simulation's means over steps. `shares` gives each kind of round its weight; plain
+    means are taken if it is None or lists other kinds than occurred. `cost_s` returns a step's
+    seconds by which settings are compared.
+
+    `paired`: the first `num_warm` steps do not count, and trained lengths are compared with the
+    mean of all responses to the same prompts, instead of the policy's mean.
+    """
     by_kind: dict[str, list[StepResult]] = {}
     for step in result.steps[num_warm if paired else 0 :]:
         by_kind.setdefault(step.kind, []).append(step)
@@ -105,7 +108,7 @@ def measure(
 def _trained_length(
     by_kind: Mapping[str, Sequence[StepResult]], shares: Mapping[str, float]
 ) -> float:
-    """Mean tokens of a trained response, with each kind of round weighted by its share."""
+    """Mean tokens of a trained response, weighting the steps of each kind of round by its share."""
     return sum(
         share
         * sum(step.tokens_trained for step in by_kind[kind])
@@ -125,7 +128,8 @@ class Finding(Measure):
     saved_error_s: float
     """Standard error of `saved_s` over the seeds, in seconds; nan with one seed."""
     shift_error: float
-    """Standard error of the difference from the current settings' `shift`; 0 with one seed."""
+    """Standard error of the difference between this `shift` and that of the current settings, over
+    the seeds; 0 with one seed."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -134,14 +138,14 @@ class Finding(Measure):
 
     @property
     def is_clear(self) -> bool:
-        """Whether this setting is faster than the current settings by more than noise."""
+        """Whether this setting saves more than the share `MIN_GAIN`, and more than noise may."""
         return self.saved_s > max(NOISE_ERRORS * self.saved_error_s, MIN_GAIN * self.cost_s)
 
 
 def finding(
     candidate: Candidate, measures: Sequence[Measure], against: Sequence[Measure]
 ) -> Finding:
-    """Compares a candidate's `measures` with those of the current settings, seed by seed."""
+    """Compares a candidate's `measures` with `against`, the current settings', seed by seed."""
     saved = [other.cost_s - own.cost_s for own, other in zip(measures, against, strict=True)]
     shifted = [other.shift - own.shift for own, other in zip(measures, against, strict=True)]
     is_known = len(saved) > 1
@@ -169,9 +173,10 @@ def _standard_error(values: Sequence[float]) -> float:
 def choose(
     now: Finding, kept: Sequence[Finding], *, current_keeps: bool, trust: float | None
 ) -> tuple[Finding, Finding | None]:
-    """Returns two findings: the best of `kept` (finalists that keep the bound on lengths, fastest
-    first) or else `now`; and the fastest finalist if it was refused, because its trained tokens per
-    second gain no more than the share `trust`, or else None."""
+    """Returns two findings (results of settings). The first is the setting to use: the best of
+    `kept` (fastest first, all with allowed lengths), or `now`, the current one, if `current_keeps`
+    allowed lengths and none is clearly faster. The second is the fastest of `kept` that is refused
+    because it gains no more trained tokens per second than the share `trust`, or None."""
     if not kept or not current_keeps:
         return (kept[0] if kept else now), None
     if trust is None:
@@ -192,8 +197,8 @@ class Bound:
     """Whether `most` also bounds by how much trained responses may be longer."""
 
     def keeps(self, shift: float, error: float = 0.0, slack: float = 0.0) -> bool:
-        """Whether a length shift keeps the bound, or misses it by at most `slack`. First `error`,
-        the standard error of the shift, is subtracted from the shift."""
+        """Whether a length shift (as `Measure.shift`) lies within the bound after `error`, its
+        standard error, is subtracted, or outside by at most `slack`."""
         if self.most is None:
             return True
         if self.both_ways and shift - error > self.most + slack:
@@ -222,24 +227,22 @@ class Plan:
     """The system that settings were searched for."""
     current: Finding
     best: Finding
-    """The setting to use: `current` if no other that keeps the bound on lengths is clearly
-    faster."""
+    """The setting to use: `current` unless another one with allowed lengths is clearly faster."""
     ranked: tuple[Finding, ...]
-    """The finalists that keep the bound on the length shift (trained lengths against the policy's
-    own), fastest first."""
+    """The finalists whose trained lengths are near enough to the policy's own, fastest first."""
     too_short: tuple[Finding, ...]
-    """The finalists whose trained lengths are too far from the policy's own."""
+    """The finalists whose trained lengths are farther from the policy's own than is allowed."""
     reasons: tuple[Reason, ...]
     """What each idea of the best setting contributes to it."""
     rejected: tuple[tuple[Idea, float], ...]
-    """Ideas that the best setting lacks, with the share of a step's time that each saves alone."""
+    """Ideas that the best setting lacks, with the share of a step's time that each alone saves."""
     oracle: Finding | None
-    """Result of a system that knows all lengths, for comparison; None: not simulated."""
+    """Result of the oracle, a scheduler that knows all lengths beforehand; None: not simulated."""
     max_shift: float | None
-    """Share by which trained responses may be shorter than the policy's own, or longer where only
-    the order may change. None: any share, since `tail_batching.debias` undoes the effect."""
+    """Share by which trained responses may be shorter than the policy's own, or longer too if
+    settings only change the order of training. None: any; `tail_batching.debias` undoes it."""
     untailed: Finding | None = None
-    """Finding on the best setting with tail batching turned off; None: not known."""
+    """Result of the best setting with tail batching turned off; None: not simulated."""
     refused: Finding | None = None
     """A setting with a clearly shorter step that was refused, because its trained tokens per second
     gain no more than the share `Base.trust`. None: there was none."""
@@ -256,7 +259,8 @@ class Plan:
 
     @property
     def pays(self) -> bool:
-        """Whether tail batching saves more of a step's time than the share `PAYS_GAIN`."""
+        """Whether the best setting uses tail batching, and this saves more than the share
+        `PAYS_GAIN` of a step's time (any saving will do if `untailed` is None)."""
         best, without = self.best, self.untailed
         if without is None or not self.has_tail_batching:
             return self.has_tail_batching
@@ -268,8 +272,8 @@ class Plan:
 
     @property
     def current_keeps(self) -> bool:
-        """Whether the current settings keep the bound on the length shift. The measured shift is
-        used, or the simulated one if none was measured."""
+        """Whether trained lengths are near enough to the policy's own with the current settings, as
+        measured or else as simulated."""
         bound = Bound(most=self.max_shift, both_ways=self.base.order_only)
         measured = self.base.measured_shift
         return bound.keeps(self.current.shift if measured is None else measured)

@@ -14,13 +14,12 @@ from rollpacker.sim.result import SystemResult
 from rollpacker.sim.whatif import RunModel, asked_steps
 
 MAX_FINAL_STEPS = 250
-"""Most steps of a final simulation, which uses only every second, third, ... row of a longer
-run."""
+"""Most steps of a final simulation. Of a longer run only every second, third, ... row is used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEvaluate:
-    """Simulates a recorded run with a candidate's changes; an `Evaluate`."""
+    """Simulates a recorded run with changed settings (a candidate's); an `Evaluate`."""
 
     model: RunModel
     config: RunConfig
@@ -51,17 +50,17 @@ class RunEvaluate:
         return asked_steps(self.model, self.config) or self.model.fitted.num_steps
 
     def budget(self, budget: Budget) -> Budget:
-        """The budget, with as many steps in each final simulation as the run had."""
+        """The search's budget, but with as many steps in each final simulation as the run had."""
         return replace(budget, steps=min(self._num_steps, MAX_FINAL_STEPS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AsMeasured:
-    """The measured result of a recorded run, beside the result of its simulation."""
+    """Two results of a recorded run with its own settings: the measured one and a simulated one."""
 
     measured: SystemResult
     simulated: SystemResult
-    """The run simulated at its own settings, whatever the plan's current settings are."""
+    """Result of simulating the run with its own settings, even if the plan starts from others."""
 
     @property
     def offset(self) -> float:
@@ -70,7 +69,8 @@ class AsMeasured:
 
 
 def as_measured(model: RunModel) -> AsMeasured:
-    """The run's result from its event log, and the result of a simulation of the same length."""
+    """Returns the run's result from its event log, and the result of simulating it for as many
+    steps, at most `MAX_FINAL_STEPS`."""
     own = RunEvaluate(model=model, config=model.config)
     steps = min(model.fitted.num_steps, MAX_FINAL_STEPS)
     simulated = own(Candidate(), FINAL_SEED, steps)
@@ -78,8 +78,8 @@ def as_measured(model: RunModel) -> AsMeasured:
 
 
 def measured_base(config: RunConfig, model: RunModel, real: AsMeasured) -> Base:
-    """What a plan for a recorded run starts from, with two measured numbers: `trust`, and, if
-    `config` is the run's own, `measured_shift`."""
+    """The `Base` (starting point) of a search for better settings of a recorded run, with two
+    measured numbers: `trust`, and, if `config` is the run's own, `measured_shift`."""
     return replace(
         plan_base_of_run(config, model),
         trust=abs(real.offset),

@@ -38,20 +38,20 @@ class PoolPrices:
         return {"rollout_per_h": self.rollout_per_h, "train_per_h": self.train_per_h}
 
     def busy_s(self, step: StepResult) -> float:
-        """Seconds in which holding all nodes costs as much as this step (its waits are free)."""
+        """Seconds for which the job could hold all its nodes at the price of this step."""
         rollout, train = step.rollout_s, step.train_s + step.sync_s
         return (rollout * self.rollout_per_h + train * self.train_per_h) / self.per_h
 
     def price_of_1k_prompts(self, busy_s: float) -> float:
-        """Price of training on 1000 prompts, if a step costs `busy_s` seconds of all nodes."""
+        """Price of training on 1000 prompts, if a step costs `busy_s` seconds of all the nodes."""
         return busy_s * self.per_h / 3600 / self.prompts_per_step * 1000
 
 
 def pool_prices(
     pools: tuple[Pool, ...], devices: Mapping[Phase, int], prompts_per_step: int
 ) -> PoolPrices:
-    """Prices of the nodes that a job takes in the first pool of each phase (rollout and train).
-    `devices` maps each phase to the job's number of devices, which is rounded up to whole nodes."""
+    """Prices of a job's nodes. For each phase (rollout and train) it takes them in the first of
+    `pools` of this phase; `devices` is the job's number of devices, rounded up to whole nodes."""
     per_h = {}
     for phase, count in devices.items():
         pool = next(pool for pool in pools if pool.phase == phase)

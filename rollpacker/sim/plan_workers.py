@@ -21,8 +21,8 @@ _evaluate: Evaluate | None = None
 
 @contextmanager
 def interrupt_noted() -> Iterator[threading.Event]:
-    """Inside this context SIGINT (Ctrl-C) only sets the yielded event; `KeyboardInterrupt` is
-    raised at the end. Raised earlier, it could leave a lock taken that other processes need."""
+    """In this context Ctrl-C (SIGINT) does nothing but set the yielded `threading.Event`, since it
+    could leave a lock taken that other processes need. `KeyboardInterrupt` is raised at the end."""
     noted = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield noted

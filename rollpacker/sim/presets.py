@@ -18,7 +18,7 @@ SWITCHES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardKind:
-    """Defaults of a kind of check, for fields of a reward stage that the scenario does not set."""
+    """Default values of a reward stage's fields, for one way to check answers (`kind`)."""
 
     text: str
     seconds_quantiles: Mapping[float, float] | None = None
@@ -28,7 +28,7 @@ class RewardKind:
     limit_s: float | None = None
     """Seconds after which a check fails. None: there is no limit."""
     slowest_correct_s: float | None = None
-    """Seconds of a check beyond which no answer is correct. None: there is no such limit."""
+    """Seconds of a check above which the answer is always wrong. None: no such limit."""
 
 
 _TABLES = read_tables("presets.yaml")
@@ -49,17 +49,19 @@ _LENGTHS = _TABLES["lengths"]
 _CAP: int = _LENGTHS["cap"]
 """Longest response in the RollPacker paper's measurement of lengths, in tokens."""
 LONGER_SHARE: float = _LENGTHS["longer_share"]
-"""Of responses that exceed the paper's cap by luck, the share taken to exceed twice the cap."""
+"""Share of responses taken to exceed twice the paper's cap, of those that exceed the cap by luck
+(not because their prompt is hard)."""
 LUCKY_SHARE: float = _LENGTHS["lucky_share"]
 """Of the responses that exceed the paper's cap, the share that does so by luck, and not because the
 prompt is hard (its responses often run to the cap)."""
 PROMPTS: dict[str, float] = _LENGTHS["prompts"]
-"""Values of three fields of `LengthLaw`, by name, that say how a length depends on its prompt."""
+"""Values of fields of `LengthLaw`, by name, that say how much a length depends on its prompt."""
 
 
 def length_laws(longer_share: float, lucky_share: float) -> dict[str, Mapping[float, int]]:
     """Mapping from a length law's name to its mapping from quantile to response tokens, for prompts
-    that are not hard: the paper's figure, and an assumed tail above its highest quantile."""
+    that are not hard. Quantiles are the paper's; those above are assumed: of responses that reach
+    the paper's cap, `lucky_share` is by luck, of which `longer_share` exceeds twice the cap."""
     laws: dict[str, Mapping[float, int]] = {}
     for name, law in _LENGTHS["laws"].items():
         capped = lucky_share * law["capped_share"]

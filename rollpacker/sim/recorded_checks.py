@@ -1,6 +1,5 @@
-"""Draws a run's recorded checks again, for simulated responses and calls of a reward. Both classes
-are picklable and hold no state: `luck` is a number in [0, 1) that chooses among what was
-recorded."""
+"""Draws a run's recorded checks and calls of a reward again, for simulated ones. Both classes are
+picklable and hold no state: `luck`, a random number in [0, 1), chooses among what was recorded."""
 
 from __future__ import annotations
 
@@ -17,13 +16,14 @@ MIN_NEIGHBOURS = 8
 
 
 class RecordedChecks:
-    """A run's recorded verdicts, and the calls of rewards that gave these verdicts."""
+    """A run's recorded verdicts and calls of rewards, to be drawn again in a simulation."""
 
     def __init__(
         self, by_row: Mapping[int, Sequence[Check]], calls: Calls | None, *, warm: bool = False
     ) -> None:
-        """`by_row` maps a row of the data to its recorded checks. `calls` None: every check is a
-        call of its own. `warm`: rewards run already, so the slower first calls are left out."""
+        """`by_row` maps a row of the data to the recorded checks of responses to it. `calls` None:
+        rewards check one sample a call, and no calls are drawn. `warm`: rewards run already, so
+        that the slower first calls are left out."""
         self.calls = None if calls is None else RecordedCalls(calls, warm=warm)
         self._by_row = {row: sorted(checks, key=_length) for row, checks in by_row.items()}
 
@@ -32,9 +32,9 @@ class RecordedChecks:
         return sorted((c for checks in self._by_row.values() for c in checks), key=_length)
 
     def check(self, row: int, num_tokens: int, luck: float) -> Check | None:
-        """A recorded check of a response of nearly `num_tokens` tokens to this row of the data, or
-        to any row if this one has none. None: the run has no check. `luck` chooses among equal
-        lengths."""
+        """A recorded check of a response to this row of the data, or to any row if this one has
+        none: one whose number of tokens is nearest to `num_tokens`. `luck`, in [0, 1), chooses
+        among several. None: no check was recorded."""
         checks = self._by_row.get(row) or self._all
         if not checks:
             return None
@@ -47,12 +47,12 @@ class RecordedChecks:
 
 
 class RecordedCalls:
-    """Recorded seconds of a run's calls of a reward, each of which checked one or more samples."""
+    """Recorded seconds of a run's calls of a reward, with one or more samples, to draw from."""
 
     def __init__(self, calls: Calls, *, warm: bool = False) -> None:
         self.num_workers = calls.num_workers
         self.warm_ups = () if warm else calls.warm_ups
-        """Seconds of each of the first calls, which include starting up; empty if they are over."""
+        """Seconds of each of the first calls, in which a reward starts. Empty: it runs already."""
         self._line_s = calls.line_s
         alone = [call for call in calls.recorded if call.alone]
         beside = [call for call in calls.recorded if not call.alone]
@@ -60,8 +60,8 @@ class RecordedCalls:
             is_alone: some if len(some) >= MIN_NEIGHBOURS else calls.recorded
             for is_alone, some in ((True, alone), (False, beside))
         }
-        """Recorded calls, by whether nothing was generated during the call. A key with too few
-        calls has all recorded calls instead."""
+        """Recorded calls by whether no engine generated during the call. Where fewer than
+        `MIN_NEIGHBOURS` are of a kind, all recorded calls stand in for them."""
 
     def call_s(self, num_samples: int, luck: float, *, alone: bool) -> float:
         """Seconds of a call that checks `num_samples` samples, scaled from a recorded call of about

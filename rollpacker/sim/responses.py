@@ -44,21 +44,21 @@ class Draw(msgspec.Struct, frozen=True, gc=False):
     version: int
     """Version of the weights that generated these tokens."""
     attempt: int
-    """Attempt number of the launch (from 0) whose random numbers decided the response's length."""
+    """The launch (0: the prompt's first) whose random numbers decided the response's length."""
     floor: int
     """Largest number of tokens at which the response was cut off; 0: never cut off."""
     ceiling: int
-    """Most tokens that the response may have after a token comes out differently, if it had ended
-    by itself (`floor` is 0): those of its prompt's longest response."""
+    """Most tokens that the response may get if newer weights change a token of it, although it had
+    ended by itself (`floor` is 0): the length of its prompt's longest response."""
 
 
 @dataclass(slots=True)
 class Verified:
-    """Counts, over a whole run, of tokens of earlier launches that newer weights verified."""
+    """Counts, over a whole run, of tokens of earlier launches that newer weights checked."""
 
     num_tokens: int = 0
     num_mismatches: int = 0
-    """Number of verified tokens that came out differently; at most one of each response."""
+    """Number of checked tokens that came out differently; at most one of each response."""
 
     @property
     def mismatch(self) -> float:
@@ -68,26 +68,27 @@ class Verified:
 # A list or a dict per fact of a response, since every event reads some.
 class Responses:
     """The samples launched since the last commit of a step, each with a key (a small number) and
-    the length in tokens that the policy would write; for a trajectory, up to the end of its current
-    message. One step may train on responses of several rounds."""
+    the length in tokens at which its response ends; for a trajectory, that at which its current
+    message ends. One step may train on responses of several rounds."""
 
     def __init__(
         self, workload: Workload, tail: TailBatchingConfig | None = None, mismatch: float = 0.0
     ) -> None:
-        """`mismatch`: chance per token and update that a kept token comes out differently."""
+        """`tail` None: tail batching is off. `mismatch`: chance, per token and weight update, that
+        a token kept of a deferred response comes out differently."""
         self.samples: list[SampleId] = []
         """Sample of each key. The lists below are indexed by key too."""
         self.lengths: list[int] = []
         """Number of tokens of each response; another if its end is refused and drawn again."""
         self.noises: list[SampleId] = []
-        """Sample id with which each response's length was drawn: that of an earlier launch if the
-        sample continues or repeats that launch's response, else its own."""
+        """Id of the random numbers that gave each response's length: the sample's own id, or that
+        of an earlier launch whose response is continued or repeated."""
         self.done: list[int] = []
         """Number of tokens that each response begins with, which are not generated anew."""
         self.reached: dict[int, int] = {}
         """Number of tokens that each aborted response had, by key."""
         self.kept: dict[int, int] = {}
-        """Number of tokens that came out as in an earlier launch, by key of a verified response."""
+        """By key, for responses begun in an earlier launch: number of tokens that are the same."""
         self.redraws: dict[int, int] = {}
         """By key: how often the response's end was refused and drawn again. No entry: never."""
         self.keys: dict[SampleId, int] = {}
@@ -96,7 +97,7 @@ class Responses:
         (`Draw.floor`) and may not exceed (`Draw.ceiling`)."""
         self.verified = Verified()
         self.redraws_to_come: dict[int, list[int]] = {}
-        """By key: lengths that the response gets, one at each refusal of its end, the next last."""
+        """By key: the response's next lengths, if its ends are refused, with the first one last."""
         self._keys_of: dict[PromptId, list[int]] = {}
         """Keys of the samples of each prompt."""
         self._workload = workload
@@ -149,17 +150,17 @@ class Responses:
         return [lengths[keys[sample]] for group in groups for sample in group]
 
     def own_tokens(self, groups: Iterable[Sequence[SampleId]]) -> int:
-        """Sum of the tokens that as many samples of these groups' prompts would have if no response
-        was left out and no weights changed."""
+        """Sum of tokens that as many responses to these groups' prompts (a group has the samples of
+        one prompt) would have if none had been left out and no weights had changed."""
         if self._workload.trajectories is not None:
             return self._workload.trajectories.own_tokens([*groups])
         lengths = self._workload.lengths
         return sum([sum(lengths(group[0].prompt, 0)[: len(group)]) for group in groups])
 
     def next_redraw(self, key: int) -> bool:
-        """Called when the response of this key ends. If the end is refused, since a put-off
-        response may end neither where it was cut off or before, nor beyond a limit, sets the length
-        to that of its next end and returns True; returns False if the end stands."""
+        """Called when the response of this key ends. Returns whether the end is refused, since a
+        deferred response may end neither where it was cut off or before, nor beyond a limit. If so,
+        the response's length is set to the next one drawn."""
         redraws = self.redraws_to_come.get(key)
         if not redraws:
             return False
@@ -190,14 +191,15 @@ class Responses:
             lengths.append(known[index])
 
     def _repeat(self, keys: range, failed: Sequence[int]) -> None:
-        """Give each sample that replaces a failed one (of the keys `failed`) the same response."""
+        """Give the samples `keys` the responses of those that they replace, which failed."""
         for key, before in zip(keys, failed, strict=True):
             self.lengths[key] = self.lengths[before]
             if before in self.kept and self.done[key]:
                 self.kept[key] = self.done[key] = self.kept[before]
 
     def _take_up(self, keys: range, carried: bool) -> None:
-        """Let responses continue what earlier launches of the same samples had generated."""
+        """Let the samples `keys` have the responses that earlier launches left unfinished.
+        `carried`: their tokens are kept, and not generated again."""
         exact = carried and self._tail.carry == "exact"
         noises = self.noises
         prompt, left = None, dict[int, Draw]()
@@ -222,8 +224,8 @@ class Responses:
                 self._verify(key, tokens, self._version - draw.version)
 
     def _verify(self, key: int, num_tokens: int, num_updates: int) -> None:
-        """Decide how many of a response's `num_tokens` earlier tokens come out the same under
-        weights `num_updates` newer, and how the response goes on after the first that does not."""
+        """Decide how many of a deferred response's `num_tokens` tokens stay the same under weights
+        that are `num_updates` updates newer, and the lengths at which the response then ends."""
         noise, kept = self.noises[key], num_tokens
         noise = SampleId(noise.prompt, noise.index, self.samples[key].attempt)
         if self._mismatch:

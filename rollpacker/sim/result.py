@@ -26,8 +26,8 @@ devices during generation, and the engines' devices during training."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """Seconds and counts of one optimizer step. Its four stages add up to `total_s`; `reward_s` is
-    only the wait for verdicts after the last response of a round was generated."""
+    """Seconds and counts of one optimizer step. `rollout_s`, `reward_s`, `train_s` and `sync_s` add
+    up to `total_s`; `reward_s` is the wait for verdicts after the last response was generated."""
 
     kind: str
     rollout_s: float
@@ -56,7 +56,7 @@ JSON_STEP_KEYS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SystemResult:
-    """The result of one system's simulated run of a scenario."""
+    """The result of a scenario's simulated run with one system (set of RollPacker's features)."""
 
     steps: tuple[StepResult, ...]
     tokens_generated: int
@@ -66,20 +66,19 @@ class SystemResult:
     """Mean tokens of a response by the scenario's length law, as if no response was left out."""
     policy_length_p95: float
     tail_trained_share: float
-    """Share of trained responses that are longer than `policy_length_p95`; 0.05 if no response is
-    left out."""
+    """Share of trained responses longer than `policy_length_p95`; 0.05 if none is left out."""
     bubble: Mapping[str, float]
-    """Mapping from cause to idle device-seconds: `BUBBLE_CAUSES`, and further causes if any."""
+    """Mapping from the cause of idle devices to device-seconds. The causes of `BUBBLE_CAUSES` are
+    always there, `PIPELINE` and `OTHER_POOL` only where they apply."""
     device_seconds: float
-    """Number of devices times the run's seconds; `bubble` is a part of them."""
+    """Number of devices times the run's seconds; `bubble` tells how much of it was idle."""
     num_releases: int
     """How often engines' devices were released to the trainer within a round."""
     own_length_mean: float = math.nan
-    """Mean tokens of as many responses to the trained prompts as were trained on, if no response
-    was left out and no weights changed. nan: not known."""
+    """Mean tokens of a response to the prompts trained on, as many of each as were trained on, if
+    no response had been left out and no weights had changed. nan: not known."""
     mismatch: float = 0.0
-    """Share of tokens, kept from earlier launches, that came out differently when newer weights
-    verified them."""
+    """Share of tokens, kept from earlier launches and checked, that newer weights changed."""
     pipeline: PipelineResult | None = None
     """Result of the trainer's pipeline stages. None: the trainer has no pipeline stages."""
 
@@ -106,8 +105,8 @@ class SystemResult:
 
     @property
     def paired_shift(self) -> float:
-        """Mean trained length over `own_length_mean`, the mean for the same prompts, minus 1. It is
-        0 if only the order of training changed, without noise of chance."""
+        """Mean trained length over `own_length_mean`, minus 1. The prompts of both means are the
+        same, so that it is exactly 0 if only the order of training changed."""
         return self.trained_length_mean / self.own_length_mean - 1
 
     def to_plain(self) -> dict[str, Any]:

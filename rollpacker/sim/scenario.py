@@ -40,8 +40,7 @@ from rollpacker.sim.workload_spec import LengthLaw, RewardStage
 SHARE_TOLERANCE = 0.01
 """Amount by which the sum of shares may differ from 1, so that three times 0.333 is accepted."""
 MAX_SAMPLES = 10_000_000
-"""Most samples of one step, or of the steps that an oracle sorts together; more do not fit into
-memory."""
+"""Most samples of a step, or of steps that an oracle sorts together; memory holds no more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +61,10 @@ class RolloutSpec:
     """Most sequences that an engine decodes at once; None: as many as its KV cache holds."""
     speculation: Speculation | None = None
     drafts: Drafts | None = None
-    """Guessed tokens that every decode step verifies; None: no tokens are guessed."""
+    """How tokens are guessed, which every decode step verifies; None: none are guessed."""
     routing: Routing = "turns"
-    """Rule for the engine that a sample goes to. `turns`: the next engine in turn; `spread`: the
-    engine with the least work; `group`: one engine for all samples of a prompt."""
+    """Rule for the engine that a sample goes to. `turns`: engines take turns; `spread`: the engine
+    with the least work left; `group`: one engine for all samples of a prompt."""
     moves: bool = True
     """Whether unfinished samples can move between engines: to the replacement of a lost engine, and
     away from engines whose devices are released."""
@@ -96,9 +95,9 @@ class RewardScheduler:
     overlap: bool = True
     """Whether each response is checked as soon as it is generated. False: all after the rollout."""
     adaptive_timeout: bool = True
-    """Whether a check's time limit follows the slowest check of a correct response so far."""
+    """Whether a check's time limit adapts to the slowest check of a correct response so far."""
     colocated_judge: bool = True
-    """Whether the judge model shares the GPUs of the rollout. False: it has devices of its own."""
+    """Whether the judge model shares the rollout's GPUs. False: it has its own, and is slower."""
     order: Literal["fifo", "closest", "longest"] = "fifo"
     """The response that is checked next. fifo: the first to come; closest: one whose prompt lacks
     the fewest verdicts; longest: the one whose check is expected to take longest."""
@@ -123,13 +122,14 @@ class ParallelismSwitch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CarrySpec:
-    """How newer weights change tokens kept for prompts put off to a later round (`carry.*`)."""
+    """How often tokens kept for deferred prompts change under newer weights (`carry.*`)."""
 
     mismatch: float = 0.0
-    """Chance per token and weight update that a kept token comes out differently."""
+    """Chance per token and weight update that a token kept from an earlier launch comes out
+    differently under the newer weights."""
     mismatch_band: tuple[float, float] | None = None
-    """Lowest and highest value that `mismatch` may have; a plan keeps its bound on the length shift
-    at both. None: `mismatch` is exact."""
+    """Lowest and highest value that `mismatch` may have; a plan's settings must keep trained
+    lengths near the policy's own at both. None: `mismatch` is exact."""
 
     def __post_init__(self) -> None:
         for name, rate in (
@@ -147,8 +147,7 @@ class CarrySpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OracleSpec:
-    """What a system does that knows all response lengths beforehand, as only a simulator can
-    (`oracle.*`)."""
+    """Advantages of a system that knows all lengths, as only a simulator can (`oracle.*`)."""
 
     reorder_window: int = 0
     """Number of steps whose prompts are sorted together by longest response; 0: no sorting."""
@@ -175,10 +174,10 @@ class Scenario:
     rewards: tuple[RewardStage, ...] = ()
     """Ways to check responses, mixed by share of prompts; empty: every verdict is there at once."""
     turns: TurnsSpec | None = None
-    """How samples take turns with environments; None: a sample is one response."""
+    """Turns of model and environment, of which a sample consists; None: it is one response."""
     train: TrainSpec = field(default_factory=TrainSpec)
     sync_s: float | None = None
-    """Seconds to bring new weights into the engines; None: by a power law of the parameters."""
+    """Seconds to bring new weights into engines; None: estimated from the model's size."""
     system: str = "rollpacker"
     """Name of a system's preset, which sets the sections from `tail_batching` to `oracle` below."""
     tail_batching: TailBatchingConfig = field(default_factory=TailBatchingConfig)
@@ -247,7 +246,7 @@ class Scenario:
 
     @property
     def stages(self) -> tuple[RewardStage, ...]:
-        """The ways to check responses: `rewards`, or a single stage without a check."""
+        """The ways to check responses: `rewards`, or if that is empty one stage without a check."""
         return self.rewards or (RewardStage(kind="none", share=1.0),)
 
     def law_of(self, stage: RewardStage) -> LengthLaw:
@@ -363,11 +362,13 @@ class Scenario:
 def load_scenario(
     path: str | Path, overrides: Sequence[str] = (), system: str | None = None
 ) -> Scenario:
-    """Read a scenario from a file and apply the overrides. `system` is simulated instead of the
-    file's own system; None: the file's own. What file and overrides set in the sections of presets
-    is for the file's own system; another has its preset alone, on the same workload and cluster.
-    Constants that the file gives for its own model are left out if an override sets another model
-    (`given_constants`). Raises `ConfigError` with one message."""
+    """Read a scenario from a file and apply the overrides. `system` (preset name) is simulated
+    instead of the file's own system; None: the file's own. Another system has the sections of its
+    preset as they are there, whatever the file and the overrides say of them.
+
+    If an override sets another model, measured constants that the file gives for its own model are
+    left out (`given_constants`). Raises `ConfigError` with one message.
+    """
     _refuse_run_config(path)
     overrides = [*overrides, *given_constants(path, overrides).resets]
     scenario = load_config(path, overrides, Scenario, below=_preset)
@@ -391,8 +392,8 @@ def _refuse_run_config(path: str | Path) -> None:
 
 
 def with_system(scenario: Scenario, system: str) -> Scenario:
-    """The scenario with the sections that this system's preset sets, or unchanged if it is the
-    scenario's own system. Raises `ValueError` for an unknown system."""
+    """The scenario with another system: the preset `system` replaces all the sections `SWITCHES`.
+    Unchanged if it is the scenario's own system. Raises `ValueError` for an unknown system."""
     if system == scenario.system:
         return scenario
     check_known("system", system, SYSTEMS)
@@ -406,8 +407,8 @@ def with_system(scenario: Scenario, system: str) -> Scenario:
 
 
 def with_pipeline(scenario: Scenario, name: str) -> Scenario:
-    """The scenario with the schedule of pipeline stages (order and links) of this name in
-    `PIPELINES`. Raises `ValueError` if the scenario's trainer has no pipeline."""
+    """The scenario with another schedule of pipeline stages (order of work, and links), by its name
+    in `PIPELINES`. Raises `ValueError` if the scenario's trainer has no pipeline."""
     if scenario.train.pipeline is None:
         raise ValueError(
             f"{name} is the order of a pipeline, and the scenario has none: set "

@@ -23,8 +23,8 @@ from rollpacker.sim.workload import Workload
 from rollpacker.sim.workload_spec import RewardStage
 
 DEDICATED_JUDGE_SHARE = 0.8
-"""Share of its rate that a judge model reaches on devices of its own, compared with one that shares
-all devices. This value is assumed: it puts the speed of steps without sharing in the middle of the
+"""Share of its calls per second, when it shares all devices, that a judge model reaches on devices
+of its own. This value is assumed: it puts the speed of steps without sharing in the middle of the
 paper's Fig. 13a, which has 0.82 to 0.98 of the speed with sharing."""
 
 
@@ -36,8 +36,9 @@ def simulate(
     progress: Callable[[int], None] = lambda steps: None,
 ) -> SystemResult:
     """Simulate `scenario.steps` steps of the scenario's system. `observe` is called with every
-    event and the scheduling core's commands in answer, `progress` with the number of steps done.
-    `calibration` None: the default constants. Raises `ConfigError` for an unreadable trace file."""
+    event and the commands with which the scheduling core answers it; None: nobody watches.
+    `progress` is called with the number of steps done. `calibration` None: the default constants.
+    Raises `ConfigError` for an unreadable trace file."""
     machine = machine_of(scenario, calibration or Calibration())
     simulation = Simulation(
         job_config(scenario, machine),
@@ -85,7 +86,8 @@ def machine_of(scenario: Scenario, calibration: Calibration) -> Machine:
 
 
 def job_config(scenario: Scenario, machine: Machine) -> JobConfig:
-    """The scheduling core's config for a scenario, without a limit: the simulation counts steps."""
+    """The scheduling core's config for a scenario. It limits no number of steps, since the
+    simulation itself stops after the last one."""
     rollout, scheduler = scenario.rollout, scenario.reward_scheduler
     layouts = _layouts(scenario, machine)
     degrees = tuple(sorted(layout.tensor_parallel for layout in layouts))
@@ -126,8 +128,8 @@ def job_config(scenario: Scenario, machine: Machine) -> JobConfig:
 
 
 def _tail(scenario: Scenario) -> TailBatchingConfig:
-    """The scheduling core's settings of tail batching. If samples have turns, the core is told that
-    no tokens are kept for later rounds: the machine keeps them itself (`Machine.carries_turns`)."""
+    """The scheduling core's settings of tail batching. If samples have turns, its `carry` is
+    "none", since the machine keeps deferred trajectories' tokens (`Machine.carries_turns`)."""
     tail = scenario.tail_batching
     return replace(tail, carry="none") if scenario.turns is not None and tail.carries else tail
 

@@ -64,9 +64,9 @@ class Simulation:
         observe: Sink | None = None,
         pools: Port | None = None,
     ) -> None:
-        """`unkind`: rates of faults, drawn by `seed`; None: no faults. `observe` is called with
-        every event and the scheduling core's commands in answer. `pools` makes the run wait for
-        devices that it shares with other jobs; None: it has its own."""
+        """`unkind`: rates of faults, drawn with `seed`; None: no faults. `observe` is called with
+        every event and the commands with which the scheduling core answers it; None: nobody
+        watches. `pools` makes the run wait for devices that jobs share; None: it has its own."""
         self.job = make_job(config)
         self.clock = clock = VirtualClock()
         self._tally = tally = Tally(machine.gpus, workload, machine.train_gpus or 0)
@@ -145,7 +145,7 @@ class Simulation:
 
     def result(self) -> SystemResult:
         """The result of a run that is over. Its seconds include waits for shared pools of devices.
-        Raises `ValueError` if the run ended too early, as `run` does."""
+        Raises `ValueError` if the run ended before its last step."""
         done, steps = len(self._tally.steps), self._num_steps
         if done < steps:
             hint = "lower the rates of unkind" if self._unkind else "simulate fewer steps"

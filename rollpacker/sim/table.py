@@ -17,8 +17,8 @@ from rollpacker.sim.result import (
 )
 
 Results = Mapping[str, SystemResult]
-"""Mapping from a system's name to its result, in the order of tables. Systems are compared with the
-first."""
+"""Mapping from the name of each simulated system to its result, in the order of tables. The first
+is the one that others are compared with."""
 
 STAGES = {
     "rollout": "rollout_s",
@@ -26,14 +26,15 @@ STAGES = {
     "training": "train_s",
     "weight sync": "sync_s",
 }
-"""Mapping from each stage of a step, in order, to the field of `StepResult` with its seconds."""
+"""Mapping from the name of each part of a step in tables, in order of time, to the field of
+`StepResult` with its seconds."""
 ORACLE = "oracle"
 MIN_FASTER = 0.02
-"""Share by which seconds of steps, or tokens per second, must differ to be called different."""
+"""Share by which steps must be shorter, or tokens per second more, to count as different."""
 MANY_TIMES = 2.0
 """Ratio of two durations from which on the text shows the ratio, not a percentage."""
 MIN_FEWER = 0.08
-"""Share of tokens by which a system must train on less for the text to mention it. Smaller
+"""Share by which a system must train on fewer tokens for the text to mention it. Smaller
 differences also come about by chance in a few dozen steps, which begin with short responses."""
 _NOTABLE_SHIFT = 0.03
 """Share by which mean trained lengths must differ from the policy's own to be called shorter or
@@ -47,9 +48,9 @@ def render(
     idle: bool = True,
     last_stage: str = "weight sync",
 ) -> str:
-    """Returns tables of seconds, rounds, lengths and, if `idle`, idle time, with a row per system.
-    `reference` is the system whose speed counts as 1 (None: the first). `last_stage` names what
-    follows the optimizer step, which in a real run is more than the weight sync."""
+    """Returns tables of seconds, rounds, lengths and, if `idle`, idle device time, a row per
+    system. `reference` is the system whose speed counts as 1 (None: the first). `last_stage` names
+    the column for what follows the optimizer step: in a real run more than the weight sync."""
     tables = [
         _seconds_table(results, reference or next(iter(results)), last_stage),
         _rounds_table(results),
@@ -77,15 +78,16 @@ def _seconds_table(results: Results, reference: str, last_stage: str) -> list[li
 
 
 def _flattered(results: Results, reference: str) -> set[str]:
-    """Names of systems whose speed is marked in the table, since in the system's steps or in the
-    reference's the longest responses are still to come."""
+    """Names of systems whose speed gets a mark in the table. Their steps, or the reference's, have
+    not yet trained on the prompts with the longest responses, and look short for that."""
     if _misses_the_longest(results[reference]):
         return set(results) - {reference}
     return {name for name, result in results.items() if _misses_the_longest(result)}
 
 
 def _rounds_table(results: Results) -> list[list[str]]:
-    """Rows of a table: mean seconds and number of each kind of round, and what the engines did."""
+    """Rows of a table: mean seconds and number of rounds of each kind, degrees of tensor
+    parallelism, preemptions, and releases of engines' devices to the trainer."""
     digits = _digits(results)
     met = {step.kind for result in results.values() for step in result.steps}
     kinds = [kind.value for kind in RoundKind if kind.value in met]
@@ -190,8 +192,8 @@ def _mark_explained(results: Results, reference: str) -> list[str]:
 
 
 def _trains_on_less(results: Results, reference: str) -> list[str]:
-    """A sentence for every system whose step is shorter than the reference's at least in part
-    because it trains on fewer tokens."""
+    """A warning for every system whose step is shorter than the reference's at least in part
+    because it trains on fewer tokens; empty if there is no such system."""
     base = results[reference]
     told = []
     for name, result in results.items():
@@ -278,8 +280,8 @@ def _what_is_trained(name: str, result: SystemResult) -> str:
 
 
 def _misses_the_longest(result: SystemResult) -> bool:
-    """Whether trained responses are shorter than the policy's mean only because the prompts with
-    the longest responses have not been trained on yet."""
+    """Whether trained responses are as long as all responses to their prompts, but shorter than the
+    policy's mean: prompts with the longest responses have not been trained on yet."""
     return abs(_shift(result)) < _NOTABLE_SHIFT and result.length_shift < -_NOTABLE_SHIFT
 
 
@@ -303,7 +305,7 @@ def _not_yet_trained(name: str, result: SystemResult) -> str:
 
 
 def _compared(seconds: float, others: float) -> str:
-    """Two durations compared in a text such as "12% shorter than", without the second's name."""
+    """Text that compares `seconds` with `others`, to put before a name: "12% shorter than"."""
     ratio = _over(seconds, others)
     if abs(ratio - 1) < 0.005:
         return "as long as"

@@ -28,11 +28,12 @@ from rollpacker.sim.workload import Workload
 
 
 class Tally:
-    """Counts steps and idle time, by calls from the simulated parts in the order of time."""
+    """Counts the seconds of steps and idle time. Engines, rewards and trainer of the simulation
+    call its methods as things happen, in order of time."""
 
     def __init__(self, gpus: int, workload: Workload, train_gpus: int = 0) -> None:
-        """`train_gpus`: number of devices that only train, while the `gpus` only generate. 0: the
-        `gpus` devices do both."""
+        """`train_gpus`: devices that only train, while the `gpus` ones only generate. 0: these do
+        both."""
         self.steps: list[StepResult] = []
         self.bubble = dict.fromkeys(BUBBLE_CAUSES, 0.0)
         """Mapping from cause to idle device-seconds so far."""
@@ -41,13 +42,13 @@ class Tally:
         self._num_tail_trained = 0
         self._tokens_redrawn = self._own_tokens = 0
         self.step = OpenStep(began_s=0.0)
-        """The step that is not committed yet. Whoever takes a response out of an engine adds the
-        response's tokens and preemptions here."""
+        """The step that is not committed yet. The simulated engines add to it the tokens and
+        preemptions of each response that they end."""
 
     # -- what the ports tell -----------------------------------------------------------
 
     def rollout_begins(self, now_s: float, kind: str, tensor_parallel: int) -> None:
-        """Called when samples of a round are launched on empty engines."""
+        """Count the wait until samples of a round of this `kind` are launched on empty engines."""
         step = self.step
         step.kind, step.tensor_parallel = kind, tensor_parallel
         if step.empty_since_s is None:
@@ -57,7 +58,7 @@ class Tally:
             step.rollout_from_s = now_s
 
     def rollout_ends(self, now_s: float) -> None:
-        """Called when the last engine with samples has become empty."""
+        """Count the rollout's seconds, now that the last engine with samples is empty."""
         step = self.step
         step.rollout_s += now_s - step.rollout_from_s
         step.empty_since_s = now_s
@@ -80,8 +81,8 @@ class Tally:
         self.step.num_streamed += num_samples
 
     def training_begins(self, now_s: float, lengths: Sequence[int], own_tokens: int) -> None:
-        """Called when training begins on responses of these lengths. `own_tokens`: tokens that as
-        many responses to these prompts have if no response is left out and no weights change."""
+        """Count the wait for verdicts, and the responses (of these lengths) that training begins
+        on. `own_tokens`: their sum if none had been left out and no weights had changed."""
         self._waited(now_s)
         step, p95 = self.step, self._workload.policy_length_p95
         step.train_on_s = now_s
@@ -98,8 +99,8 @@ class Tally:
         self.step.trained_s = now_s
 
     def committed(self, end_s: float) -> bool:
-        """Close the step, which is durable at `end_s`. Returns False if the step had nothing to
-        train on, so that it continues."""
+        """Close the step, which is saved at `end_s`. Returns False, and keeps the step open, if it
+        had no sample to train on."""
         step = self.step
         if not step.num_trained:
             return False
@@ -124,7 +125,7 @@ class Tally:
     # -- the result --------------------------------------------------------------------
 
     def result(self, num_releases: int, mismatch: float = 0.0) -> SystemResult:
-        """The result of all steps so far, of which there must be at least one."""
+        """The result of all steps so far, at least one. The arguments are parts of it."""
         steps = self.steps
         num_trained = sum(step.num_trained for step in steps)
         tokens_trained = sum(step.tokens_trained for step in steps)
@@ -149,7 +150,7 @@ class OpenStep:
 
     def __init__(self, began_s: float) -> None:
         self.kind = ""
-        """Kind of the step's latest round, with the degree `tensor_parallel`; empty before one."""
+        """Kind of the step's latest round, whose degree is `tensor_parallel`; "" before a round."""
         self.tensor_parallel = 1
         self.began_s = self.rollout_from_s = began_s
         self.empty_since_s: float | None = None
@@ -160,7 +161,7 @@ class OpenStep:
         self.preemptions = 0
         self.tokens_generated = 0
         self.tokens_redrawn = 0
-        """Number of tokens generated up to ends of responses that were refused and drawn again."""
+        """Tokens generated for responses by the time their ends were refused and drawn again."""
         self.tokens_trained = 0
         self.num_trained = 0
         self.max_trained = 0

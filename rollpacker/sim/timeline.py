@@ -76,9 +76,9 @@ def draw(
 
 
 def choose_steps(results: Mapping[str, SystemResult]) -> range:
-    """Indices of consecutive steps to draw: from after a long round to the end of a later long
-    round, so that the mix of rounds is the run's; without long rounds the first few steps. Chosen
-    for the system with the longest such cycle; every system has these steps."""
+    """Indices of consecutive steps to draw, the same for every system: from after a long round to
+    the end of a later long round, so that the mix of rounds is the run's. The system with the
+    longest such cycle decides; without long rounds it is the first few steps."""
     num_common = min(len(result.steps) for result in results.values())
     cycles = [_cycle(result.steps[:num_common]) for result in results.values()]
     return max(cycles, key=lambda cycle: (cycle.start > 0, len(cycle)))
@@ -96,7 +96,8 @@ def _cycle(steps: Sequence[StepResult]) -> range:
 
 
 def _figure(num_systems: int, lanes: Sequence[int]) -> tuple[Figure, list[Axes]]:
-    """A figure with its panels: steps, means, and one more for each number of lanes in `lanes`."""
+    """A figure and its panels: one of steps and one of means, with a row for each system, then one
+    for each trainer with pipeline stages, of which `lanes` has the numbers of stages."""
     # The object interface: no display, no global state of pyplot.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -160,7 +161,8 @@ def _stack(
     height: float,
     label_from: float = float("inf"),
 ) -> None:
-    """Draw a step's stages side by side, with their seconds if they are at least `label_from`."""
+    """Draw a step's stages (`seconds` by stage) side by side from `left` on, each with its seconds
+    if they are at least `label_from`."""
     for stage, duration in seconds.items():
         axes.barh(row, duration, left=left, height=height, color=STAGE_COLOURS[stage], linewidth=0)
         if duration >= label_from:

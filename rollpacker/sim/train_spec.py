@@ -13,15 +13,15 @@ class TrainSpec:
     """How the optimizer step is simulated (`train.*`)."""
 
     tensor_parallel: int = 1
-    """Number of GPUs that share each layer. Times `pipeline_parallel` and `context_parallel` this
-    is the number of GPUs of a replica, released together. It does not change a step's time."""
+    """Number of GPUs that share each layer; it does not change a step's time. Times
+    `pipeline_parallel` and `context_parallel` it gives the GPUs of a replica, released together."""
     pipeline_parallel: int = 1
-    """Number of stages that divide the layers. It counts only for a replica's number of GPUs."""
+    """Number of pipeline stages that divide the layers. It is used only to count a replica's GPUs,
+    and has no effect on a step's time; see `pipeline`."""
     context_parallel: int = 1
-    """Number of GPUs that share each sequence. It counts only for a replica's number of GPUs."""
+    """Number of GPUs that share each sequence. It is used only to count a replica's GPUs."""
     fixed_s: float | None = None
-    """Seconds of a step that do not depend on its tokens; None: by a power law of the
-    parameters."""
+    """Seconds of a step that do not depend on its tokens. None: estimated from the model's size."""
     pipeline: PipelineSpec | None = None
     """Pipeline stages to simulate one by one. None: the work of a step is shared out evenly over
     the GPUs, and no stage waits."""

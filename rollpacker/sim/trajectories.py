@@ -1,6 +1,6 @@
-"""The trajectories (samples with several turns) of a scenario, which do not depend on any decision
-of a system. All draws are keyed by (seed, prompt, attempt, index) and by the turn. A message is
-drawn as a response: turn t's message is as long as a further response to the same prompt."""
+"""The trajectories (samples with several turns) of a scenario, which no decision of a system
+changes. The random numbers of a turn depend only on (seed, prompt, attempt, index), the sample's
+id, and on the turn. Turn t's message is as long as a further response to the same prompt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rollpacker.sim.turns_spec import TurnsSpec
 MAX_KEPT = 50_000
 """Most trajectories that are cached, so that they are not drawn again at every turn."""
 NUM_SEEN = 512
-"""Number of prompts whose first trajectories give the policy's own lengths."""
+"""Number of prompts whose trajectories give the policy's mean length and percentile."""
 
 
 class Turn(NamedTuple):
@@ -30,12 +30,12 @@ class Turn(NamedTuple):
     seconds: float
     """Seconds that the environment takes for its answer."""
     is_over: bool
-    """Whether the episode is over with this turn's answer."""
+    """Whether the environment ends the trajectory with this turn's answer."""
 
 
 AtRank = Callable[[Mapping[float, float], SampleId, int, int], NDArray[np.floating[Any]]]
-"""Type of `Workload.at_rank`, which draws values from a law: (law by quantiles, sample, number
-given to the law, how many values)."""
+"""Type of `Workload.at_rank`, which draws values from a law: (values by quantile, sample, number of
+the law, which tells its random numbers from other laws', how many values)."""
 Message = Callable[[SampleId, int], int]
 """Type of `Workload.message`, which returns the tokens of a sample's message in a turn."""
 
@@ -52,7 +52,8 @@ class Trajectories:
     ) -> None:
         draw = functools.partial(_draw, at_rank, message, spec, max_response_tokens)
         self.turns = functools.lru_cache(MAX_KEPT)(draw)
-        """Function from a sample's id to the sample's turns, always the same for the same id."""
+        """Function that returns a sample's turns. They depend on its id only, and are drawn again
+        if they are no longer kept."""
 
     def total(self, sample: SampleId) -> int:
         """Number of tokens of a sample's trajectory, without the answer to its last message."""
@@ -60,8 +61,8 @@ class Trajectories:
         return sum(turn.tokens + turn.given for turn in turns) - turns[-1].given
 
     def own_tokens(self, groups: Sequence[Sequence[SampleId]]) -> int:
-        """Total tokens of as many trajectories of these groups' prompts as the groups have samples,
-        drawn as for the prompts' first launch."""
+        """Sum of the tokens that these groups (samples of one prompt each) would have if each
+        prompt were launched for the first time, with as many trajectories as its group has."""
         return sum(
             self.total(SampleId(group[0].prompt, index, 0))
             for group in groups
@@ -69,8 +70,8 @@ class Trajectories:
         )
 
     def policy_lengths(self, sources: Sequence[str]) -> tuple[float, float]:
-        """Mean and 95th percentile of the tokens of the first trajectories of `NUM_SEEN` prompts,
-        whose sources are `sources`, repeated in this order."""
+        """Mean and 95th percentile of the tokens of a trajectory, over one of each of `NUM_SEEN`
+        prompts. Their sources (reward stages) are `sources`, repeated in this order."""
         prompts = (PromptId(sources[row % len(sources)], 0, row) for row in range(NUM_SEEN))
         totals = np.array([self.total(SampleId(prompt, 0, 0)) for prompt in prompts])
         return float(totals.mean()), float(np.percentile(totals, 95))
@@ -79,7 +80,7 @@ class Trajectories:
 def _draw(
     at_rank: AtRank, message_of: Message, spec: TurnsSpec, cap: int, sample: SampleId
 ) -> tuple[Turn, ...]:
-    """Draws the turns of a sample. `cap`: number of tokens at which a message is cut off."""
+    """Draws a sample's turns by the scenario's `spec`, with messages of at most `cap` tokens."""
     num = int(at_rank(spec.messages_quantiles, sample, 0, 1)[0])
     most = num if spec.max_turns is None else min(num, spec.max_turns)
     given = at_rank(spec.given_tokens_quantiles, sample, 1, most)

@@ -15,8 +15,7 @@ from rollpacker.sim.scenario_checks import MAX_SECONDS, at_least_one, check_quan
 class TurnsSpec:
     """How samples take turns with environments (`turns.*`): a sample is then a trajectory of the
     model's messages and the environment's answers, and the scenario's lengths are those of
-    messages. Between quantiles the logarithm of a value is linear; beyond the ends it is
-    constant."""
+    messages. Between quantiles the logarithm of a value is linear, beyond them it is constant."""
 
     messages_quantiles: Mapping[float, int]
     """Mapping from quantile to the number of messages of a trajectory that no limit cuts short."""
@@ -33,13 +32,14 @@ class TurnsSpec:
     deadline: AdaptiveDeadlineConfig = field(
         default_factory=lambda: AdaptiveDeadlineConfig(min_s=60.0, factor=2.0, max_s=600.0)
     )
-    """Deadline of an environment's answer, which follows the slowest answer so far. The default
-    allows more time than for checks, since a missed deadline loses a whole trajectory."""
+    """Time limit of an environment's answer, which adapts to the slowest answer so far. The default
+    allows more time than for checks, since a missed limit loses a whole trajectory."""
     deterministic: bool = False
-    """Whether a lost environment is played again from its start. False: its sample fails."""
+    """Whether a trajectory whose environment's process is lost goes on in a new process, in which
+    all its turns are played again. False: its sample fails."""
     keep_rows: bool = True
-    """Whether a trajectory stays in its engine's KV cache while the environment answers; its room
-    there is not counted meanwhile. False: the cache is computed anew for each turn."""
+    """Whether a trajectory's KV cache stays in its engine while the environment answers, in room
+    that is taken to be free for others. False: the cache is computed anew for each turn."""
 
     def __post_init__(self) -> None:
         at_least_one(self, "max_tokens")
@@ -53,7 +53,8 @@ class TurnsSpec:
         )
 
     def acting(self, kinds: tuple[str, ...]) -> ActingConfig:
-        """The scheduling core's configuration of turns, for prompts of the sources `kinds`."""
+        """The scheduling core's configuration of turns. `kinds`: all sources of prompts, each of
+        which gets the same workers and deadline."""
         kind = KindConfig(workers=self.workers, deadline=self.deadline)
         return ActingConfig(
             limits=TurnLimits(max_turns=self.max_turns, max_trajectory_tokens=self.max_tokens),

@@ -38,7 +38,7 @@ class UnkindConfig:
     failure_rate: float = 0.0
     """Share of the responses that fail at the moment when they would be complete."""
     late_finish_rate: float = 0.0
-    """Share of the aborts that reach the engine when the response has just finished anyway."""
+    """Share of aborted responses that turn out to have finished just before the abort."""
     no_verdict_rate: float = 0.0
     """Share of the samples that cannot be judged, however often their check is tried."""
     infrastructure_rate: float = 0.0
@@ -46,9 +46,9 @@ class UnkindConfig:
     verdict_delay_s: float = 0.0
     """Most seconds by which a check takes longer; every delay from 0 to that is equally likely."""
     act_failure_rate: float = 0.0
-    """Share of a trajectory's turns in which the environment raises an exception."""
+    """Share of all turns in which the environment raises an exception."""
     act_hang_rate: float = 0.0
-    """Share of a trajectory's turns that the environment never answers; a deadline ends these."""
+    """Share of all turns that the environment never answers, until a deadline ends the turn."""
     act_infrastructure_rate: float = 0.0
     """Share of the turns in which the environment's process is lost; a second try may succeed."""
     engine_life_s: float = 0.0
@@ -78,12 +78,11 @@ class Unkind:
         self._retries: dict[SampleId, int] = {}
         """How often the check of each sample was tried again, while its verdict is awaited."""
         self._replays: dict[SampleId, int] = {}
-        """How often the current turn of each sample's environment was tried again, while its answer
-        is awaited."""
+        """How often each sample's environment was tried again in a turn whose answer is awaited."""
 
     def routes(self) -> Routes:
-        """Returns which function obeys each command to the simulated parts. Launches, checks and
-        turns are noted before they are passed on."""
+        """Returns the function that obeys each command to the simulated engines, rewards and
+        environments. Commands to launch, check and act are first seen by this object."""
         routes = {kind: obey for port in self._ports for kind, obey in port.routes().items()}
         overheard: Mapping[type[Command], Callable[[Any], None]] = {
             Launch: self._on_launch,
@@ -96,7 +95,7 @@ class Unkind:
         return routes
 
     def answer(self, event: Event) -> Event:
-        """The event that the scheduling core gets instead: a fault, or this event itself."""
+        """Returns what the scheduling core gets for this event: a fault, or the event itself."""
         config = self.config
         match event:
             case SampleGenerated(sample=sample):
@@ -128,7 +127,7 @@ class Unkind:
         return event
 
     def delay_s(self, sample: SampleId) -> float:
-        """Seconds by which the check of this sample takes longer."""
+        """Seconds to add to the check of this sample; 0 without `UnkindConfig.verdict_delay_s`."""
         most = self.config.verdict_delay_s
         return most * self._share("delay", sample) if most else 0.0
 
@@ -190,7 +189,8 @@ class Unkind:
             self._replays[command.sample] = command.retry
 
     def _share(self, what: str, of: object) -> float:
-        """A pseudorandom number in [0, 1) that depends only on the seed and the arguments."""
+        """A pseudorandom number in [0, 1) that depends only on the seed, the kind of fault `what`,
+        and `of`, the sample or engine that it may befall."""
         key = f"{self._seed} {what} {of}".encode()
         return int.from_bytes(blake2b(key, digest_size=8).digest(), "big") / 2**64
 

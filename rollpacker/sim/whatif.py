@@ -45,12 +45,13 @@ MODELLED = (
     *("rollout.engine.max_slots", "rollout.engines", "rollout.routing"),
     *("tail_batching", "stream_trainer", "train.steps"),
 )
-"""Keys of a run's config whose changes a simulation of the run can follow."""
+"""Keys of a run's config that may be changed in a simulation, which takes account of them."""
 COLOCATED = ("train.colocate", "train.processes", "train.replicas")
-"""Further keys whose changes a simulation can follow if engines and the trainer share devices."""
+"""Further keys that may be changed in a simulation if engines and the trainer share devices."""
 SHORTEST_STEP_S = 1e-6
 NUM_AGAIN = 64
-"""Number of response lengths that are drawn for every row of the data, beside its recorded ones."""
+"""Number of response lengths that are drawn for every row of the data, besides its recorded ones,
+since a simulation may need more responses than the run had."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,14 +61,13 @@ class WhatIf:
     measured: SystemResult
     """Measured result of the recorded run itself."""
     predicted_same: SystemResult
-    """Result of a simulation at the run's own settings, which shows how close the fit is to
-    `measured`."""
+    """Result of simulating the run's own settings, to see how close the fit is to `measured`."""
     predicted: SystemResult
     """Result of a simulation of the run with the overrides."""
     fit_text: str
     """Table of the constants that were fitted to the run."""
     model: RunModel
-    """The fitted run, from which the simulations were made."""
+    """The recorded run with its fitted constants, from which the simulations were made."""
     config: RunConfig
     """The run's config, changed by the overrides."""
     scenario: Mapping[str, Any]
@@ -83,8 +83,8 @@ class RunModel:
     fitted: FittedRun
 
     def with_overrides(self, overrides: Sequence[str]) -> RunConfig:
-        """The run's config, changed by these overrides. Raises `ConfigError` for a key that changes
-        nothing in a simulation, and for a higher cap of tokens than the run's."""
+        """The run's config, changed by these overrides. Raises `ConfigError` for a key that a
+        simulation does not take account of, and for a higher cap of tokens than the run's."""
         config = load_config(self.folder / CONFIG_FILE, overrides, RunConfig)
         modelled = MODELLED + (COLOCATED if config.train.colocate else ())
         for key, _, _ in differences(to_plain(self.config), to_plain(config)):
@@ -123,9 +123,10 @@ class RunModel:
         every: int = 1,
     ) -> SystemResult:
         """Simulate `steps` steps (None: as many as the run had) with this config. With seed 0 or
-        `in_order`, prompts come in the recorded order; else in a random order, in which a few steps
-        stand for the whole run. Of the data's rows, only each `every`-th is used. `mismatch`:
-        chance that a kept token comes out differently; None: the run's own."""
+        `in_order`, prompts come in the recorded order; else in a random one, so that a few steps
+        are typical of the whole run. `every`: use only each `every`-th row of the data. `mismatch`:
+        chance per token and weight update that a token of a deferred response comes out
+        differently; None: the run's own."""
         rollout = config.rollout
         in_order = in_order or not seed
         rows = list(self._pools)[::every]
@@ -205,8 +206,7 @@ class RunModel:
 
     @cached_property
     def capped_share(self) -> float:
-        """Share of recorded responses that ran to the cap of tokens, among those that were not
-        aborted."""
+        """Share of recorded responses that ran to the cap of tokens, aborted ones not counted."""
         pools = self.fitted.workload.pools.values()
         lengths = [tokens for pool in pools for tokens in pool]
         cap = self.config.rollout.max_response_tokens
@@ -214,7 +214,8 @@ class RunModel:
 
     @property
     def _kinds(self) -> Mapping[str, RewardKindConfig]:
-        """Mapping from a kind of check to the workers and the deadline that it had in the run."""
+        """Mapping from each source of prompts to the workers and the deadline of its checks in the
+        run. Empty: the run's log does not tell them."""
         job = self.fitted.job
         return JobConfig.from_plain(job).rewards.kinds if "rewards" in job else {}
 
@@ -240,9 +241,9 @@ class RunModel:
 
     @cached_property
     def _pools(self) -> Mapping[int, tuple[int, ...]]:
-        """Mapping from each row of the data to response lengths: the recorded ones (none if the run
-        aborted any response), then `NUM_AGAIN` drawn ones. Long recorded lengths are partly luck,
-        so lengths are drawn from a fitted class of prompts that the row may belong to."""
+        """Mapping from each row of the data to lengths of responses: the recorded ones (none if the
+        run aborted any response), then `NUM_AGAIN` drawn ones. Long recorded lengths are partly
+        luck, so the further ones are drawn from a fitted class of similar prompts."""
         work = self.fitted.workload
         recorded = [
             PromptLengths(finished=work.pools.get(row, ()), stopped=work.stopped.get(row, ()))
@@ -261,7 +262,8 @@ class RunModel:
 def _again(
     model: LengthModel, prompts: Sequence[PromptLengths], rng: np.random.Generator
 ) -> list[list[int]]:
-    """Draws `NUM_AGAIN` further response lengths for each prompt, given its recorded lengths."""
+    """Draws `NUM_AGAIN` further response lengths for each of the prompts, from one of the classes
+    of prompts of `model`, chosen by chance after the prompt's recorded lengths."""
     tiny = 1e-300
     densities = model.class_densities
     # A stopped response ends beyond the bin in which it was stopped, or in the half of it ahead.
@@ -333,7 +335,8 @@ def asked_steps(model: RunModel, config: RunConfig) -> int | None:
 
 
 def what_if(run: str | Path, overrides: Sequence[str] = ()) -> WhatIf:
-    """Measure a recorded run and simulate it, with its own settings and with the overrides."""
+    """Returns a recorded run's measured result, and results of simulating it with its own settings
+    and with overrides of its config."""
     model = load_run(run)
     config = model.with_overrides(overrides)
     predicted = model.simulate_config(config, steps=asked_steps(model, config))

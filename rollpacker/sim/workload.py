@@ -36,15 +36,16 @@ from rollpacker.sim.workload_spec import RewardStage
 BLOCK_ROWS = 512
 """Number of prompts in a block, whose values are all drawn together."""
 MAX_BLOCKS = 64
-"""Most blocks of drawn lengths that are kept in memory; the same number of blocks of verdicts."""
+"""Most blocks (of `BLOCK_ROWS` prompts) of lengths that are kept in memory, and of verdicts."""
 CORRECT_SHARE = 0.5
-"""Share of responses that are correct, among responses whose check ends in time."""
+"""Share of correct ones among responses whose check takes at most
+`RewardStage.correct_within_s`."""
 
 _PROMPT_STREAM, _RESPONSE_STREAM, _HARD_STREAM, _VERDICT_STREAM = range(4)
 _MISMATCH_STREAM, _REDRAW_STREAM, _TURN_STREAM = 4, 5, 6
 TURN_CHUNKS = 16
 """Number of chunks (of `CHUNK` responses to one prompt) reserved for each turn of trajectories: the
-message of turn t is drawn as a response of chunk t * TURN_CHUNKS or a later one."""
+message of turn t has the length of a response in chunk t * TURN_CHUNKS or a later one."""
 
 
 class Workload:
@@ -68,7 +69,7 @@ class Workload:
             self.policy_length_mean, self.policy_length_p95 = lengths
 
     _latest: ClassVar[tuple[object, Workload] | None] = None
-    """What the draws of the workload that `of` made last depend on, and it; None at first."""
+    """Settings that draws of the workload depend on that `of` made last, and it; None at first."""
 
     @classmethod
     def of(cls, scenario: Scenario) -> Workload:
@@ -108,9 +109,9 @@ class Workload:
 
         A prompt's first launch gets its recorded lengths in order; further responses, relaunches
         and later epochs draw from its recorded lengths. After the last row the first comes again,
-        as the next epoch. All prompts are checked as `stage` says (None: not at all) and have the
-        source `source` (None: the kind of `stage`). Raises `ValueError` if there is no prompt, or a
-        prompt without a recorded length.
+        as the next epoch. `stage` says how all prompts are checked (None: not at all), `source` is
+        the name of their source (None: the kind of `stage`). Raises `ValueError` if there is no
+        prompt, or a prompt without a recorded length.
         """
         workload = cls.__new__(cls)
         stage = stage or RewardStage(kind="none", share=1.0)
@@ -131,7 +132,7 @@ class Workload:
     ) -> None:
         self._parts = parts
         self._window = window
-        """Number of prompts that are fetched and sorted together by length; 0: no sorting."""
+        """Number of prompts that an oracle, knowing all lengths, sorts together; 0: no sorting."""
         self._num_samples = num_samples
         self.seed = seed
         self._rows = rows
@@ -140,8 +141,8 @@ class Workload:
         self._sources = tuple(parts[index].stage.kind for index in self._pattern)
         own = self._pattern == np.arange(len(parts))[:, None]
         self._num_before = np.cumsum(own, axis=1) - own
-        """Array of shape (stages, length of `_pattern`): how many prompts of the stage come before
-        each place of the pattern."""
+        """Array of shape (stages, length of `_pattern`): how many prompts of each reward stage come
+        before each place of the repeated order `_pattern`."""
         self._next = 0
         self._ready: deque[PromptId] = deque()
         self._lengths = functools.lru_cache(MAX_BLOCKS)(self._draw_lengths)
@@ -157,9 +158,9 @@ class Workload:
     # -- the cursor --------------------------------------------------------------------
 
     def take(self, count: int) -> tuple[tuple[PromptId, ...], bool, bool]:
-        """Returns the next `count` prompts, and two flags, whether an epoch or the data ended with
-        these prompts; both are False, because the data is endless. Raises `ValueError` for a
-        `count` below 1."""
+        """Returns the next `count` prompts and two flags, whether the epoch and whether the data
+        ended with them: always False, since this data is endless. Raises `ValueError` if `count` is
+        below 1."""
         if count < 1:
             raise ValueError(f"count must be at least 1, not {count}")
         if not self._window:
@@ -193,7 +194,7 @@ class Workload:
 
     def lengths(self, prompt: PromptId, attempt: int, count: int | None = None) -> list[int]:
         """Lengths, in tokens, of at least `count` responses to the prompt at its launch number
-        `attempt` (from 0), by sample index. `count` None: twice the samples per prompt."""
+        `attempt` (from 0), by sample index. `count` None: twice a step's samples per prompt."""
         place = prompt.row if self._rows is None else self._place(prompt)
         block, start = place // BLOCK_ROWS, place % BLOCK_ROWS * CHUNK
         values = self._lengths(block, attempt, 0)[start : start + CHUNK]
@@ -204,8 +205,8 @@ class Workload:
         return values
 
     def verdict(self, sample: SampleId) -> tuple[float, bool]:
-        """Seconds that the check of the sample keeps a worker, without any deadline (0.0 if there
-        is no check), and whether the response is correct. It is not correct if the check takes
+        """Returns the seconds that a check of the sample takes of a worker if no deadline ends it
+        (0.0: there is no check), and whether the response is correct. It is not if the check takes
         longer than `RewardStage.correct_within_s`."""
         prompt, index, attempt = sample.prompt, sample.index, sample.attempt
         place = prompt.row if self._rows is None else self._place(prompt)
@@ -241,9 +242,9 @@ class Workload:
     # -- under other weights -----------------------------------------------------------
 
     def first_mismatch(self, sample: SampleId, num_tokens: int, rate: float) -> int:
-        """Index of the first of `num_tokens` earlier tokens that comes out differently, or
-        `num_tokens` if none does. Every token differs with a chance of `rate`. `sample` has the
-        attempt of the launch that generates these tokens again."""
+        """Index of the first of a sample's `num_tokens` tokens, kept from an earlier launch, that
+        comes out differently, or `num_tokens` if none does. Each differs with chance `rate`. The id
+        `sample` is that of the new launch."""
         if rate <= 0 or not num_tokens:
             return num_tokens
         luck = _uniforms(1, *self._key(_MISMATCH_STREAM, sample))[0]
@@ -253,9 +254,10 @@ class Workload:
 
     def redrawn(self, sample: SampleId, turn: int, above: int) -> int:
         """Length in tokens of a response whose first `above` tokens are kept and whose rest is
-        drawn anew, with the random numbers of this attempt and turn. It is drawn from the prompt's
-        own law, given that the response is longer than `above`. This is an approximation: the text
-        of a real prefix says more of the response's end than the prefix's length does."""
+        drawn anew, with random numbers that depend on `sample` and on `turn` (a count of such
+        draws). It is drawn from the prompt's own law, given that the response is longer than
+        `above`. This is an approximation: the text of a real prefix says more of the response's end
+        than the prefix's length does."""
         prompt = sample.prompt
         place = prompt.row if self._rows is None else self._place(prompt)
         luck = _uniforms(2, *self._key(_REDRAW_STREAM, sample), turn)
@@ -277,7 +279,7 @@ class Workload:
         return self.seed, stream, place, sample.attempt, sample.index
 
     def _place(self, prompt: PromptId) -> int:
-        """Number of prompts that come before this recorded prompt, earlier epochs included."""
+        """Number of prompts that come before this one in the recorded order, over all epochs."""
         assert self._rows is not None
         return prompt.epoch * len(self._rows) + self._place_of_row[prompt.row]
 
@@ -301,7 +303,8 @@ class Workload:
     def _cap_hard(
         self, lengths: IntArray, chosen: IntArray, part: _Part, block: int, attempt: int, chunk: int
     ) -> None:
-        """Set lengths of responses to hard prompts to the cap, in place, with the law's chance."""
+        """Set lengths of responses to hard prompts to the cap, in place, with the law's chance. Row
+        i of `lengths` belongs to the prompt at place `chosen[i]` of the block."""
         law = part.lengths
         if not law.hard_prompts:
             return
@@ -314,8 +317,8 @@ class Workload:
     def _draw_verdicts(
         self, block: int, attempt: int, chunk: int
     ) -> tuple[list[float], list[bool]]:
-        """Seconds of the check, and correctness, of every response of a chunk, in the order of
-        `_draw_lengths`."""
+        """Seconds of the check, and correctness, of each response of a chunk (`CHUNK` responses to
+        every prompt of a block), in the order of `_draw_lengths`."""
         size = (2, BLOCK_ROWS, CHUNK)
         key = (self.seed, _VERDICT_STREAM, block, attempt, chunk)
         ranks, luck = _uniforms(math.prod(size), *key).reshape(size)
@@ -331,14 +334,15 @@ class Workload:
         return np.round(seconds, 6).ravel().tolist(), correct.ravel().tolist()
 
     def _rows_of(self, block: int, part: int) -> IntArray:
-        """Places in this block of prompts, from 0, of those checked in the way number `part`."""
+        """Places in the block (from 0) of prompts of the reward stage number `part`."""
         if len(self._parts) == 1:
             return np.arange(BLOCK_ROWS)
         places = np.arange(block * BLOCK_ROWS, (block + 1) * BLOCK_ROWS) % self._pattern.size
         return np.flatnonzero(self._pattern[places] == part)
 
     def _ranks(self, block: int, part: int, chosen: IntArray) -> IntArray:
-        """For each chosen place in the block: number of earlier prompts checked in the same way."""
+        """For each of the places `chosen` in the block: how many earlier prompts, of all blocks,
+        are of the reward stage number `part`."""
         places = chosen + block * BLOCK_ROWS
         periods, offsets = np.divmod(places, self._pattern.size)
         num_own = np.count_nonzero(self._pattern == part)
@@ -363,8 +367,8 @@ def _seconds_at(law: Mapping[float, float], ranks: FloatArray) -> FloatArray:
 
 
 def _policy(parts: Sequence[_Part]) -> tuple[float, float]:
-    """Mean and 95th percentile of response lengths over all stages, those of hard prompts (which
-    often run to the cap) included."""
+    """Mean and 95th percentile of response lengths over the reward stages `parts`, those of hard
+    prompts (which often run to the cap) included."""
     total = sum(part.stage.share for part in parts)
     lengths, weights = [], []
     for part in parts:
@@ -381,8 +385,9 @@ def _policy(parts: Sequence[_Part]) -> tuple[float, float]:
 
 
 def _pattern(shares: Sequence[float]) -> IntArray:
-    """Indices of reward stages in an order that is repeated without end. Every beginning of the
-    order has each stage as often as its share demands, give or take one prompt."""
+    """Numbers (from 0) of the reward stages that prompts belong to, in order; repeated without end.
+    `shares` are the stages' shares of prompts. Each beginning of the order has every stage as often
+    as its share demands, give or take one prompt."""
     total = sum(shares)
     parts = [Fraction(share / total).limit_denominator(500) for share in shares]
     period = math.lcm(*(part.denominator for part in parts))
@@ -406,7 +411,8 @@ def _pattern(shares: Sequence[float]) -> IntArray:
 
 
 def _uniforms(count: int, seed: int, *key: int) -> FloatArray:
-    """Draws `count` random numbers in [0, 1), from a generator whose bits numpy will not change."""
+    """Draws `count` random numbers in [0, 1), which depend on `seed` and `key` only, from a
+    generator that numpy promises to leave as it is."""
     entropy = (int(seed < 0), abs(seed), *key)
     bits = np.random.Philox(np.random.SeedSequence(entropy)).random_raw(count)
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
@@ -423,7 +429,8 @@ def _normals(count: int, seed: int, *key: int) -> FloatArray:
 
 @functools.lru_cache(MAX_BLOCKS)
 def _prompts(seed: int, block: int) -> tuple[list[float], list[float]]:
-    """For the prompts of a block: normal scores, and numbers in [0, 1), which make a prompt hard
-    (its responses often run to the cap) if below `Lengths.hard_prompts`."""
+    """Two lists, with a number for each prompt of a block: its normal score, which lengths of its
+    responses depend on, and a number in [0, 1). If this is below `Lengths.hard_prompts`, the prompt
+    is hard (its responses often run to the cap)."""
     scores = _normals(BLOCK_ROWS, seed, _PROMPT_STREAM, block)
     return scores.tolist(), _uniforms(BLOCK_ROWS, seed, _HARD_STREAM, block).tolist()

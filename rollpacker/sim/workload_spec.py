@@ -1,5 +1,4 @@
-"""The part of a scenario that describes prompts: lengths of their responses, and how these are
-checked."""
+"""The part of a scenario that describes prompts: their responses' lengths, and their checks."""
 
 from __future__ import annotations
 
@@ -16,28 +15,27 @@ OWN_PROMPTS = {
     "hard_prompts": 0.0,
     "hard_prompt_cap_probability": 0.15,
 }
-"""Defaults of three fields of `LengthLaw`, which say how much a response's length depends on its
-prompt, for laws that are no preset."""
+"""Defaults of fields of `LengthLaw` that say how much a response's length depends on its prompt,
+for laws that are given by `quantiles` or `trace`. Presets have their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthLaw:
-    """Law of response lengths (`lengths.*`, `rewards.N.lengths.*`): one of `preset`, `quantiles`
-    and `trace`."""
+    """Law of response lengths (`lengths.*`, `rewards.N.lengths.*`), given in one of three ways."""
 
     preset: str | None = None
     """Name of a length law that comes with the package. None: `quantiles` or `trace` is set."""
     quantiles: Mapping[float, int] | None = None
-    """Mapping from quantile to tokens of a response. The logarithm is linear between quantiles,
-    falls to one token below the lowest and is constant above. An override sets the whole
-    mapping."""
+    """Mapping from quantile to tokens of a response. Between quantiles the logarithm of the tokens
+    is interpolated linearly; below the lowest it falls to one token, above the highest it is
+    constant. An override sets the whole mapping."""
     trace: str | None = None
     """Path of a JSONL file with {"length": n} per response, or {"prompt": id, "lengths": [n, ...]}
     per prompt. With the latter the prompts come in the file's order, and the other keys of
     `lengths` have no effect. The path is relative to the folder that the command is run in."""
     within_prompt_correlation: float | None = None
-    """Correlation of the normal scores of two responses to one prompt: at 0 a length is all luck,
-    at 1 the prompt decides it. None: as fitted for a preset; without a preset 0.05."""
+    """How much lengths of responses to one prompt are alike (correlation of normal scores): at 0 a
+    length is all luck, at 1 the prompt decides it. None: as fitted for a preset; else 0.05."""
     hard_prompts: float | None = None
     """Share of prompts that are hard: some responses to them run to the cap of tokens whatever the
     law says. None: as fitted for a preset; without a preset 0."""
@@ -79,19 +77,20 @@ class RewardStage:
     defaults of the `kind` (`presets.REWARD_KINDS`)."""
 
     kind: Literal["math", "code", "judge", "none"]
-    """Kind of check, which gives the defaults of the fields below. none: verdicts take no time."""
+    """Kind of check: `math` and `code` have workers, `judge` is a model that answers calls. It
+    gives the defaults of the fields below. none: there is no check."""
     share: float
     """Share of the prompts that are checked in this way."""
     seconds_quantiles: Mapping[float, float] | None = None
-    """Mapping from quantile to seconds of one check (math, code); None: as the kind says. Between
-    quantiles the logarithm of the seconds is linear; beyond the ends it is constant."""
+    """Mapping from quantile to seconds of one check (math, code); None: the default of the `kind`.
+    Between quantiles the logarithm of the seconds is linear; beyond the ends it is constant."""
     workers: int | None = None
-    """Number of checks that run at once (math, code). None: as the kind says."""
+    """Number of checks that run at once (math, code). None: the default of the `kind`."""
     calls_per_s: float | None = None
-    """Number of calls that a judge answers per second (judge). None: as the kind says."""
+    """Number of calls that a judge answers per second (judge). None: the kind's default."""
     slowest_correct_s: float | None = None
-    """Seconds of a check beyond which no answer is correct (math, code). None: as the kind says, or
-    the kind's time limit if `seconds_quantiles` is set."""
+    """Seconds of a check beyond which no answer is correct (math, code). None: the default of the
+    `kind`, or the kind's time limit if `seconds_quantiles` is set."""
     check_truncated: bool = True
     """Whether responses that were cut off at the cap are checked too. False: they are wrong at
     once, as a program without an end is."""
@@ -134,7 +133,7 @@ class RewardStage:
 
     @property
     def seconds_law(self) -> Mapping[float, float] | None:
-        """Mapping from quantile to seconds that a check keeps a worker; None: there is no check."""
+        """Mapping from quantile to a worker's seconds for a check; None: there is no check."""
         if self.kind == "judge":
             rate = self.calls_per_s or REWARD_KINDS["judge"].calls_per_s
             assert rate is not None
@@ -143,7 +142,7 @@ class RewardStage:
 
     @property
     def limit_s(self) -> float | None:
-        """Seconds after which a check has failed, whatever its deadline is; None: no limit."""
+        """Most seconds that a check may take, even if a deadline is later; None: no limit."""
         return REWARD_KINDS[self.kind].limit_s
 
     @property

@@ -35,7 +35,7 @@ class MlflowTracker(Tracker):
     shows_texts = False
     _run_id = ""
     _in_files = False
-    """Whether MLflow's store is a folder of files, rather than a database or a server."""
+    """Whether MLflow keeps its data in a folder of files, not in a database or on a server."""
 
     def check(self) -> str:
         import mlflow
@@ -63,7 +63,7 @@ class MlflowTracker(Tracker):
         return self._run_id, f"run {self._run_id} in {uri}"
 
     def _new_run(self, run: Opening) -> str:
-        """Create the run in MLflow, and its experiment if it has none. Returns the run's id."""
+        """Create the run in MLflow, and its experiment if there is none. Returns the run's id."""
         options = {n: one for n, one in self.config.options.items() if n != "tracking_uri"}
         known = self.shown.get_experiment_by_name(run.project)
         experiment = known.experiment_id if known else self.shown.create_experiment(run.project)
@@ -77,7 +77,8 @@ class MlflowTracker(Tracker):
         self.shown.log_batch(self._run_id, metrics=metrics)
 
     def send_samples(self, step: int, table: SamplesTable) -> None:
-        """Send the table in the form of MLflow's `log_table`, which itself needs pandas."""
+        """Send a step's samples as a table that MLflow's page shows. MLflow's `log_table` would do
+        the same, but needs pandas."""
         file = f"samples/step_{step:06d}.json"
         values = {"columns": table.columns, "data": table.rows}
         self.shown.log_text(self._run_id, json.dumps(values), file)
@@ -101,8 +102,8 @@ class MlflowTracker(Tracker):
 
 def metric_name(name: str, *, in_files: bool = False) -> str:
     """Returns a metric's name as MLflow allows it: `eval/pass@1` becomes `eval/pass_at_1`.
-    `in_files`: in a store of files, slashes would make folders, and a metric cannot have the name
-    of a folder, so they become dots."""
+    `in_files`: MLflow keeps its data in files, where a slash would make a folder, and no metric may
+    have a folder's name; slashes then become dots."""
     name = _NOT_IN_NAMES.sub("_", name.replace("@", "_at_"))
     return name.replace("/", ".") if in_files else name
 

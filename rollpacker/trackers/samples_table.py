@@ -1,4 +1,4 @@
-"""Makes a table of the samples of a step that is safe to show on the page of another program."""
+"""Makes a table of a step's samples, with no character that is invisible on a web page."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class SamplesTable(NamedTuple):
 
 
 def samples_table(samples: Sequence[Mapping[str, Any]]) -> SamplesTable | None:
-    """A table of the first `MAX_ROWS` samples, with texts made safe; None without samples."""
+    """A table of the first `MAX_ROWS` of a step's samples (values by column), whose texts are as
+    `visible` returns them. None: there are no samples."""
     shown = samples[:MAX_ROWS]
     columns = list(dict.fromkeys(key for sample in shown for key in sample))
     rows = [[_cell(sample.get(column)) for column in columns] for sample in shown]

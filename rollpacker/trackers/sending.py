@@ -42,19 +42,18 @@ CLOSE_S = 60.0
 Leaves = Iterator[tuple[str, Any]]
 Status = Literal["ok", "interrupted", "failed"]
 NOTHING = [-1, 1]
-"""The place of a row before all others. A place is a pair: the row's step, and 0 for an evaluation
-or 1 for the step itself."""
+"""Place of a row of metrics before all others, when nothing is sent yet. A place is a list of the
+row's step, and 0 for an evaluation or 1 for the step itself."""
 
 
 class TrackerProblem(Exception):
-    """A tracker cannot be used. The message says why and what to do, and is shown behind the
-    tracker's name."""
+    """A tracker cannot be used. The message, shown after its name, says why and what to do."""
 
 
 def check_connection(url: str, cure: str) -> None:
     """Raise `TrackerProblem` if nobody answers at `url` within `CONNECT_S` seconds: the libraries
-    themselves try for minutes. `cure`: a sentence on what to do. URLs behind a proxy, or of another
-    protocol than HTTP, are not tried."""
+    themselves try for minutes. `cure` is a sentence for the message on what the user can do. URLs
+    behind a proxy, or of another protocol than HTTP, are not tried."""
     address = urlsplit(url)
     host = address.hostname
     if address.scheme not in ("http", "https") or host is None:
@@ -78,15 +77,14 @@ class Opening(NamedTuple):
     folder: Path
     """An existing folder in which the tracking library may keep files."""
     run_id: str | None
-    """The library's id of the run that it is to continue. None: it begins a new run."""
+    """Id that the library gave its run, which it is to continue. None: it begins a new run."""
     last_step: int
-    """The last step of which the library was sent something. -1: it was sent nothing."""
+    """Step of the last row that was handed to the library before a resume. -1: none was."""
 
 
 class Tracker(Callback):
-    """The base of all trackers. A library's own subclass overrides some of the methods from `check`
-    to `finish`. They are called in the tracker's thread only, one at a time, and may raise
-    anything."""
+    """The base of all trackers. A subclass for a tracking library overrides methods from `check` to
+    `finish`. They are called in the tracker's thread only, one at a time, and may raise."""
 
     name: ClassVar[str]
     shows_texts: ClassVar[bool] = True
@@ -101,15 +99,15 @@ class Tracker(Callback):
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._late_at: float | None = None
-        """Time on the monotonic clock at which the call under way has taken too long. None: no call
-        is under way."""
+        """Time on the monotonic clock until which the call of the library that is under way may
+        take. None: no call is under way."""
         self._given_up = False
         self._record: dict[str, Any] = {"run_id": None, "sent": NOTHING}
         self._hooks = (sys.excepthook, sys.exit)
 
     def missing(self) -> str | None:
-        """A sentence that names the missing extra, or None if the library is installed. Imports
-        nothing."""
+        """A sentence that says which of the package's extras to install, or None if the library is
+        installed. Imports nothing."""
         return missing(self.name, extra=self.name, what=f"the tracker {self.name}")
 
     def check(self) -> str:
@@ -123,8 +121,7 @@ class Tracker(Callback):
         raise NotImplementedError
 
     def send(self, step: int, row: Mapping[str, Any]) -> None:
-        """Show a row of `metrics.jsonl` in the library. Values are finite numbers, and texts if
-        `shows_texts`."""
+        """Show a row of `metrics.jsonl`, with finite numbers, and texts if `shows_texts`."""
         self.shown.log(row, step=step)
 
     def send_samples(self, step: int, table: SamplesTable) -> None:
@@ -134,8 +131,8 @@ class Tracker(Callback):
         self.send(step, {path.stem: self.library.Image(str(path))})
 
     def finish(self, status: Status, step: int, summary: Mapping[str, Any]) -> None:
-        """End the library's run, whose last step is `step`. `summary`: the values of `summary.json`
-        under flat names, and under "ended" why the run ended."""
+        """End the library's run, whose last step is `step` and whose end was `status`. `summary`:
+        the values of `summary.json`, under names such as `a/b`, and "ended": why the run ended."""
         raise NotImplementedError
 
     # --- what the run calls -----------------------------------------------------------------------
@@ -168,8 +165,8 @@ class Tracker(Callback):
             self._give_up(f"it did not take everything within {CLOSE_S:g} s of the run's end")
 
     def _put(self, task: Callable[..., None], *arguments: Any, limit_s: float = CALL_S) -> None:
-        """Give the tracker's thread a task, which may take `limit_s` seconds. If an earlier task
-        has taken too long, the tracker is given up instead."""
+        """Have the tracker's thread call `task(*arguments)`, which may take `limit_s` seconds. If
+        an earlier task has taken too long, the tracker gets no task any more."""
         if (late_at := self._late_at) is not None and time.monotonic() > late_at:
             self._give_up("it did not answer in time")
         if not self._given_up:

@@ -49,8 +49,7 @@ class SwanlabTracker(Tracker):
         self.shown.finish(state=_STATES[status], error=error)
 
     def _settings(self) -> Any:
-        """Settings with which SwanLab asks nothing in the terminal, and uploads nothing of what the
-        terminal shows."""
+        """Settings by which SwanLab asks nothing in the terminal, and uploads nothing of it."""
         ours = {"interactive": False, "terminal": {"proxy_type": "none"}}
         mode = {key: self.config.options[key] for key in ("mode",) if key in self.config.options}
         return self.library.Settings(**{**ours, **mode, **self.config.options.get("settings", {})})

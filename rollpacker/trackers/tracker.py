@@ -11,8 +11,7 @@ TrackerName = Literal["wandb", "mlflow", "trackio", "swanlab"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackerConfig:
-    """Settings of one tracker (`trackers[]`). A name alone, as in `trackers: [wandb]`, means
-    default settings."""
+    """Settings of one tracker (`trackers[]`); a name alone, as in `[wandb]`, means the defaults."""
 
     name: TrackerName
     project: str | None = None
@@ -20,7 +19,7 @@ class TrackerConfig:
     run_name: str | None = None
     """Name of the run in the tracking library. None: the run's own name."""
     samples_every_steps: int | None = 10
-    """Number of steps between two tables of samples that are sent. None: no table is sent."""
+    """Steps between two tables of samples; step 1 has one too. None: no table is sent."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments for the library's call that opens a run, such as `entity` or `tags`."""
 

@@ -19,14 +19,14 @@ from rollpacker.trackers.sending import (
 
 ROWS_PER_STEP = 4
 """Maximum number of rows that a step adds to W&B's history: evaluation, samples, the step itself,
-and a picture. W&B numbers rows, but does not know where a run that is continued offline had got to.
-Rows then go on at this number times the number of steps, so that none comes twice."""
+and a picture. W&B numbers rows, but offline it does not know how many a resumed run has. Rows are
+then numbered from this number times the number of steps on, so that no number comes twice."""
 
 
 class WandbTracker(Tracker):
     name = "wandb"
     _first: int | None = None
-    """Number for the next row of W&B's history, set when a run is continued. None: W&B counts."""
+    """Number for the next row of W&B's history, set when a run is resumed. None: W&B numbers it."""
 
     def check(self) -> str:
         import wandb

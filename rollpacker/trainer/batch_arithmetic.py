@@ -20,13 +20,15 @@ class BatchArithmetic:
     short_samples_per_prompt: int
     short_samples: int
     cascade_rounds: tuple[tuple[int, int], ...]
-    """Number of prompts, and of samples per prompt, of each further round for prompts put off by a
-    short round (one that ends without the longest responses). Empty: there are none."""
+    """For each kind of round between short and long ones, its number of prompts and of samples per
+    prompt. Such a round generates for prompts that a short round (one that ends without the longest
+    responses) put off. Empty: there are no such rounds."""
     long_samples: int
     """Number of samples that a long round (one that waits for all of them) submits to engines."""
     pooled: bool
-    """Whether prompts that a short round (one that ends without the longest responses) puts off are
-    generated for in the next short round. False: other rounds generate for them."""
+    """Whether the next short round goes on with the prompts that a short round (one
+    that ends without the longest responses) puts off. False: rounds of other kinds are
+    held for these prompts."""
     trained_prompts: int
     trained_samples: int
     max_trained_tokens: int
@@ -37,8 +39,8 @@ class BatchArithmetic:
     steps: int | None
     """Number of steps of the run. None: until the data's epochs are done."""
     most_carried: int
-    """The most prompts that can be put off to a later round at one time with the tokens generated
-    for them so far kept. 0: such tokens are not kept."""
+    """The most prompts that can wait for a later round (one batch of generation) at one time, with
+    tokens of unfinished responses kept for them. 0: such tokens are not kept."""
 
     @property
     def most_samples(self) -> int:
@@ -48,7 +50,8 @@ class BatchArithmetic:
 
 
 def batch_arithmetic(config: RunConfig) -> BatchArithmetic:
-    """Compute the numbers of prompts, samples and tokens of a step of this run."""
+    """Compute from a run's config how many prompts and samples each kind of round submits to
+    engines, and how many tokens a step trains on."""
     prompts, samples = config.rollout.prompts_per_step, config.rollout.samples_per_prompt
     tail = config.tail_batching
     short_prompts = tail.factors.num_prompts(prompts)
@@ -96,8 +99,9 @@ def _most_carried(config: RunConfig) -> int:
 
 
 def tail_notes(config: RunConfig) -> list[str]:
-    """Return sentences about the settings of short and long rounds, and of training that begins
-    before all rewards are there, for `--dry-run` to print. Empty if they need no remark."""
+    """Return sentences about the settings of short and long rounds, and of training that
+    begins before all rewards are there, for `--dry-run` to print. An empty list means that
+    there is nothing to remark."""
     tail, stream = config.tail_batching, config.stream_trainer
     notes = []
     if tail.chooses:

@@ -42,8 +42,8 @@ Packs = Callable[[Sequence[int], int], list[list[int]]]
 """Function that groups rows (token sequences) into micro-batches: given the rows' lengths and the
 most tokens of a micro-batch, it returns the row indices of each micro-batch."""
 Budget = Callable[[Sequence[int], Packs], int]
-"""Function that returns the most tokens of a micro-batch, given the lengths of a call's rows and
-the `Packs` function that will group them."""
+"""Function that returns the most tokens of a micro-batch, given the lengths of the rows that go
+through the model in one trainer call, and the `Packs` function that will group them."""
 
 
 class Batcher:
@@ -110,8 +110,9 @@ class Batcher:
 
 
 def budget_of(config: TrainConfig, of_stages: Callable[..., int] | None) -> int | Budget:
-    """Return a `Batcher`'s `max_tokens` (most tokens of a micro-batch) for this config. `of_stages`
-    is the method `Stage.budget`, which chooses it with pipeline stages; None: there are none."""
+    """Return a `Batcher`'s `max_tokens` (most tokens of a micro-batch) for this config.
+    With pipeline stages, `of_stages` is the method `Stage.budget`, which chooses that
+    number; None: no stages."""
     if config.micro_batch_tokens != "auto":
         return config.micro_batch_tokens
 
@@ -131,8 +132,9 @@ def _sorted_runs(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 def _packed_kinds(
     models: Sequence[nn.Module], layout: Layout, device: torch.device, dtype: torch.dtype | None
 ) -> list[tuple[nn.Module, PackedKind]]:
-    """Return the models, each with the kind of packed attention that it will use; empty for sorted
-    rows. Raises `ValueError` if `packed` is asked for and a model's attention does not allow it."""
+    """Return the models, each with the kind of packed attention that it will use. Empty if rows are
+    to be sorted and padded, as `layout` says or, with `auto`, a model's attention requires. Raises
+    `ValueError` if `packed` is asked for and a model's attention does not allow it."""
     if layout == "sorted":
         return []
     packed: list[tuple[nn.Module, PackedKind]] = []

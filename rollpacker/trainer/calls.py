@@ -51,8 +51,8 @@ _ERRORS: dict[str, type[Exception]] = {
         *(torch.OutOfMemoryError, OSError, ValueError),
     )
 }
-"""Classes of errors that the run's own process can raise again, by class name. A subclass comes
-before its base class, since the first match is taken."""
+"""Classes of rank errors that the run's own process can raise again, by class name. A subclass
+comes before its base class, since the first class that fits the error is taken."""
 
 
 _RECORDS = (
@@ -77,8 +77,7 @@ def codec() -> Codec:
 
 def error_bytes(error: Exception) -> bytes:
     """Encode an error of a rank so that the run's own process can raise it. An error from outside
-    of the package becomes a `TrainerError`: its class may be unknown in that process, and the
-    traceback, which there tells a user's mistake from a bug, is not sent."""
+    of the package becomes a `TrainerError` with its text, since that process may lack its class."""
     name = next((n for n, kind in _ERRORS.items() if isinstance(error, kind)), "")
     module = type(error).__module__
     is_ours = module.startswith("rollpacker.")

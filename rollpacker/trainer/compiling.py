@@ -60,7 +60,8 @@ def compile_layers(model: nn.Module, *, backend: Backend = "inductor") -> bool:
 
 
 class _Attempt:
-    """State that a model's compiled layers share: the backend, and whether compiling failed."""
+    """State that a model's compiled layers share: the backend, and whether compiling failed, after
+    which all layers run uncompiled."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
@@ -77,7 +78,8 @@ class _Attempt:
 
 
 class _CompiledForward:
-    """Stands in for a layer's `forward`: compiled code, or the plain one once compiling failed."""
+    """Stands in for a layer's `forward`: runs compiled code, or the layer's own `forward`
+    after compiling has failed."""
 
     def __init__(self, layer: nn.Module, attempt: _Attempt) -> None:
         self._layer = layer

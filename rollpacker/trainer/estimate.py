@@ -49,7 +49,7 @@ class Estimate:
     num_parameters: int | None
     batch: BatchArithmetic
     memory: Memory
-    """Memory of the run's own process, without parts if nothing is known of the model."""
+    """Memory of the run's own process. It has no parts if the model's shape is not known."""
     processes: int
     """Number of the trainer's own processes; 0 if the trainer works in the run's process."""
     ranks: tuple[Memory, ...]
@@ -64,7 +64,8 @@ class Estimate:
 
     @property
     def whole(self) -> bool:
-        """Whether all parts of the memory are known, for which the model's shape must be known."""
+        """Whether the estimate has all parts of the memory. It lacks some if the
+        model's shape is not known."""
         return any(memory.has_activations for memory in (self.memory, *self.ranks))
 
     @property
@@ -78,7 +79,8 @@ class Estimate:
         return self.memory.size_bytes + others
 
     def rank(self, number: int) -> Memory:
-        """Memory of one of the trainer's processes, by its number; without parts if not known."""
+        """Return the memory of the trainer's process with this number. The record has no parts if
+        the memory is not known."""
         if not self.ranks:
             return Memory()
         return self.ranks[number * len(self.ranks) // self.processes]

@@ -56,7 +56,8 @@ PEAK_TFLOPS: dict[tuple[str, ...], float] = {
 From NVIDIA's datasheets (halved where one gives the sparse number); GeForce and RTX A6000 from the
 white papers of their architectures."""
 _OTHER_CHIPS = ("Laptop", "MIG", "D", "Ti")
-"""Words in the name of a device whose chip is not the one that `PEAK_TFLOPS` lists."""
+"""Words in a device's name which say that its chip is another than the one listed in `PEAK_TFLOPS`
+under the rest of the name."""
 _MEASURE_S = 0.05
 _MATMUL_SIZE = 512
 
@@ -70,7 +71,7 @@ class FlopModel:
     output: float
     """FLOPs per predicted token in the output layer."""
     attention: float
-    """FLOPs of attention per token, per token that it attends to, and per layer."""
+    """FLOPs of attention for each pair of a token and a token that it attends to, in one layer."""
     windows: tuple[int | None, ...]
     """For each layer with attention, how many tokens back it looks. None: to the beginning."""
 

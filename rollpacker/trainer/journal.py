@@ -27,8 +27,8 @@ NUM_SEGMENTS = 2
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """A call that ranks have carried out: the method's name, for each called rank the encoded call,
-    and the called ranks' numbers (empty: all ranks)."""
+    """A trainer call that ranks have carried out: the method's name, the encoded call of each rank
+    that was called, and these ranks' numbers (empty: all ranks were called)."""
 
     method: str
     calls: list[bytes]
@@ -61,8 +61,8 @@ class Journal:
         self._segments = [Segment(0, folder)]
 
     def add(self, method: str, calls: Sequence[bytes], numbers: Sequence[int]) -> None:
-        """Record a call that these ranks have all carried out. Raises `OSError` if writing
-        fails."""
+        """Record that the ranks with these `numbers` (empty: all) have carried out a call of
+        `method`; `calls` has each rank's encoded call. Raises `OSError` if writing fails."""
         file = self._segments[-1].file
         head = json.dumps([method, list(numbers), [len(call) for call in calls]])
         file.write(f"{head}\n".encode())
@@ -87,12 +87,14 @@ class Journal:
         self._segments = [first]
 
     def saved(self, version: int) -> None:
-        """Begin a new file of calls at `version`, of which the trainer now saves a checkpoint."""
+        """Begin a new file of calls, because the trainer now saves a checkpoint of `version`. Only
+        the newest segments that may still be needed are kept."""
         self._keep(NUM_SEGMENTS - 1)
         self._segments.append(Segment(version, self._folder))
 
     def reaches(self, version: int) -> bool:
-        """Whether repeating recorded calls can bring ranks from this version to the newest one."""
+        """Whether ranks that load a checkpoint of `version` can be brought to the newest version by
+        repeating recorded calls."""
         return any(segment.version == version for segment in self._segments)
 
     def since(self, version: int) -> Iterator[RecordedCall]:
@@ -150,13 +152,15 @@ class KeptState:
         return folder
 
     def keep(self, version: int) -> None:
-        """Keep the state of this version, which is now complete, and remove the one kept before."""
+        """Count the written state of this version as the kept one, since it is complete now, and
+        remove the state kept before."""
         if self.version is not None:
             shutil.rmtree(self.folder(self.version), ignore_errors=True)
         self.version = version
 
     def give_up(self, version: int) -> None:
-        """Remove the state of this version, which nobody will load, unless it is the kept one."""
+        """Remove the folder of this version's state, which nobody will load. Nothing happens if
+        that state is the kept one."""
         if version != self.version:
             shutil.rmtree(self.folder(version), ignore_errors=True)
 

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Torchrun:
-    """This process's place in a job that torchrun started."""
+    """What torchrun tells this process of the job that it started: ranks,
+    addresses and restarts."""
 
     rank: int
     world_size: int
@@ -48,13 +49,15 @@ class Torchrun:
     """Number of the job's processes that run on this machine."""
     master: tuple[str, int]
     has_store: bool
-    """Whether torchrun's agent serves the job's key-value store. If not, rank 0 serves it."""
+    """Whether torchrun's agent serves the job's key-value store. If not, the process of
+    torchrun's rank 0 serves it."""
     restart: str = "0"
     """How often torchrun has restarted the job, as text. The job's store outlives a restart."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Torchrun | None:
-        """Read this process's place from torchrun's variables. None: torchrun did not start it."""
+        """Read the record from the environment variables that torchrun sets. None: torchrun did
+        not start this process."""
         names = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         if not all(name in environment for name in names) or LINE_FD in environment:
             return None
@@ -194,7 +197,8 @@ class Ranks:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """For each rank, the index of the place (host and device) at which it lives."""
+        """For each rank, the index of its place (host and device) among the places
+        that the trainer was given."""
         return self._order
 
     def start_anew(self, order: Sequence[int] | None = None) -> None:
@@ -328,7 +332,8 @@ class Ranks:
         return group.replies(called, method)
 
     def lose(self, reason: str) -> TrainerProcessError:
-        """End all ranks, and return the error to raise. `reason` says which was lost, and how."""
+        """End all ranks because one was lost, and return the error that the caller is to raise.
+        `reason` says in words which rank was lost, and how."""
         self._why_lost = reason
         self._kill()
         lost = RanksLost(reason)
@@ -361,7 +366,8 @@ def _member(number: int, pid: int, line: Line, child: Process | None) -> Member:
 
 
 def store_of(host: str, port: int, *, is_master: bool, listen_fd: int | None = None) -> TCPStore:
-    """Serve torch's key-value store at this address (`is_master`), or connect to it."""
+    """Serve torch's key-value store at this address if `is_master`, else connect to it. `listen_fd`
+    is a socket that listens already; None: torch opens one."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stub hides it
 
     return TCPStore(

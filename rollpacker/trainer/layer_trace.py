@@ -114,8 +114,9 @@ def _period(kinds: Sequence[str]) -> int:
 
 
 def _waiting_bytes(decoder: Any, ids: torch.Tensor) -> int:
-    """Return the bytes of the inputs of all trained linear layers in the decoder's layers (an input
-    that several share counts once) and of the gradients of their outputs."""
+    """Return the bytes of two kinds of tensors: the inputs of all trained linear layers in
+    the decoder's layers (an input that several layers share counts once), and the
+    gradients of their outputs."""
     import torch
     from torch import nn
 
@@ -163,7 +164,8 @@ def _model(config: dict[str, Any], settings: TraceSettings) -> tuple[Any, list[n
 
 
 def _live_bytes() -> Any:
-    """Return a context whose `now` counts the bytes that tensors hold, and `peak` the most yet."""
+    """Return a context that counts the bytes of tensors: `now` is what they hold at this moment,
+    and `peak` the most that they have held since the context began."""
     from torch import Tensor
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves

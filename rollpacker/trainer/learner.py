@@ -74,8 +74,8 @@ class OpenStep:
     gradient_scale: float = 1.0
     """Factor by which the gradient accumulated so far must still be multiplied."""
     parts: list[tuple[float, list[TrainSample]]] = field(default_factory=list)
-    """For each call of `accumulate`, its samples, and the factor by which their weights were
-    multiplied after the call."""
+    """For each call of `accumulate`, its samples, and the factor (from `rescale`) by which their
+    loss weights were multiplied after the call."""
     finite: bool = True
     """Whether all losses known so far are finite. With pipeline stages, losses become known after
     the call of `accumulate` that they belong to."""
@@ -85,8 +85,9 @@ class OpenStep:
         return any(samples for _, samples in self.parts)
 
     def rescale(self, factor: float, *, gradient_has_it: bool) -> None:
-        """Multiply the loss weights of all samples so far, which were provisional, by `factor`.
-        `gradient_has_it`: the gradient accumulated so far is multiplied already."""
+        """Multiply the loss weights of all samples so far, which were provisional, by
+        `factor`. With `gradient_has_it` the accumulated gradient is multiplied already,
+        else `update` will do it."""
         if not gradient_has_it:
             self.gradient_scale *= factor
         self.parts = [(so_far * factor, samples) for so_far, samples in self.parts]
@@ -192,9 +193,9 @@ class Learner:
             self._compute_again("a loss or a log-prob")
 
     def rescale(self, factor: float) -> None:
-        """Multiply the gradient and sums accumulated so far by `factor`. A gradient that cannot be
-        multiplied yet is multiplied in `update`; until then new losses are divided by the factor to
-        make up for it."""
+        """Multiply the gradient and losses accumulated so far by `factor`, as the samples' weights
+        were provisional. A gradient that cannot be multiplied yet is multiplied in `update`; until
+        then new losses are divided by the factor to make up for it."""
         assert self._step.parts or self._replicas > 1, "nothing was accumulated"
         assert math.isfinite(factor) and factor > 0, factor
         at_rest = self._passes.rescale(factor)
@@ -251,8 +252,8 @@ class Learner:
         self._step = OpenStep()
 
     def arrange(self, arrangement: Arrangement) -> None:
-        """Use an arrangement (how pipeline stages send tensors, and the costs they plan with) from
-        the next step on. Only for a model in pipeline stages."""
+        """Send tensors between pipeline stages, and plan with the costs of their work, as
+        `arrangement` says, from the next step on. Only for a model in pipeline stages."""
         assert self._stage is not None and not self._step.has_samples
         self._stage.arrange(arrangement)
 
@@ -317,8 +318,9 @@ class Learner:
     def _differentiate(
         self, samples: Sequence[TrainSample], factor: float = 1.0, look: Look | None = None
     ) -> bool | None:
-        """Run forward and backward over these samples, with weights multiplied by `factor`. Returns
-        whether all losses were finite on this rank; None: not known yet (pipeline stages)."""
+        """Run forward and backward over these samples, with their loss weights multiplied by
+        `factor`. Returns whether all losses on this rank were finite; None if that is not known
+        yet, as with pipeline stages."""
         for trained in self.trained.values():
             trained.reload_gradients()
         return self._passes.differentiate(
@@ -336,7 +338,8 @@ class Learner:
 
     def _compute_again(self, what: str) -> None:
         """Compute the step's gradient again from all its samples, as memory or kernels may fail
-        once. Raises `NonFiniteError`, naming samples, if a loss or gradient is not finite again."""
+        once. `what` names for the log what was not finite. Raises `NonFiniteError`, naming samples,
+        if a loss or gradient is not finite again."""
         logger.warning("%s is not finite; the step's gradient is computed once more", what)
         again = self._step.anew()
         self.discard()
@@ -368,8 +371,9 @@ class Learner:
         return {n: self._stage.norm(trained.norm()) * scale for n, trained in self.trained.items()}
 
     def _update_weights(self, rate: float, norms: Mapping[str, float]) -> None:
-        """Step the optimizers of critic and actor. `norms` are the norms of the whole gradients, by
-        which a pipeline stage, which has only a part of each gradient, clips that part."""
+        """Step the optimizers of critic and actor; `rate` is the actor's learning rate. A
+        pipeline stage has only a part of each gradient, and clips it by the whole
+        gradient's norm from `norms`."""
         actor, critic = self.trained["actor"], self.trained.get("critic")
         scale, config = self._step.gradient_scale, self._config
         whole: Mapping[str, float] = {} if self._stage is None else norms
@@ -410,7 +414,8 @@ class Learner:
     # -- what is not finite ----------------------------------------------------------------
 
     def _refuse_non_finite(self, losses: Losses, samples: Sequence[TrainSample]) -> None:
-        """Raise `NonFiniteError` if a loss of the last micro-batch or a gradient is not finite."""
+        """Raise `NonFiniteError`, naming some of `samples`, if a loss of the last micro-batch or a
+        gradient is not finite."""
         bad_losses = not losses.finite
         if self._any_of_replica(bad_losses):
             self._refuse(

@@ -72,11 +72,13 @@ class LearnerFiles:
     def _whole(
         self, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield unsharded tensors, those of all pipeline stages, on rank 0."""
+        """Yield the given tensors unsharded, together with those of all other pipeline stages, on
+        rank 0. The other ranks take part and get no tensors."""
         return self._union(full_tensors(named, self.shards, dtype))
 
     def _union(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield these tensors, and on the first pipeline stage also those of the other stages."""
+        """Yield these tensors, and on the first pipeline stage also those of the other stages. A
+        stage's copy of a weight that another stage owns is left out."""
         if self.stage is None:
             return iter(named)
         mirror = None if self._mirror is None else self._mirror.mirror

@@ -143,8 +143,8 @@ class _OutputLayer:
         return self.transform.apply_(logits, self.temperature)
 
     def backward(self, gradient: Tensor, log_probs: Tensor, norms: Tensor) -> Tensor:
-        """Turn the gradient of the logits, in place, into that of the output layer's product. The
-        logits are given as `log_probs` plus `norms` of their rows."""
+        """Turn the gradient of the logits, in place, into that of the output layer's product.
+        `log_probs` plus `norms` (the log of each row's sum of exponentials) are the logits."""
         capped = self.transform.softcap is not None
         logits = log_probs + norms[:, None] if capped else log_probs
         return self.transform.backward_(gradient, logits, self.temperature)
@@ -177,12 +177,13 @@ class _RunningSoftmax:
         self._top = torch.full_like(targets, torch.finfo(dtype).min, dtype=dtype)
         self._sum = torch.zeros_like(self._top)
         self._weighted = torch.zeros_like(self._top)
-        """Sum of exp(logit - top) x (logit - top), by row."""
+        """For each row, the sum over the logits so far of exp(logit - top) x (logit - top), where
+        top is the row's largest logit so far."""
         self._chosen = torch.zeros_like(self._top)
 
     def add(self, logits: Tensor, first: int) -> None:
-        """Add a block of logits [rows, columns] from column `first` on; the block is
-        overwritten."""
+        """Add a block of logits [rows, columns] to the sums; `first` is the block's first column in
+        the vocabulary. The block is overwritten."""
         index = self._targets - first
         inside = (index >= 0) & (index < logits.shape[1])
         found = logits.gather(-1, index.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
@@ -276,8 +277,9 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 def _plan_blocks(
     num_rows: int, num_columns: int, block_elements: int
 ) -> tuple[list[slice], list[slice]]:
-    """Cut the logits into blocks, and return the blocks' row slices and column slices. Blocks are
-    near-square, which takes the fewest passes over hidden states, weight and their gradients."""
+    """Cut a matrix of logits into blocks of at most `block_elements`, and return the blocks' row
+    slices and column slices. Near-square blocks take the fewest passes over hidden states,
+    weight and their gradients."""
     assert num_rows > 0 and num_columns > 0, "nothing to predict"
     height = min(num_rows, math.isqrt(block_elements))
     width = min(num_columns, block_elements // height)

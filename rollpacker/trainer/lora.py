@@ -155,8 +155,9 @@ def save_adapter(
     union: Callable[[Iterable[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]] = iter,
 ) -> None:
     """Write `adapter_model.safetensors` and `adapter_config.json` as peft does, for
-    `PeftModel.from_pretrained`. All processes of a sharded model must call this; only one with
-    `write` true writes files. `union` is a function that adds other pipeline stages' adapters."""
+    `PeftModel.from_pretrained`. All processes of a sharded model must call this, and the one
+    with `write` true writes the files. `union` takes this process's adapters and adds those
+    of other pipeline stages."""
     own = (
         (name, whole(value.detach()).contiguous().cpu())
         for name, value in adapter_parameters(model).items()

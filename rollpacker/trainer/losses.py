@@ -141,8 +141,9 @@ def named(samples: Sequence[SampleId], limit: int = 5) -> str:
 def _flat(
     values: Sequence[float | tuple[float, ...]], like: Tensor, counts: Sequence[int] = ()
 ) -> Tensor:
-    """Put the samples' values into one tensor [N], sample after sample. A single number is repeated
-    for the sample's sampled tokens, of which there are `counts`."""
+    """Put the samples' values into one tensor [N], sample after sample. A value that is a
+    single number is repeated for each token that the model sampled; `counts` has each
+    sample's number of these."""
     flat: list[float] = []
     for index, value in enumerate(values):
         flat.extend(value if isinstance(value, tuple) else (value,) * counts[index])
@@ -153,8 +154,8 @@ def _flat(
 def _old_log_probs(
     samples: Sequence[TrainSample], like: Tensor, rollout: Tensor, config: AlgorithmConfig
 ) -> Tensor | None:
-    """Return the log-probs [N] that the importance ratio has as its denominator. None: these are
-    the policy's present log-probs, as it was not updated since it sampled."""
+    """Return the log-probs [N] under the weights that sampled, which are the importance ratio's
+    denominator. None: the policy was not updated since, so its present log-probs serve."""
     if config.old_logprobs == "rollout":
         return rollout
     known = [s.old_log_probs for s in samples if s.old_log_probs is not None]

@@ -11,9 +11,10 @@ import torch
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
-"""Text that resets the resident set's peak when it is written to Linux's `clear_refs`."""
+"""Text that a process writes to Linux's file `clear_refs` to reset the peak of its
+resident set (physical memory)."""
 _MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
-"""Bytes in the unit of `ru_maxrss`."""
+"""Number of bytes in one unit of `ru_maxrss` (the peak resident set that the system reports)."""
 
 
 class PeakMemory:
@@ -25,7 +26,8 @@ class PeakMemory:
         self._cuda = device if device.type == "cuda" else None
         self.resets = True
         self.mark_bytes = 0
-        """Bytes that were held at the last `reset`."""
+        """Bytes that this process held when `reset` was last called: tensors on CUDA,
+        the resident set on a CPU."""
         self.reset()
 
     def reset(self) -> None:

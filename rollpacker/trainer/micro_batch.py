@@ -18,8 +18,8 @@ from rollpacker.spans import Spans, num_outside, outside
 from rollpacker.trainer.trainer import ScoreRequest
 
 MICRO_BATCH_OVERHEAD_TOKENS = 192
-"""Cost of starting a micro-batch, in padded tokens. Up to this much more padding is accepted to
-have one micro-batch fewer."""
+"""Cost of starting a micro-batch, as a number of padded tokens. Rows are cut into one micro-batch
+fewer if that adds fewer tokens of padding than this."""
 
 
 class Row(NamedTuple):
@@ -120,8 +120,8 @@ def micro_batch(
     model_inputs: Mapping[str, Any],
     device: torch.device,
 ) -> MicroBatch:
-    """Make the micro-batch of rows that are already in `input_ids`. `starts` are the flat positions
-    at which each row begins."""
+    """Make the micro-batch of rows whose tokens are in `input_ids` already. `starts` are the rows'
+    first positions in the flattened `input_ids`; `model_inputs` go to the model's forward."""
     positions, targets = [], []
     for start, row in zip(starts, rows, strict=True):
         assert row.context and row.num_targets > 0, "a row needs a context and a target"

@@ -46,9 +46,11 @@ class ModelSet:
     temperature: float
     """The sampling temperature, at which log-probs are taken."""
     checkpointed: tuple[nn.Module, ...]
-    """Layers that keep no activations but compute them again in the backward pass."""
+    """Layers with gradient checkpointing, which compute their activations again in the backward
+    pass. Empty: it is off."""
     scores_policy: bool = False
-    """Whether `scores` gives the policy's log-probs even if the advantages do not need them."""
+    """Whether `scores` returns the policy's log-probs even if the algorithm's
+    advantages do not use them."""
 
     @classmethod
     def of(
@@ -109,7 +111,8 @@ class ModelSet:
         return layers_in_training(self.checkpointed)
 
     def outputs(self, batch: MicroBatch) -> Outputs:
-        """Run policy, reference and critic on a micro-batch, and return what the losses need."""
+        """Run policy, reference and critic on a micro-batch, and return their outputs for its
+        targets. The reference runs only if the algorithm's loss uses it."""
         reference = None
         if self.algorithm.reference_in_loss:
             reference = self._reference_log_probs(batch)
@@ -119,8 +122,9 @@ class ModelSet:
 
     @torch.no_grad()
     def scores(self, batch: MicroBatch) -> dict[str, Tensor]:
-        """Run the models on a micro-batch, without gradients, for the numbers that advantages need.
-        Returns tensors [N] for the N targets, by the names of `TokenScores`' fields."""
+        """Run the models on a micro-batch, without gradients, for what advantages are
+        computed from: log-probs and values. Returns tensors [N] for the N targets, by the
+        names of `TokenScores`' fields."""
         columns: dict[str, Tensor] = {}
         if self.algorithm.reference_in_scores:
             columns["ref_log_probs"] = self._reference_log_probs(batch)

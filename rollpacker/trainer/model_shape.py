@@ -44,7 +44,8 @@ class DecoderShape:
 
     @property
     def layer_matrices(self) -> int:
-        """Number of elements of the matrices of one layer."""
+        """Number of elements of one layer's weight matrices, those of attention and
+        of the feed-forward part."""
         attention = 2 * self.query + 2 * self.key_value
         return self.hidden * (attention + 3 * self.feed_forward)
 
@@ -119,7 +120,8 @@ def _attention_layers(config: Mapping[str, Any], layers: int) -> int:
 
 def num_parameters(folder: Path | None, path: str, notes: list[str]) -> int | None:
     """Return a model's number of parameters from the headers of its files, else from its config,
-    else from its name. None: it cannot be known. If it is not from the files, `notes` says so."""
+    else from a number in its name (such as 7B). None: it cannot be known. If it is not from the
+    files, `notes` says so."""
     files = sorted(folder.glob("*.safetensors")) if folder else []
     if files:
         return sum(_parameters_in(file) for file in files)

@@ -50,8 +50,8 @@ class MasterOptimizer:
     and biases. Muon's updates are scaled to the size of AdamW's (`adjust_lr_fn="match_rms_adamw"`:
     an orthogonal update of a matrix [A, B] times 0.2 * sqrt(max(A, B)) has a root mean square of
     about 0.2, as AdamW's typically has; Liu et al. 2025, "Muon is scalable for LLM training"). So
-    both use one learning rate and one weight decay, of AdamW's usual size. `offload` takes memory
-    off devices of type `offload_from`."""
+    both use one learning rate and one weight decay, of AdamW's usual size. `offload` moves tensors
+    to host memory that are on devices of type `offload_from`."""
 
     def __init__(
         self,
@@ -186,8 +186,8 @@ class MasterOptimizer:
         self.forget_gradients()
 
     def offload(self) -> None:
-        """Move optimizer state, float32 weights and gradients to host memory. `reload` must be
-        called before the next backward pass."""
+        """Move optimizer state, float32 master weights and gradients to host memory. `reload` must
+        be called before the next backward pass."""
         gradients = self.gradients()
         for name in gradients:
             self._masters[name].grad = None
@@ -214,8 +214,9 @@ class MasterOptimizer:
             self.offloaded_state.reload()
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the weights, float32 master weights, gradients and optimizer state. Gradients that
-        are offloaded are left out."""
+        """Yield all tensors kept for training: the trained weights, float32 master
+        weights, gradients and optimizer state. Gradients that `offload` has moved to
+        host memory are left out."""
         for name, master in self._masters.items():
             yield from (self._weights[name], master)
             if master.grad is not None:
@@ -245,7 +246,8 @@ class MasterOptimizer:
         return {}
 
     def _blank_state(self, name: str) -> dict[str, Tensor]:
-        """Return tensors with the names, shapes and dtypes of this parameter's optimizer state."""
+        """Return tensors with the names, shapes and dtypes of the optimizer state of the parameter
+        `name`. Their values are arbitrary."""
         master = self._masters[name]
         if self._is_coded:
             return moments_like(master)
@@ -411,7 +413,8 @@ class _ShardedMuon(torch.optim.Optimizer):
 
 
 def _orthogonal_update(gradient: Tensor, learning_rate: float) -> Tensor:
-    """Return the change that torch's Muon, without momentum and decay, makes to a matrix."""
+    """Return the change that torch's Muon, without momentum and decay, makes to a matrix with this
+    gradient at this learning rate."""
     change = torch.zeros_like(gradient, requires_grad=True)
     change.grad = gradient
     torch.optim.Muon(

@@ -13,7 +13,8 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """One rank's record of an update. The gradient norms are those over all ranks."""
+    """One rank's record of an update. `sums` and memory are the rank's own; the gradient
+    norms are over all ranks."""
 
     sums: StepSums
     grad_norm: float

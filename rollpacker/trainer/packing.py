@@ -30,9 +30,11 @@ KINDS: tuple[PackedKind, ...] = ("varlen", "flex", "grouped")
 """Kinds of packed attention, all implemented in `varlen.py`, the fastest first."""
 
 _names: dict[tuple[PackedKind, str | None], str] = {}
-"""Names of packed attention in transformers, by its kind and the attention it replaces."""
+"""Names under which packed attention is registered with transformers. The key is the kind of packed
+attention and the name of the attention that it replaces (None: the default)."""
 _replaced: dict[str, str | None] = {}
-"""For each name of packed attention, the attention it replaces. None: transformers' default."""
+"""Mapping from the name of each registered packed attention to the name of the attention that it
+replaces. None: transformers' default attention."""
 
 
 def pack(rows: Sequence[Row], device: torch.device) -> MicroBatch:
@@ -53,7 +55,8 @@ def pack(rows: Sequence[Row], device: torch.device) -> MicroBatch:
 def best_kind(
     model: nn.Module, device: torch.device, dtype: torch.dtype | None = None
 ) -> PackedKind | None:
-    """Return the fastest packed attention that this model can use on this device. None: none."""
+    """Return the fastest kind of packed attention that this model can use on this device in `dtype`
+    (None: the dtype of the weights). Returns None if the model can use no kind."""
     return next((kind for kind in KINDS if why_not(model, kind, device, dtype) is None), None)
 
 

@@ -32,7 +32,8 @@ for a filler of weight 0). If it raises, it does so on all ranks."""
 
 
 class Passes(Protocol):
-    """Runs the models over samples. Several ranks must make every call together."""
+    """Runs the models over samples, for scores or for gradients. Several ranks must
+    make every call together."""
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[TokenScores]:
         """Run the models on the requested responses without gradients. Returns the scores in the
@@ -64,8 +65,8 @@ class Passes(Protocol):
         ...
 
     def finish(self) -> bool:
-        """Wait until no pass is running. Returns whether all losses were finite on this rank for
-        which `differentiate` has returned None."""
+        """Wait until no pass is running. Returns whether all losses on this rank were finite in
+        those calls of `differentiate` that returned None, as they could not tell yet."""
         ...
 
     def differentiate_nothing(self) -> None:
@@ -106,7 +107,8 @@ class LocalPasses:
         sums: StepSums,
         look: Look | None = None,
     ) -> bool:
-        """Run forward and backward over the samples. Returns whether all losses were finite."""
+        """Run forward and backward over the samples, and return whether all losses were finite. The
+        parameters are as in `Passes.differentiate`."""
         rows = [row_of(sample) for sample in samples]
         done: list[tuple[MicroBatch, list[TrainSample], Losses]] = []
         started = time.perf_counter()
@@ -133,7 +135,8 @@ class LocalPasses:
         return all(found.finite for *_, found in done)
 
     def rescale(self, factor: float) -> bool:
-        """Return True: no pass runs between two calls, so there is nothing to multiply."""
+        """Return True, since no pass is running: each call of `differentiate` waits for its passes,
+        so all losses are in its `sums` already."""
         return True
 
     def finish(self) -> bool:
@@ -185,7 +188,8 @@ def note_micro_batch(
     factor: float,
     flops: FlopModel,
 ) -> None:
-    """Add a micro-batch's losses times `factor`, token counts and FLOPs to `sums`, but no time."""
+    """Add one micro-batch's token counts, FLOPs and losses to `sums`; the losses are multiplied by
+    `factor`, which corrects provisional sample weights. The time of its passes is not added."""
     lengths = [len(s.prompt_tokens) + len(s.response_tokens) - 1 for s in samples]
     sums.add_micro_batch(
         batch=batch,

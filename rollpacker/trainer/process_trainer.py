@@ -79,11 +79,12 @@ class ProcessTrainer:
         self.overseer = _overseer(setup)
         """Watches the speed of pipeline stages and links. None: the model is not in stages."""
         self._arranged: Arrangement | None = None
-        """How pipeline stages send tensors and what costs they plan with, as the ranks were told
-        last. None: the model is not in stages."""
+        """The arrangement that the ranks were told last: how pipeline stages send tensors, and what
+        costs they plan with. None: the model is not in stages."""
         self._relayout = Relayout.of(setup, can_switch=ranks.can_start_anew)
         self._switch_s = 0.0
-        """Seconds that the last change of layout took, or before any change the ranks' start."""
+        """Seconds that the last change of layout (split of the model over ranks) took. Before the
+        first change, the seconds that the ranks needed to start."""
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
         try:
             self._layout = BufferLayout.of(engine_weights)
@@ -95,7 +96,8 @@ class ProcessTrainer:
     async def score(
         self, requests: Sequence[ScoreRequest], replicas: Sequence[int] | None = None
     ) -> list[TokenScores]:
-        """Have the ranks share the requests, and return the responses' scores in order."""
+        """Have the ranks of `replicas` (None: of all) share the requests, and return the responses'
+        scores (log-probs, values) in the requests' order."""
         shares = self._shares(requests, replicas)
 
         def score() -> list[TokenScores]:
@@ -117,7 +119,8 @@ class ProcessTrainer:
     async def accumulate(
         self, samples: Sequence[TrainSample], replicas: Sequence[int] | None = None
     ) -> None:
-        """Deal the samples out to the ranks, which add their gradients to the step's."""
+        """Deal the samples out to the ranks of `replicas` (None: of all), which add the samples'
+        gradients to the step's."""
         ordered = sorted(samples, key=lambda sample: sample.sample)
         shares = self._shares(ordered, replicas)
 
@@ -135,7 +138,8 @@ class ProcessTrainer:
         await self._in_thread(accumulate)
 
     async def rescale(self, factor: float) -> None:
-        """Multiply what the ranks have accumulated so far by `factor`."""
+        """Multiply the gradients and losses that the ranks have accumulated
+        in this step by `factor`."""
         await self._in_thread(lambda: self._change_all("rescale", factor))
 
     async def update(self) -> Mapping[str, float]:
@@ -196,9 +200,10 @@ class ProcessTrainer:
         return self._ranks.how_lost()
 
     async def restore(self, checkpoint: Path | None, tell: Callable[[], None]) -> None:
-        """Start new ranks and bring them to the present `version`, from a checkpoint (None: from
-        the run's first model) and recorded calls. `tell` is called now and then as a sign of life.
-        Raises `TrainerProcessError` if too few calls are recorded for this checkpoint."""
+        """Start new ranks and bring them to the present `version`, from a checkpoint (None:
+        from the run's first model) and recorded calls. `tell` is called now and then to
+        show that the work goes on. Raises `TrainerProcessError` if too few calls are
+        recorded for this checkpoint."""
 
         def restore() -> None:
             self._ranks.start_anew()
@@ -219,12 +224,12 @@ class ProcessTrainer:
     async def relayout(
         self, pipeline: PipelineConfig, order: Sequence[int] | None = None
     ) -> float | None:
-        """Replace the ranks between two steps by new ones in another layout (split of the model
-        over ranks). The new ranks load the state that the old ones wrote. `order` gives the index
-        of each new rank's place; that of rank 0 cannot change. Returns the seconds that this took.
-        None: the new layout failed, and ranks in the old one are back. Raises `ValueError` under
-        torchrun, `TrainerError` or `OSError` if the state cannot be written, and `RanksLost` if
-        ranks were lost meanwhile, or if the old layout fails, too."""
+        """Replace the ranks between two steps by new ones in the layout (split of the model over
+        ranks) that `pipeline` sets. The new ranks load the state that the old ones wrote. `order`
+        gives the index of each new rank's place; that of rank 0 cannot change. Returns the seconds
+        that this took. None: the new layout failed, and ranks in the old one are back. Raises
+        `ValueError` under torchrun, `TrainerError` or `OSError` if the state cannot be written, and
+        `RanksLost` if ranks were lost meanwhile, or if the old layout fails, too."""
         return await self._in_thread(lambda: self._switch(pipeline, order))
 
     def _switch(self, pipeline: PipelineConfig, order: Sequence[int] | None) -> float | None:
@@ -260,7 +265,9 @@ class ProcessTrainer:
         return self._switch_s
 
     def _go_back(self, setup: LearnerSetup, order: Sequence[int]) -> None:
-        """Start ranks in the layout before a failed change. Raises `RanksLost` if this fails."""
+        """End the ranks of a layout that has failed, and start ranks in the layout
+        before, as `setup` and `order` (index of each rank's place) describe it. Raises
+        `RanksLost` if this fails."""
         try:
             self._load_anew(setup, order)
         except Exception as error:
@@ -300,7 +307,8 @@ class ProcessTrainer:
         return {f"{PREFIX}/relayout_s": seconds}
 
     def _load_anew(self, setup: LearnerSetup, order: Sequence[int] | None) -> None:
-        """Start new ranks, and have them load the state that the old ranks have written."""
+        """Start new ranks with the settings `setup`, at the places of `order` (None: where they
+        were), and have them load the state that the old ranks have written."""
         self._setup = setup
         self._ranks.start_anew(order)
         self._begin(lambda: None)
@@ -308,8 +316,8 @@ class ProcessTrainer:
         assert version == self.version, (version, self.version)
 
     def _begin(self, tell: Callable[[], None]) -> None:
-        """Connect to the started ranks; have them load the models. Calls `tell` as a sign of
-        life."""
+        """Connect to the started ranks, and have them load the models. `tell` is called in between,
+        so that the caller sees progress."""
         began = time.perf_counter()
         if not self._ranks.all:  # else they are
             self._ranks.connect()
@@ -342,8 +350,9 @@ class ProcessTrainer:
         rows: Sequence[ScoreRequest] | Sequence[TrainSample],
         replicas: Sequence[int] | None,
     ) -> dict[int, list[int]]:
-        """Deal `rows` out to the ranks of these replicas (None: of all), and return the row indices
-        for each rank. Ranks that differ only in their pipeline stage get the same rows."""
+        """Deal `rows` out to the ranks of these replicas (None: of all) by their lengths,
+        and return the row indices for each rank. Ranks that differ only in their pipeline
+        stage get the same rows."""
         lengths = [length_of(row) for row in rows]
         ranks = self._ranks_of(replicas)
         shares = assign(lengths, len(ranks) // self._stages)
@@ -357,8 +366,9 @@ class ProcessTrainer:
     def _metrics(
         self, told: Sequence[tuple[StepOutcome, float | None]], step: int
     ) -> dict[str, float]:
-        """Return an update's metrics from the ranks' records. `step`: number of its step, from
-        1."""
+        """Return an update's metrics. `told` has each rank's record of the update
+        and the peak FLOP/s of its device (None: not known); `step` is the number of
+        the update's step, from 1."""
         outcomes = [outcome for outcome, _ in told]
         metrics = step_metrics(outcomes, told[0][1])
         if self.overseer is not None:
@@ -388,8 +398,9 @@ class ProcessTrainer:
     def _change(
         self, method: str, arguments: Sequence[tuple[Any, ...]], numbers: Sequence[int] = ()
     ) -> list[Any]:
-        """Call the ranks with a call that changes their state, and record the call, since ranks
-        that replace these must repeat it."""
+        """Call `method` with `arguments` (one tuple for each called rank) on the ranks with
+        these `numbers` (empty: all). The call is recorded, as it changes the ranks' state and
+        new ranks must repeat it."""
         calls = [codec().encode((method, one)) for one in arguments]
         try:
             results = self._ranks.send(method, calls, numbers)
@@ -416,5 +427,5 @@ def _overseer(setup: LearnerSetup) -> Overseer | None:
 
 
 def _is_over(error: Exception) -> bool:
-    """Whether the error says that the run was closed during the call."""
+    """Whether the error says that the run's end closed the trainer during the call."""
     return isinstance(error, TrainerProcessError) and not isinstance(error, RanksLost)

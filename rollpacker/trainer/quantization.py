@@ -77,7 +77,8 @@ def moments_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
 def restore_moments(
     optimizer: torch.optim.Optimizer, saved: Mapping[nn.Parameter | Tensor, Mapping[str, Tensor]]
 ) -> None:
-    """Load moments that `moments_of` returned, exactly. Parameters not in `saved` get none."""
+    """Load moments that `moments_of` returned, exactly. A parameter that is not in `saved` is left
+    without moments, as before its first update."""
     known: Any = optimizer
     known.state.clear()
     for group_index, group in enumerate(optimizer.param_groups):
@@ -137,7 +138,8 @@ def _quantized(package: Any, module: nn.Linear, device: torch.device, dtype: tor
 
 
 def num_elements(parameter: Tensor) -> int:
-    """Return the number of elements of a matrix, which may be held as 4-bit codes."""
+    """Return the number of elements of the matrix that a parameter stands for. A 4-bit parameter
+    has fewer elements of its own, since it holds codes."""
     state = getattr(parameter, "quant_state", None)
     return parameter.numel() if state is None else math.prod(state.shape)
 

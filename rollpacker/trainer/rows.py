@@ -19,12 +19,13 @@ OF_TOKENS = (
     *("rollout_log_probs", "advantage", "ref_log_probs", "values", "returns"),
     "old_log_probs",
 )
-"""Fields of a `TrainSample` that may be a tuple with one number for each token that was sampled."""
+"""Fields of a `TrainSample` that may be a tuple with one number for each token that was sampled.
+They are cut up where a sample becomes several rows."""
 
 
 def rows_of(sample: Sample) -> list[Sample]:
-    """Return the sample's rows as samples: the sample itself, or several if a chat template rewrote
-    earlier turns of its dialogue."""
+    """Return the rows of a sample, each as a sample of its own. There are several only if a chat
+    template rewrote earlier turns of the dialogue; else the sample itself is the only one."""
     if not sample.rewritten:
         return [sample]
     tokens, rows, drawn = sample.response_tokens, [], 0
@@ -51,8 +52,8 @@ def rows_of(sample: Sample) -> list[Sample]:
 
 
 def joined(scores: Sequence[TokenScores], counts: Iterable[int]) -> list[TokenScores]:
-    """Join the scores of rows into scores of samples, of which each had as many rows as `counts`
-    says. Empty if `scores` is empty, as in all pipeline stages but the last."""
+    """Join the scores of rows into scores of samples. `counts` has the number of rows of each
+    sample, in order. Empty if `scores` is empty, as in all pipeline stages but the last."""
     if not scores:
         return []
     answers, start = [], 0
@@ -63,7 +64,8 @@ def joined(scores: Sequence[TokenScores], counts: Iterable[int]) -> list[TokenSc
 
 
 def length_of(sample: ScoreRequest) -> int:
-    """Return the number of tokens in all rows of a sample, prompts included."""
+    """Return the number of tokens that a sample has in training, prompt included. If a chat
+    template rewrote earlier turns, the sample is trained as several rows, which all count."""
     count = len(sample.response_tokens)
     return num_in_rows(sample.prompt_tokens, count, sample.given, sample.rewritten)
 

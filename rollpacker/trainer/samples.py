@@ -114,8 +114,9 @@ def _token_weights(
     denominator: int | None,
     max_response_tokens: int | None,
 ) -> list[float]:
-    """Return for each response the weight of its tokens' losses, which is divided by `denominator`;
-    None: by what is counted over the responses of the same optimizer update."""
+    """Return for each response the weight of its tokens' losses. Weights are divided by
+    `denominator`, or if that is None by a count over the responses of the same update
+    (`of_update`: each response's)."""
     weights = [0.0] * len(responses)
     for update in set(of_update):
         places = [place for place, of in enumerate(of_update) if of == update]
@@ -150,8 +151,9 @@ def _turns(
     turn_rewards: Mapping[SampleId, TurnRewards],
     config: AlgorithmConfig,
 ) -> Turns | None:
-    """Return the dialogue turns of these samples, each with its token count and reward; None if
-    credit is per sample. A penalty (`shaped` minus `rewards`, [N]) counts at the last turn."""
+    """Return the dialogue turns of these samples, each with its number of sampled tokens and its
+    reward; None if the algorithm gives credit to whole samples. What penalties take off a sample's
+    reward (`shaped` minus `rewards`, [N]) is taken off its last turn."""
     if config.credit == "trajectory":
         return None
     counts: list[int] = []
@@ -207,9 +209,9 @@ def _flat_scores(
     scores: Mapping[SampleId, TokenScores] | None,
     config: AlgorithmConfig,
 ) -> dict[str, Tensor | None]:
-    """Return the scores of all samples by name, one tensor each, sample after sample; None for a
-    score that some sample lacks. Empty if the algorithm needs none. Raises `ValueError` if a sample
-    is missing."""
+    """Return the models' scores (log-probs, values) of all samples by name, one tensor for each
+    name, sample after sample; None for a score that some sample lacks. Empty if the algorithm needs
+    none. Raises `ValueError` for a sample without scores."""
     if not config.needs_scores:
         return {}
     names = ("log_probs", "ref_log_probs", "teacher_log_probs", "values")

@@ -20,7 +20,8 @@ _NEED_METRICS = ("reduce_lr_on_plateau", "greedy")
 KNOWN = tuple(t.value for t in SchedulerType if t.value not in _NEED_METRICS)
 _WITH_FLOOR = ("linear", "cosine")
 _GIVEN = ("optimizer", "last_epoch", "num_warmup_steps", "num_training_steps")
-"""Arguments of transformers' schedules that come from the config, not from the user's options."""
+"""Arguments of transformers' schedules that come from the config's own settings, so that a user may
+not give them as options."""
 
 
 def learning_rate(step: int, config: TrainConfig, total_steps: int | None) -> float:
@@ -100,8 +101,8 @@ def _share_of_the_rate(
     warmup_steps: int,
     total_steps: int | None,
 ) -> Callable[[int], float]:
-    """Return transformers' function from the step to the share of the learning rate. The rate
-    itself is passed too, since some options are relative to it."""
+    """Return transformers' function from a step to the factor by which `rate` is multiplied in that
+    step. `rate` matters only to `options` that are relative to it."""
     nothing = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=rate)
     schedule = get_scheduler(
         name,

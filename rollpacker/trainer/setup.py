@@ -27,7 +27,7 @@ class LearnerSetup:
     temperature: float
     """The sampling temperature, at which log-probs are taken."""
     total_steps: int | None
-    """Number of steps at whose end learning-rate schedules end. None: it is not known, which only
+    """Number of the step with which learning-rate schedules end. None: it is not known, which only
     the constant schedule allows."""
     threads: int | None = None
     """Number of torch's threads on a CPU. None: torch's default number."""
@@ -35,7 +35,7 @@ class LearnerSetup:
     """Contents of the CSV file that `train.pipeline.order` names. None: it names no file."""
 
     def device(self) -> torch.device:
-        """The device on which this process computes."""
+        """The torch device on which a learner built in this process computes."""
         from rollpacker.trainer.model import model_device
 
         return model_device(self.model.device)

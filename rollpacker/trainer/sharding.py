@@ -56,7 +56,7 @@ class Shards:
     """Mesh of the processes: [size], or with several replicas [replicas, processes per replica].
     With pipeline stages, the mesh of this process's stage."""
     device: torch.device
-    """The device of this process."""
+    """The device on which this process computes: the CPU, or one CUDA device."""
     pipelines: DeviceMesh | None = None
     """Mesh [stages, processes per stage] of a model in pipeline stages. None: there are none."""
 
@@ -119,7 +119,8 @@ def leave() -> None:
 
 
 class ShardedGradients:
-    """Decides when a sharded model's gradients are summed over the processes."""
+    """Sums a sharded model's gradients over the processes: in every backward pass, or once in
+    `finish`. All gradients are dropped by `forget`."""
 
     def __init__(
         self, root: nn.Module, gradient_sync: Literal["step", "micro-batch"], replicas: int = 1
@@ -129,12 +130,13 @@ class ShardedGradients:
         self._fsdp: FSDPModule = root
         self._at_every_backward = gradient_sync == "micro-batch"
         self._is_complete = self._at_every_backward and replicas == 1
-        """Whether every backward pass leaves gradients that are summed over all processes."""
+        """Whether gradients are summed over all processes after every backward pass, so that
+        `finish` has nothing to do."""
         self._sum_at_backward()
 
     def _sum_at_backward(self) -> None:
-        """Let backward passes sum gradients over no processes; with "micro-batch" over the
-        replica's."""
+        """Set whether backward passes sum gradients over processes: over none with `gradient_sync`
+        "step", over the processes of the replica with "micro-batch"."""
         self._fsdp.set_requires_gradient_sync(self._at_every_backward)
         self._fsdp.set_requires_all_reduce(self._is_complete)
 
@@ -166,8 +168,8 @@ class ShardedGradients:
                     parameter._unsharded_param.grad = None
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the gradients that this process has not summed over the processes yet. Gathered
-        parameters that a forward pass has left are freed first."""
+        """Yield the gradients that this process keeps until `finish` sums them over the processes.
+        Gathered parameters that a forward pass has left are freed first."""
         if self._fsdp._get_fsdp_state()._is_root is not None:  # there was a forward
             _free_after_forward(self._root)
         for group in _parameter_groups(self._root):
@@ -313,13 +315,14 @@ def any_rank(flag: bool, shards: Shards | None) -> bool:
 
 
 def max_over_ranks(values: Sequence[float], shards: Shards | None) -> list[float]:
-    """Return, value by value, the largest over the processes of all replicas, in float64. All
-    processes must give the same number of values."""
+    """Return for each place in `values` the largest number that any process of any replica has
+    there, in float64. All processes must give the same number of values."""
     return _largest(values, None if shards is None else dist.group.WORLD)
 
 
 def _largest(values: Sequence[float], group: dist.ProcessGroup | None) -> list[float]:
-    """Return, value by value, the largest over the processes of `group` (None: only this one)."""
+    """Return for each of `values` the largest that any process of `group` gave. None: there is no
+    group, and the values are returned as they are."""
     numbers = torch.tensor(values, dtype=torch.float64)
     if group is not None:
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)

@@ -46,7 +46,8 @@ class StepSums:
     micro_batches: int = 0
     recomputed_micro_batches: int = 0
     samples: int = 0
-    """Number of samples whose factor (`sample_weights`) was given to `add_micro_batch`."""
+    """Number of samples counted: those with a loss weight given to
+    `add_micro_batch` as `sample_weights`."""
     ranks: int = 1
     flops: float = 0.0
     seconds: float = 0.0
@@ -54,7 +55,8 @@ class StepSums:
     min_log_ratio: float = math.inf
     max_log_ratio: float = -math.inf
     totals: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Further sums, such as `loss`, by name. A sum to which nothing was added is 0."""
+    """Further sums over the micro-batches, by name: `loss`, and those that the loss reports. A sum
+    to which nothing was added is 0."""
 
     def add_micro_batch(
         self,
@@ -100,7 +102,8 @@ class StepSums:
         self._add_tokens(entropy, log_ratio, named)
 
     def scale(self, factor: float) -> None:
-        """Multiply the losses added so far by `factor`, as sample weights were provisional."""
+        """Multiply the losses added so far by `factor`, since they were computed with provisional
+        sample weights, before all of the step's samples were known."""
         for name in ("loss", "value_loss"):
             if name in self.totals:
                 self.totals[name] *= factor

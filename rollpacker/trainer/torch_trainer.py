@@ -65,11 +65,12 @@ class TorchTrainer:
         await self._in_thread(lambda: self.learner.accumulate(samples))
 
     async def rescale(self, factor: float) -> None:
-        """Multiply the gradient and the losses accumulated so far by `factor`."""
+        """Multiply the gradient and the losses accumulated so far by `factor`, which corrects
+        provisional loss weights."""
         await self._in_thread(lambda: self.learner.rescale(factor))
 
     async def update(self) -> Mapping[str, float]:
-        """Make an update that is not the step's last, and return its metrics."""
+        """Make one of the step's updates that is not the last, and return the update's metrics."""
 
         def update() -> Mapping[str, float]:
             return step_metrics([self.learner.update()], peak_flops(self.learner.device))
@@ -86,8 +87,8 @@ class TorchTrainer:
         return await self._in_thread(apply)
 
     async def hand_over(self) -> HandOver:
-        """Return the weights for an engine with a copy, and their hash. Both are None if the engine
-        reads the learner's own tensors."""
+        """Return the weights for an engine that keeps its own copy, and a hash to check the copy
+        by. Both are None if the engine reads the learner's own tensors."""
 
         if self._in_place:
             return HandOver(weights=None, probe=None)
@@ -103,7 +104,8 @@ class TorchTrainer:
         return await self._in_thread(weights)
 
     async def offload(self) -> None:
-        """Move models and optimizer state to host memory until `reload`."""
+        """Move models, gradients and optimizer state to host memory. `reload` must be called before
+        the next call that computes."""
         await self._in_thread(self.learner.offload)
 
     async def reload(self, replicas: Sequence[int] | None = None) -> None:

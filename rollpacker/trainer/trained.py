@@ -27,10 +27,11 @@ class Trained:
         run_dtype: torch.dtype,
         mirror: str | None = None,
     ) -> None:
-        """Shard `module` if `shards` are given, and build its optimizer. Gradients and state go by
-        the parameter names in `named_by`, a submodule or `module` itself. `mirror` names this
-        stage's copy of a tied weight that another pipeline stage updates: its gradient is summed
-        here, but it is not updated. None: there is no such copy."""
+        """Shard `module` if `shards` are given, and build its optimizer. Gradients and state
+        go by the parameter names in `named_by`, a submodule or `module` itself. `run_dtype` is
+        the dtype of the computation. `mirror` names this stage's copy of a tied weight that
+        another pipeline stage updates: its gradient is summed here, but it is not updated.
+        None: there is no such copy."""
         self.module = module
         self._named_by = named_by
         self._offloads = config.offload
@@ -101,8 +102,8 @@ class Trained:
     # -- host memory -----------------------------------------------------------------------
 
     def offload(self) -> None:
-        """Move optimizer state and gradients to host memory, if `train.offload` is set. Methods
-        that need them bring them back."""
+        """Move optimizer state and gradients to host memory, if `train.offload` is set. They are
+        brought back by the methods that use them."""
         if self._offloads:
             self.optimizer.offload()
 
@@ -123,8 +124,8 @@ class Trained:
     # -- checkpoints -----------------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
-        """Return the optimizer's tensors by name, and as `master.NAME` the float32 weights that a
-        model folder would hold in half precision."""
+        """Return the optimizer's tensors by name, and as `master.NAME` the float32 weights that the
+        checkpoint's model folder would hold in half precision."""
         masters = {f"master.{n}": p.detach() for n, p in self._masters()}
         return self.optimizer.state() | masters
 
@@ -136,7 +137,8 @@ class Trained:
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load what `state` returned. Raises `TrainerError` if float32 weights are missing."""
+        """Load copies of the tensors that `state` returned: optimizer state, and float32 master
+        weights. Raises `TrainerError` if a master weight is missing."""
         rest = dict(tensors)
         for name, parameter in self._masters():
             if f"master.{name}" not in rest:
@@ -148,14 +150,16 @@ class Trained:
         return (item for item in self._named_by.named_parameters() if item[0] in self._widened)
 
     def summing(self, run_filler: Callable[[], object]) -> Callable[[], object]:
-        """Return a function that calls `run_filler` so that its backward pass also sums this
+        """Return a function that calls `run_filler` (forward and backward of a
+        micro-batch of weight 0) in such a way that the backward pass also sums this
         module's gradients over the ranks."""
         return run_filler if self._sharded is None else partial(self._sharded.finish, run_filler)
 
 
 def sum_gradients(all_trained: Iterable[Trained], run_filler: Callable[[], object]) -> None:
-    """Sum the gradients of all these modules over the ranks, by one call of `run_filler`, which
-    runs forward and backward of a smallest micro-batch of weight 0."""
+    """Sum the gradients of all these modules over the ranks. FSDP2 sums in a backward
+    pass, so `run_filler` is called once, which runs forward and backward of a small
+    micro-batch of weight 0."""
     finish = run_filler
     for trained in all_trained:
         finish = trained.summing(finish)

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from rollpacker.weights.buffer import WeightSource
 
 AUTO_MICRO_BATCH_TOKENS = 4096
-"""Default of `train.micro_batch_tokens`; for `auto` the number that long samples can raise."""
+"""Default of `train.micro_batch_tokens`. If that setting is `auto`, a micro-batch may have this
+many tokens, or as many as the longest sample if that is longer."""
 
 
 class TrainerError(RuntimeError):
@@ -63,8 +64,9 @@ class ModelConfig:
     chat_template_kwargs: Mapping[str, object] | None = None
     """Further keyword arguments for the tokenizer's `apply_chat_template`. None: there are none."""
     quantization: Literal["4bit"] | None = None
-    """How frozen weights are kept. 4bit: the matrices inside the layers as 4-bit NormalFloat codes
-    (bitsandbytes), in trainer and engine alike, for training `model.lora`. None: unquantized."""
+    """How frozen weights are kept. 4bit: the matrices inside the layers as 4-bit NormalFloat
+    codes (bitsandbytes), in trainer and engine alike; only adapters (`model.lora`) are then
+    trained. None: unquantized."""
     lora: LoraConfig | None = None
     """Settings of low-rank adapters (peft), which are then trained instead of the weights. None:
     the weights are trained. The engine generates with the same adapters; checkpoints hold the
@@ -83,11 +85,12 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig:
-    """Settings of low-rank adapters (`model.lora.*`). The reference model then has no adapters."""
+    """Settings of low-rank adapters (`model.lora.*`). The reference model is then the
+    model without its adapters."""
 
     rank: int = 16
     alpha: float = 32.0
-    """The adapters' product is multiplied by alpha / rank."""
+    """The product of an adapter's two matrices is multiplied by alpha / rank."""
     target_modules: tuple[str, ...] = ("all-linear",)
     """Names of the modules that get adapters, as in peft's `target_modules`. all-linear: every
     linear layer but the output layer."""
@@ -141,15 +144,17 @@ class PipelineConfig:
     micro-batches) from the times of the last steps. Any other value: a CSV file in torch's format,
     such as `rollpacker plan --csv` writes, for as many micro-batches as each sweep has."""
     live_tokens: int | Literal["auto"] = "auto"
-    """The most tokens whose activations a stage keeps at once; with more, a stage waits less for
-    slow links. auto: two micro-batches for each stage from this one to the last."""
+    """The most tokens whose activations a stage keeps at once; with more, a stage waits
+    less for slow links. auto: the tokens of two micro-batches for the stage itself and
+    for each stage behind it."""
     links: Literal["host", "direct", "auto"] = "auto"
     """How stages send tensors to each other. host: through host memory and TCP, which survives lost
     connections and does not hold a stage up. direct: through torch.distributed, on a CPU only.
     auto: host on CUDA; on a CPU direct, and host for as long as a link is slow."""
     interfaces: tuple[str, ...] = ()
-    """Network interfaces of each host for links through host memory, such as [eth0, eth1]: the
-    first, and another while the first is silent. Empty: the address at which the processes meet."""
+    """Network interfaces of each host for links through host memory, such as [eth0, eth1]. The
+    first is used, and another while the first is silent. Empty: the address by which the trainer's
+    processes find each other."""
     relayout: Literal["propose", "do", "never"] = "propose"
     """What is done about a slow stage, where another split of the layers would be quicker, or a
     slow link, where another order of the processes would be. propose: the change is proposed in the
@@ -177,8 +182,9 @@ class TrainConfig:
     put off to later rounds are trained on at the end, which can add steps. None: until `epochs` are
     done."""
     updates_per_round: int = 1
-    """Number of optimizer updates per step, each on an equal share of its prompts. From the second
-    on the policy is no longer the one that sampled: ratios differ from 1 and may be clipped."""
+    """Number of optimizer updates per step, each on an equal share of its prompts. From the
+    second update on the policy is no longer the one that sampled: importance ratios differ
+    from 1 and may be clipped."""
     epochs: int | None = None
     """Passes over the training data. None: as many as `steps` needs. Not both can be None."""
     processes: int | None = None
@@ -215,7 +221,8 @@ class TrainConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     max_grad_norm: float | None = 1.0
-    """Largest norm of the gradient, which is scaled down to it. None: it is never scaled down."""
+    """Largest norm of the gradient. A gradient with a larger norm is scaled down to this one. None:
+    gradients are never scaled down."""
     micro_batch_tokens: int | Literal["auto"] = AUTO_MICRO_BATCH_TOKENS
     """Largest number of tokens of a micro-batch, padding included; a longer sample gets a
     micro-batch of its own. auto: 4096, or the length of the longest sample if that is more; with
@@ -224,7 +231,8 @@ class TrainConfig:
     """How samples lie in a micro-batch. packed: end to end without padding. sorted: samples of like
     length, padded to the longest. auto: packed, if the model's attention allows it."""
     offload: bool = False
-    """Keep optimizer state and gradients in host memory while they are not needed (CUDA)."""
+    """Keep optimizer state and gradients in host memory while they are not
+    needed. Only with CUDA."""
     compile: bool = False
     """Run the layers through torch.compile. If that fails, the run goes on without and says so."""
     critic: CriticConfig = field(default_factory=CriticConfig)
@@ -271,7 +279,7 @@ class TrainConfig:
 
     def most_micro_batch_tokens(self, longest: int = 0) -> int:
         """Return the most tokens that a micro-batch of several samples may have, if the longest
-        sample has `longest` tokens."""
+        sample has `longest` tokens. With pipeline stages it is not above `pipeline.live_tokens`."""
         if self.micro_batch_tokens != "auto":
             return self.micro_batch_tokens
         most, cap = max(AUTO_MICRO_BATCH_TOKENS, longest), self.pipeline.live_tokens
@@ -306,16 +314,19 @@ class TrainConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRequest:
-    """A response that the models are to score (`TokenScores`) before advantages are computed."""
+    """A response for which the models compute log-probs and values (`TokenScores`), before
+    advantages are computed from these."""
 
     sample: SampleId
     prompt_tokens: tuple[int, ...]
     response_tokens: tuple[int, ...]
     given: Spans = ()
-    """Spans of response tokens that the model was given (a tool's result) and did not sample."""
+    """Spans of response tokens that the model was given, such as a tool's result, and did not
+    sample. They are not trained on."""
     rewritten: Rewritten = ()
-    """Places in the response at which the model saw a rewritten prompt, each with that prompt. What
-    follows each place is trained on as a separate row."""
+    """Positions in the response at which the chat template rewrote the dialogue so far,
+    each with the prompt that the model saw from there on. What follows each position is
+    trained on as a separate row."""
 
     @property
     def num_targets(self) -> int:
@@ -354,8 +365,8 @@ class TrainSample(ScoreRequest):
     ref_log_probs: tuple[float, ...] | None = None
     """The reference model's log-probs, if advantages needed them. None: they did not."""
     loss_weight: float = 1.0
-    """The part of `token_weight` that corrects for selecting samples by length; the rest comes from
-    the denominator. 1: no correction."""
+    """Factor of `token_weight` that corrects for a round's preference for short responses; the
+    other factor is the denominator's. 1: no correction."""
     values: tuple[float, ...] | None = None
     """The critic's values from which the advantages come, per sampled token. None: no critic."""
     returns: tuple[float, ...] | None = None
@@ -371,9 +382,10 @@ class TrainSample(ScoreRequest):
 
 
 class Trainer(Protocol):
-    """The calls by which the driver (the run's main loop) trains the policy. A step is any number
-    of calls of `accumulate`, then `apply`; with several updates per step, each but the last ends
-    with `update`. `rescale` comes after calls of `accumulate` with provisional loss weights."""
+    """The calls by which the driver (the run's main loop) trains the policy. A step is any
+    number of calls of `accumulate`, then `apply`; with several updates per step, each but the
+    last ends with `update`. `rescale` corrects the step's gradient if loss weights given to
+    `accumulate` were provisional."""
 
     @property
     def version(self) -> int:
@@ -397,7 +409,8 @@ class Trainer(Protocol):
         ...
 
     async def rescale(self, factor: float) -> None:
-        """Multiply the gradient and the loss that were accumulated so far by `factor`."""
+        """Multiply the gradient and the loss that were accumulated so far by `factor`, which
+        corrects provisional loss weights."""
         ...
 
     async def update(self) -> Mapping[str, float]:
@@ -418,7 +431,8 @@ class Trainer(Protocol):
         ...
 
     async def offload(self) -> None:
-        """Move all that lies in the devices' memory to host memory, until `reload`. Idempotent."""
+        """Move all that the trainer holds in its devices' memory to host memory,
+        until `reload`. Idempotent."""
         ...
 
     async def reload(self, replicas: Sequence[int] | None = None) -> None:
@@ -441,10 +455,11 @@ class Trainer(Protocol):
         ...
 
     async def restore(self, checkpoint: Path | None, tell: Callable[[], None]) -> None:
-        """Start new processes after `RanksLost`, or when `how_lost` gives a reason, and bring them
-        to the present `version`, from the folder `checkpoint` that `save` wrote (None: from the
-        run's beginning). Gradients of the open step are lost. `tell` is called now and then, in any
-        thread, as a sign of life. Raises `RanksLost` if a new process ends meanwhile."""
+        """Start new processes after `RanksLost`, or when `how_lost` gives a reason, and bring
+        them to the present `version`, from the folder `checkpoint` that `save` wrote (None:
+        from the run's beginning). Gradients of the open step are lost. `tell` is called now
+        and then, in any thread, to show that the work goes on. Raises `RanksLost` if a new
+        process ends meanwhile."""
         ...
 
     def close(self) -> None:
@@ -462,5 +477,6 @@ class HandOver:
     next call to the trainer, a source until the next `hand_over`, so that an engine which joins
     meanwhile can read it too."""
     probe: str | None
-    """SHA-256 of a fixed sample of the weights' elements (`weight_probe`), in the engine's dtype.
-    None: the engine's tensors are the trainer's, so there is nothing to compare."""
+    """SHA-256 of a fixed sample of the weights' elements (`weight_probe`), by which
+    an engine checks its copy. None: the engine's tensors are the trainer's, so
+    there is nothing to compare."""

@@ -50,10 +50,11 @@ OF_A_TURN = (
     *("gradients", "critic gradients", "activations", "decoded", "gathered", "backward"),
     *("kept for W", "messages", "summing"),
 )
-"""Names of memory parts that a trainer has only from a step's first gradient to its update."""
+"""Names of memory parts that a trainer holds only while it computes and applies gradients, from a
+step's first gradient to its update. Between steps that memory is free."""
 OFFLOADED = ("optimizer", "critic optimizer", "master", "critic master")
-"""Names of memory parts that, if `train.offload` is set on CUDA, are also held only from a step's
-first gradient to its update."""
+"""Names of memory parts that a trainer holds at all times, but with `train.offload` on CUDA only
+from a step's first gradient to its update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,8 @@ class Memory:
 
     parts: tuple[MemoryPart, ...] = ()
     name: str = ""
-    """Name of a process that differs from the others, such as "stage 1". Empty: all are alike."""
+    """Name of the process if processes of its kind differ in memory, such as "stage 1".
+    Empty: they are all alike."""
     layers: int = 0
     """Number of the policy's layers in this pipeline stage; 0 without stages."""
     live_tokens: int = 0
@@ -101,14 +103,17 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """A process's largest sweep (micro-batches of one update), for responses as long as allowed."""
+    """The largest sweep (micro-batches of one update) that a process may have, as if all responses
+    were as long as allowed."""
 
     micro_batch_tokens: int
-    """Number of tokens of the largest micro-batch."""
+    """Number of tokens of the sweep's largest micro-batch, which is the length of the longest
+    sample if that does not fit otherwise."""
     num_micro_batches: int
     tokens: int
     row_tokens: int
-    """Number of tokens of each sample that go through the model, if it is as long as allowed."""
+    """Number of tokens of a sample of the greatest length allowed, without its last, which does
+    not go through the model."""
     bubble_share: float = 0.0
     """Predicted share of the time in which pipeline stages are idle, over all stages."""
 
@@ -155,12 +160,13 @@ class Decoder:
         return 0 if self.shape is None else self.shape.layers
 
     def matrices_in(self, stage: int) -> int:
-        """Return the number of elements of a stage's layer matrices; 0: model's shape not known."""
+        """Return the number of elements of the weight matrices in a stage's layers; 0 if the
+        model's shape is not known."""
         return 0 if self.shape is None else self.layers_in(stage) * self.shape.layer_matrices
 
     def in_stage(self, stage: int) -> int:
-        """Return this model's number of parameters in a pipeline stage, all of them if it is not
-        split. The last stage's copy of a tied weight counts."""
+        """Return the number of this model's parameters in a pipeline stage, with the last stage's
+        copy of a tied weight. A model that is not split has all parameters in its one stage."""
         shape = self.shape
         if not self.layers or shape is None:
             return self.parameters
@@ -199,7 +205,8 @@ class TrainingMemory:
 
     @classmethod
     def of(cls, config: RunConfig, *, on_cuda: bool, notes: list[str]) -> TrainingMemory:
-        """Read the run's models' sizes and shapes. `notes` gets sentences on those not known."""
+        """Return the models of the run with their sizes and shapes, and the settings. `notes` gets
+        a sentence for each size or shape that cannot be known."""
         dtype = config.model.dtype
         if dtype == "auto":
             dtype = "bfloat16" if on_cuda else "float32"
@@ -242,8 +249,8 @@ class TrainingMemory:
 
     @property
     def kept(self) -> int:
-        """Bytes of a trained parameter between two passes: 4 with several processes, since shards
-        are kept in float32; else as many as in `dtype`."""
+        """Bytes that one number of a trained weight takes between two passes: 4 with several
+        processes, since shards are kept in float32; else as many as in `dtype`."""
         return 4 if (self.config.train.processes or 1) > 1 else self.element
 
     def notes(self) -> list[str]:
@@ -281,8 +288,8 @@ class TrainingMemory:
         return memory_part(name, count * kept // self.ranks, f"{what} x {kept} bytes{self._shared}")
 
     def at_rest(self, decoder: Decoder, stage: int = 0) -> list[MemoryPart]:
-        """Return the memory parts for weights, gradients and optimizer state of a model, or of its
-        part in a pipeline stage."""
+        """Return the memory parts that are there whether or not passes run: weights, gradients and
+        optimizer state of a model, or of its part in a pipeline stage."""
         is_policy, count = decoder.name == "policy", decoder.in_stage(stage)
         weights = self.weights("weights" if is_policy else decoder.name, decoder, stage)
         if decoder.is_trained:
@@ -304,7 +311,9 @@ class TrainingMemory:
         self, count: int, own: int, what: str, matrices: int, prefix: str = ""
     ) -> list[MemoryPart]:
         """Return the memory parts for gradients of `count` parameters, and for optimizer state of
-        the `own` parameters that this process updates, `matrices` of them in matrices of layers."""
+        `own` of them, which this process updates. `matrices` of these are in layers' matrices
+        (Muon keeps less for them). `prefix` goes before the parts' names, and `what` names the
+        parameters in formulas."""
         whole = self.ranks > 1 and self.config.train.gradient_sync == "step"
         gradients, shared = (count * 4, "") if whole else (count * 4 // self.ranks, self._shared)
         size, formula = 8 * own, f"{what} x 2 moments x 4 bytes{self._shared}"
@@ -324,8 +333,8 @@ class TrainingMemory:
         return f" / {self.ranks} processes" if self.ranks > 1 else ""
 
     def num_adapter_parameters(self, layers: int) -> int:
-        """Return the number of parameters of the adapters in this many layers; 0 if there are no
-        adapters or the model's shape is not known."""
+        """Return the number of parameters of the adapters in `layers` layers together; 0 if there
+        are no adapters or the model's shape is not known."""
         lora, sizes = self.config.model.lora, self._target_sizes()
         if lora is None:
             return 0
@@ -339,8 +348,8 @@ class TrainingMemory:
         return set(self._target_sizes()) if named == {"all-linear"} else named
 
     def _target_sizes(self) -> dict[str, int]:
-        """Return for each matrix that may have an adapter the sum of its input and output widths,
-        by its module's name. Empty if the model's shape is not known."""
+        """Mapping from the name of each module that may have an adapter to the sum of its input and
+        output widths. Empty if the model's shape is not known."""
         shape = None if self.policy is None else self.policy.shape
         if shape is None:
             return {}
@@ -470,7 +479,8 @@ class TrainingMemory:
 
 @dataclass(frozen=True, slots=True)
 class _Working:
-    """Memory that an update's passes take in one process, besides weights and optimizer state."""
+    """Computes the memory that one process needs for an update's forward and backward passes,
+    besides weights and optimizer state."""
 
     models: TrainingMemory
     decoders: Sequence[Decoder]
@@ -552,7 +562,9 @@ class _Working:
         return parts
 
     def _backward(self) -> MemoryPart:
-        """Return the memory part for what a backward pass takes at most, besides activations."""
+        """Return the memory part for the most that a backward pass takes besides activations,
+        at the one moment that takes most: a layer's gradients, a block of logits, or
+        gradients being summed."""
         models, policy, shape = self.models, self.decoders[0], self._shape
         element, tokens = models.element, self.sweep.micro_batch_tokens
         choices = {
@@ -698,7 +710,8 @@ def run_memory(config: RunConfig) -> int:
 def _decoder(
     name: Literal["policy", "teacher", "critic"], path: str, notes: list[str], *, is_trained: bool
 ) -> Decoder | None:
-    """Read a model's size and shape by its path. None: the size is not known; `notes` say so."""
+    """Read a model's size and shape from the files at `path` (a folder or a hub name). None: the
+    number of parameters cannot be known. `notes` gets sentences on what is not known."""
     folder = model_folder(path)
     shape = read_shape(folder, notes) if folder else None
     count = num_parameters(folder, path, notes)
@@ -708,7 +721,8 @@ def _decoder(
 
 
 def _without_head(critic: Decoder) -> Decoder:
-    """Return the record of a critic without the output layer of the model that it is made from."""
+    """Return the critic's record with the output layer's parameters taken off: a critic is made
+    from a causal LM, and has no such layer."""
     shape = critic.shape
     head = 0 if shape is None or shape.tied else shape.embedding
     return replace(critic, parameters=critic.parameters - head)

@@ -27,8 +27,8 @@ ROWS_KEYWORD = "packed_rows"
 BLOCK_SIZE = 128
 """Tokens per side of a FlexAttention block."""
 GROUP_OVERHEAD_TOKENS = 80
-"""Cost of one more group of rows in `grouped` attention, in padded tokens. Up to this much more
-padding is accepted to have one group fewer."""
+"""Cost of one more group of rows in `grouped` attention, as a number of padded tokens. Rows are put
+into one group fewer if that adds fewer tokens of padding than this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +38,8 @@ class RowGroup:
     num_rows: int
     width: int
     from_pack: Tensor
-    """For each token of the group, its index in the packed rows, [rows * width]. Padding points at
-    index 0; its attention is not used."""
+    """Index in the packed rows of each token of the group, [rows * width]. For padding the index is
+    0, and the attention computed there is not used."""
 
 
 class PackedAttention(Protocol):
@@ -62,8 +62,9 @@ class PackedAttention(Protocol):
 
 
 class PackedRows:
-    """Where packed rows begin and end, in the form that each kind of attention needs. A form is
-    made at its first use and kept, as all layers need the same one."""
+    """Where packed rows begin and end, in the forms that the kinds of attention need
+    (positions, cumulative lengths, groups, masks). A form is computed at its first use and
+    kept, since all layers use it."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         self.lengths = tuple(lengths)
@@ -120,7 +121,8 @@ class PackedRows:
         return self._block_masks[window]
 
     def _new_block_mask(self, window: int | None) -> BlockMask:
-        """Build the mask from the rows' starts, without an [N, N] matrix."""
+        """Build the mask that `block_mask` keeps, block by block from the rows' starts,
+        without an [N, N] matrix."""
         total = int(self._starts[-1])
         row_of = np.repeat(np.arange(len(self.lengths)), self.lengths)
         first = np.arange(0, total, BLOCK_SIZE)
@@ -147,8 +149,9 @@ class PackedRows:
 
 
 def _block_lists(blocks: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return FlexAttention's lists for blocks of queries: for each, the number [1, 1, Q] of blocks
-    of keys that it sees, and all blocks' numbers with the seen ones first [1, 1, Q, K]."""
+    """Return FlexAttention's lists from `blocks` (bool [Q, K]: whether a block of queries sees a
+    block of keys): for each block of queries the number of blocks of keys seen [1, 1, Q], and the
+    indices of all blocks of keys, seen ones first [1, 1, Q, K]."""
     counts = blocks.sum(1).astype(np.int32)
     which = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
     return (
@@ -187,7 +190,7 @@ def flex(
     softcap: float | None,
 ) -> Tensor:
     """Compute attention within packed rows by FlexAttention. On a CPU the whole score matrix is
-    made, and there is no backward pass: that is for tests."""
+    computed and there is no backward pass, which serves tests alone."""
     run: Any = _compiled_flex_attention() if query.is_cuda else flex_attention
     # Inside a compiled layer a soft cap would become a symbol, which FlexAttention cannot take.
     with torch._dynamo.config.patch(specialize_float=True):
@@ -304,9 +307,9 @@ IMPLEMENTATIONS: dict[str, PackedAttention] = {
 
 
 def packed_attention_function(kind: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """Build the attention function that transformers calls in every layer. It computes attention
-    within packed rows if the call has such rows, else it calls `otherwise`, so that an engine can
-    use the model in another thread meanwhile."""
+    """Build the attention function that transformers calls in every layer, for a kind of packed
+    attention ("varlen", "flex" or "grouped"). A call with packed rows gets attention within these
+    rows. Any other call, such as an engine's in another thread, goes to `otherwise`."""
     implementation = IMPLEMENTATIONS[kind]
 
     def attend(
@@ -354,8 +357,8 @@ def _attend(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Run an implementation untraced by torch.compile, as rows differ in every call, and a compiled
-    layer would be compiled again for each. (FlexAttention itself is still compiled.)"""
+    """Run an attention function outside of what torch.compile traces: rows differ in every call, so
+    a compiled layer would be compiled again for each. (FlexAttention itself is still compiled.)"""
     if window is not None and window >= rows.max_length:
         window = None
     return implementation(rows, query, key, value, scaling, window, softcap)

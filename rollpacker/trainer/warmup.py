@@ -1,7 +1,6 @@
-"""Supervised fine-tuning before reinforcement learning: stages of steps over files of prompts and
-completions, or of chat messages.
-
-The loss is the mean over the batch's completion tokens, the end token included."""
+"""Supervised fine-tuning before reinforcement learning. It has stages, each a number of steps on
+its own file of prompts and completions, or of chat messages. The loss is the mean over the batch's
+completion tokens, the end token included."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ SMALL_MODEL_PARAMETERS = 20_000_000
 """Number of a model's parameters below which one thread is at least as fast as several."""
 
 LOSS_WINDOW = 20
-"""Number of a stage's last steps over whose mean loss `max_loss` is checked."""
+"""Number of steps at a stage's end whose mean loss must not exceed the stage's `max_loss`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +139,8 @@ def _run_stage(
     rows: Sequence[Row],
     seed: tuple[int, int],
 ) -> Iterator[tuple[float, int]]:
-    """Train for one stage. Yields for each step its loss and its number of completion tokens."""
+    """Train for one stage, in batches that `seed` draws from `rows`. Yields after each step its
+    mean loss and its number of completion tokens."""
     optimizer = MasterOptimizer(model.named_parameters(), betas=BETAS, eps=EPS, weight_decay=0.0)
     order = _shuffled_forever(len(rows), seed)
     policy = Policy(model)
@@ -167,7 +167,7 @@ def _run_stage(
 
 def _learning_rate(step: int, stage: WarmupStage) -> float:
     """Return the learning rate of a step (from 0). It rises linearly over the warm-up steps, then
-    falls linearly to its configured share at the last step."""
+    falls linearly; at the last step it is `final_learning_rate_ratio` of the stage's rate."""
     if step < stage.warmup_steps:
         return stage.learning_rate * (step + 1) / (stage.warmup_steps + 1)
     span = max(stage.steps - 1 - stage.warmup_steps, 1)
@@ -194,7 +194,8 @@ def _check_loss(loss: float, stage: WarmupStage, index: int) -> None:
 
 
 def _stop_at(model: PreTrainedModel, tokens: set[int]) -> None:
-    """Add these end tokens of trained rows to those at which the model's responses stop."""
+    """Add `tokens`, with which trained rows end, to the end tokens in the model's generation
+    config, at which its responses stop."""
     generation = model.generation_config
     if not tokens or generation is None:
         return
@@ -205,7 +206,8 @@ def _stop_at(model: PreTrainedModel, tokens: set[int]) -> None:
 
 
 def _write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, output: Path) -> None:
-    """Write the model beside `output` and rename that folder: `output` is never incomplete."""
+    """Write the model to a folder beside `output`, then rename this folder to `output`, so that
+    `output` never holds an incomplete model."""
     unfinished = output.with_name(f"{output.name}.tmp-{os.getpid()}")
     try:
         save_model(model, tokenizer, unfinished)

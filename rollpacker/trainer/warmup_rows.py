@@ -24,8 +24,9 @@ Messages = list[dict[str, Any]]
 
 
 def rows_of(stage: WarmupStage, seed: tuple[int, int], parser: RowParser) -> list[Row]:
-    """Return the rows of the stage's file, or rows that its function makes from `seed` alone.
-    Raises `WarmupError`, which names the file and the line, or the function and the row."""
+    """Return the rows of the stage's file, or of what its function makes from `seed`;
+    `parser` turns records into rows. Raises `WarmupError`, which names the file and the line,
+    or the function and the row."""
     if stage.path is not None:
         return read_rows(Path(stage.path), parser)
     assert stage.function is not None
@@ -194,7 +195,8 @@ class RowParser:
 
 
 def _messages(record: Mapping[str, Any], key: str, role: str) -> Messages:
-    """Return the chat messages under a key. A plain text becomes one message of this role."""
+    """Return the chat messages that a record has under `key`. A plain text becomes one
+    message of this `role`."""
     value = record[key]
     if isinstance(value, str) and key != "messages":
         return [{"role": role, "content": value}]

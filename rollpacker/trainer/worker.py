@@ -37,7 +37,8 @@ class Worker:
         self._buffer: WeightBuffer | None = None
 
     def setup(self, setup: LearnerSetup) -> None:
-        """Join the other ranks and load the models."""
+        """Join the other ranks, and build this rank's learner (models and
+        optimizer) from its settings."""
         import torch
 
         from rollpacker.trainer.setup import build_learner
@@ -66,12 +67,13 @@ class Worker:
         self._learner.rescale(factor)
 
     def update(self) -> Any:
-        """Make an update that is not the step's last. Returns its record, and the device's peak
-        FLOP/s (None: not known)."""
+        """Make an update that is not the step's last. Returns the `StepOutcome` of this rank, and
+        its device's peak FLOP/s (None: not known)."""
         return self._learner.update(), peak_flops(self._learner.device)
 
     def apply(self) -> Any:
-        """Make the step's last update. Returns its record, and the device's peak FLOP/s or None."""
+        """Make the step's last update. Returns the `StepOutcome` of this rank, and its device's
+        peak FLOP/s (None: not known)."""
         return self._learner.apply(), peak_flops(self._learner.device)
 
     def arrange(self, arrangement: Arrangement) -> None:
@@ -86,7 +88,8 @@ class Worker:
         return self._learner.version
 
     def map_weights(self, layout: BufferLayout | None) -> None:
-        """Map the shared memory that `write_weights` writes. None: this rank writes nothing."""
+        """Map the shared memory that holds the weights as `layout` says, for `write_weights` to
+        write to. None: this rank writes nothing."""
         self._buffer = None if layout is None else WeightBuffer(layout)
 
     def write_weights(self) -> str | None:

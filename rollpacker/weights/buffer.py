@@ -52,7 +52,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferLayout:
-    """What a process must know to map a buffer of weights: file, size, and places of tensors."""
+    """What a process needs to map a buffer of weights: file, size, and where each tensor is."""
 
     path: str
     inode: int
@@ -64,8 +64,8 @@ class BufferLayout:
 
     @classmethod
     def of(cls, like: Iterable[tuple[str, Tensor]]) -> BufferLayout:
-        """Return the layout of a buffer for tensors of these names, shapes and dtypes. It has no
-        memory yet (`Host.hold` in workers/host.py gives it one)."""
+        """Return the layout of a buffer for tensors of these names, shapes and dtypes. Its `path`
+        is empty: the memory is made later (`Host.hold` in workers/host.py)."""
         places, end = {}, ALIGNMENT
         for name, value in like:
             dtype = str(value.dtype).removeprefix("torch.")
@@ -75,12 +75,12 @@ class BufferLayout:
         return cls(path="", inode=0, size_bytes=end + ALIGNMENT, places=places)
 
     def memory(self) -> Memory:
-        """Make memory that other processes of this machine can map, for a buffer of this layout.
-        Raises `OSError` or `ValueError` if there is too little."""
+        """Make memory for a buffer of this layout, which other processes of this machine can map.
+        Raises `OSError`, or `ValueError` if there is not enough memory."""
         return Memory(self.size_bytes)
 
     def at(self, memory: Memory) -> BufferLayout:
-        """Return this layout with the path of other memory."""
+        """Return this layout for another memory: with its path and inode."""
         return replace(self, path=memory.path, inode=memory.inode)
 
     def source(self, version: int) -> WeightSource:
@@ -136,8 +136,8 @@ class WeightBuffer:
 
     @contextmanager
     def writing(self, version: int) -> Iterator[Mapping[str, Tensor]]:
-        """Yield the tensors, for the block to write this version into them. Readers are refused
-        from now on, until the block ends without an error."""
+        """Yield the tensors, for the body of the `with` to write this version into them. Readers
+        get errors until the body has ended without an error."""
         count = int(self._before[0]) + 1
         self._before[0], self._before[1] = count, version
         yield self.tensors
@@ -145,8 +145,8 @@ class WeightBuffer:
 
     @contextmanager
     def reading(self, version: int) -> Iterator[Mapping[str, Tensor]]:
-        """Yield the tensors, for the block to copy. Raises `StaleWeightsError` before the block if
-        they are incomplete or not of this version, and after it if they changed meanwhile."""
+        """Yield the tensors, for the body of the `with` to copy. Raises `StaleWeightsError` if they
+        are incomplete or not of this version, and at the end if they changed meanwhile."""
         before, behind = self._before.tolist(), self._behind.tolist()
         if not before[0]:
             raise StaleWeightsError("no weights have been written yet")
@@ -166,14 +166,15 @@ class WeightReader:
         self._buffer: WeightBuffer | None = None
 
     def reading(self, source: WeightSource) -> AbstractContextManager[Mapping[str, Tensor]]:
-        """Yield the tensors of this version, for the block to copy (`WeightBuffer.reading`)."""
+        """Yield the tensors of this version to be copied inside the `with`
+        (`WeightBuffer.reading`)."""
         if self._buffer is None or self._buffer.layout != source.layout:
             self._buffer = WeightBuffer(source.layout)
         return self._buffer.reading(source.version)
 
 
 def read(layout: BufferLayout, start: int, size: int) -> bytes:
-    """Return `size` bytes of a buffer on this machine. Raises `OSError` if the buffer is gone."""
+    """Return `size` bytes from byte `start` of a buffer here. Raises `OSError` if it is gone."""
     with opened(layout) as file:
         return os.pread(file.fileno(), size, start)
 
@@ -188,15 +189,14 @@ def opened(layout: BufferLayout, flags: int = os.O_RDONLY) -> IO[bytes]:
 
 
 class Memory:
-    """Memory without a name that other processes of this machine can map, as long as this object
-    lives."""
+    """Memory without a name, which processes of this machine can map while this object lives."""
 
     def __init__(self, size_bytes: int) -> None:
         """Reserve the memory. Raises `OSError`, or `ValueError` if too little is left."""
         self.descriptor, self.path = _reserved(size_bytes)
         self.inode = os.fstat(self.descriptor).st_ino
         self.close = weakref.finalize(self, _give_up, self.descriptor, self.path)
-        """A function that frees the memory; processes that have mapped it keep theirs."""
+        """Function that frees the memory. Processes that have mapped it can use it further."""
 
 
 def _reserved(size: int) -> tuple[int, str]:

@@ -34,8 +34,7 @@ class HostStore:
         self.source = source
         self._copies: list[tuple[torch.UntypedStorage, Tensor]] = []
         self._away: dict[int, tuple[Tensor, Tensor]] = {}
-        """For each tensor whose storage is empty, by its `id`: the tensor, and the copy of its
-        storage."""
+        """For each tensor moved to the host, by its `id`: the tensor, the copy of its storage."""
         self.is_readable = False
 
     def offload(self, tensors: Iterable[Tensor]) -> int:
@@ -71,13 +70,13 @@ class HostStore:
         self.forget()
 
     def forget(self) -> None:
-        """Drop the copies in host memory; the tensors' storages stay empty."""
+        """Drop the copies in host memory without bringing them back: storages stay empty."""
         self._copies = []
         self._away = {}
 
     @contextlib.contextmanager
     def readable(self) -> Iterator[None]:
-        """Inside the block, let the tensors (for `DTensor`s their local shards) refer to their
+        """Inside the `with`, let the tensors (for `DTensor`s their local shards) refer to their
         copies in host memory, where they can be read. The device is not touched."""
         homes = [(tensor, tensor.data) for tensor, _ in self._away.values()]
         try:

@@ -51,7 +51,7 @@ def weight_probe(
 
 
 def _positions(tensors: Sequence[tuple[str, Tensor]]) -> np.ndarray:
-    """Return flat indices of sampled elements [tensors, 64]; a small tensor repeats its last."""
+    """Return flat indices of elements to sample, [tensors, 64]; a small tensor repeats its last."""
     keys = [
         "embedding" if name.endswith(EMBEDDINGS + OUTPUT_LAYERS) else name for name, _ in tensors
     ]
@@ -77,7 +77,8 @@ def _mixed(values: np.ndarray) -> np.ndarray:
 def _sample(
     tensors: Sequence[Tensor], positions: np.ndarray, dtype: torch.dtype | None
 ) -> list[bytes]:
-    """Return for each tensor the bytes of its sampled elements."""
+    """Return for each tensor the bytes of its elements at `positions`. Floats are cast to `dtype`
+    before; None: they are not."""
     samples: list[bytes] = [b""] * len(tensors)
     for device in {tensor.device for tensor in tensors}:
         here = [i for i, t in enumerate(tensors) if t.device == device and t.numel()]

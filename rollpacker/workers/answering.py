@@ -48,7 +48,7 @@ class Controller:
         self.say(call, json.dumps(reply, allow_nan=False).encode(), kind)
 
     def say(self, call: int, payload: bytes, kind: int = ANSWER) -> None:
-        """Send a reply whose content is JSON already, after flushing stdout and stderr."""
+        """Send a reply (JSON) to call number `call`, or another `kind`; flush the output."""
         self._end_in_fork()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # the function may have closed or replaced it

@@ -29,8 +29,8 @@ class Child:
     """
 
     def __init__(self, process: subprocess.Popen[bytes], name: str, lifeline: int = -1) -> None:
-        """`lifeline`: if `process` is a guardian, which ends the child once a pipe from here is
-        closed, this end of the pipe; else -1."""
+        """Take over a started process. `lifeline`: if `process` is a guardian, which ends the child
+        once a pipe from here is closed, this end of the pipe; otherwise -1."""
         self.name = name
         self.pid = process.pid
         """Id of the process that does the work: the started one, or a descendant that the owner has

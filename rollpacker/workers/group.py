@@ -61,7 +61,7 @@ class Member:
         return self.child is not None and self.child.is_stopped()
 
     def end(self) -> None:
-        """Kill the member process, or close the line to it if this process did not start it."""
+        """Kill the member process; if this process did not start it, close the line to it."""
         if self.child is not None:
             self.child.kill()
         else:
@@ -72,7 +72,7 @@ class Member:
 
 
 def say(members: Sequence[Member], calls: Sequence[bytes], during: str) -> None:
-    """Send each member process its call, which is named `during` in errors. Raises `MemberLost`."""
+    """Send each member process its call, whose name in errors is `during`. Raises `MemberLost`."""
     for member, call in zip(members, calls, strict=True):
         try:
             member.line.send(CALL, payload=call)
@@ -81,9 +81,9 @@ def say(members: Sequence[Member], calls: Sequence[bytes], during: str) -> None:
 
 
 def replies(members: Sequence[Member], during: str) -> dict[int, tuple[int, bytes]]:
-    """Wait for the members' replies. Returns each one's kind and content, by the member's number.
-    Some are missing if a member failed and others took longer than `GRACE_S`. Raises
-    `MemberLost`."""
+    """Wait for the members' replies to a call, whose name in errors is `during`. Returns by member
+    number the reply's kind of message and content. Some are missing if a member failed and others
+    took longer than `GRACE_S`. Raises `MemberLost`."""
     found: dict[int, tuple[int, bytes]] = {}
     waiting = {member.line: member for member in members}
     stopped: dict[int, float] = {}

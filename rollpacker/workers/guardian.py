@@ -57,8 +57,8 @@ def main(lifeline: int, command: list[str]) -> NoReturn:
 
 
 def _watched(child: int, lifeline: int, owner: int) -> int | None:
-    """Wait until the child ends by itself, and return its wait status. None: its owner wants it
-    ended, or is gone."""
+    """Wait until the child ends by itself, and return its wait status. None: the owner (the process
+    that started the guardian) wants the child ended, or is gone."""
     poll = select.poll()
     poll.register(lifeline, select.POLLIN)
     if hasattr(os, "pidfd_open"):
@@ -86,7 +86,7 @@ def _reap(child: int) -> int | None:
 
 
 def _end_all(child: int, status: int | None) -> int | None:
-    """Kill the child and all descendants. Returns the child's new wait status, or else `status`."""
+    """Kill the child and all descendants. Returns the child's wait status, else `status`."""
     until = time.monotonic() + _END_S
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)

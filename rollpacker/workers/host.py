@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Process(Protocol):
-    """A process on any host, as its owner sees it. Methods without docstring are as in `Child`."""
+    """A process on any host, as its owner (which started it) sees it. See also `Child`."""
 
     pid: int
     """Id of the process on its own host; 0 while it is unknown. The owner may set it to that of a
@@ -24,8 +24,8 @@ class Process(Protocol):
     def is_stopped(self) -> bool: ...
 
     def is_cut_off(self) -> bool:
-        """Return whether the process's host does not answer: the process's silence then means
-        nothing. Soon it is heard again, or counts as ended with its host."""
+        """Return whether the process's host does not answer now, so that its silence means nothing.
+        Later it is heard again, or counts as ended with its host."""
         ...
 
     def how_ended(self, wait_s: float = 0.0) -> str | None: ...
@@ -50,15 +50,15 @@ class Host(Protocol):
         """Start `python -m module` on this host. Returns the process, and a line (message socket)
         to it.
 
-        `environment` is added to the host's variables; None removes one. A process that cannot be
-        reached any more is reported as ended. Raises `OSError`.
+        A `guarded` process ends with this one. `environment` is added to the host's variables; None
+        removes one. A process out of reach is reported as ended. Raises `OSError`.
         """
         ...
 
     def hold(self, layout: BufferLayout) -> BufferLayout:
-        """Return the layout of memory on this host into which a process there will write weights:
-        the same each time, as long as the host can be reached. Raises `OSError`, or `ValueError` if
-        there is not enough memory."""
+        """Reserve memory on this host into which a process there will write weights, and return its
+        layout: the same memory in each call, as long as the host can be reached. Raises `OSError`,
+        or `ValueError` if there is not enough memory."""
         ...
 
     def weights(self, source: WeightSource) -> WeightSource:
@@ -77,7 +77,7 @@ class ThisHost:
     def start(
         self, module: str, name: str, *, guarded: bool, environment: Mapping[str, str | None]
     ) -> tuple[Child, Line]:
-        """Start `python -m module` on this machine. Returns the process and a line to it."""
+        """Start `python -m module` here. Returns the process and a line (socket) to it."""
         line, theirs = Line.pair()
         variables = {**os.environ, **environment, LINE_FD: str(theirs.fileno())}
         with theirs:
@@ -91,7 +91,7 @@ class ThisHost:
         return child, line
 
     def hold(self, layout: BufferLayout) -> BufferLayout:
-        """Return the layout of memory here into which a process here will write weights."""
+        """Reserve memory for weights on this machine, the same each time, and return its layout."""
         if self._memory is None:
             self._memory = layout.memory()
         return layout.at(self._memory)

@@ -62,15 +62,15 @@ class Line:
         return self._connection.fileno()
 
     def released(self) -> socket.socket:
-        """Take the socket out of the line, and return it for another protocol; the line is not used
-        any more."""
+        """Take the socket out of the line, for another protocol. The line is not used any more."""
         assert self._loop is None and not self._heard
         return self._connection
 
     # -- from a thread --------------------------------------------------------------------
 
     def send(self, kind: int, number: int = 0, payload: bytes = b"") -> None:
-        """Send a message, and wait until the kernel has all of it. Raises `LineEnded`."""
+        """Send a message, and wait until the kernel has it all. `kind` is one of `kinds.py`;
+        `number` is the call that it belongs to, or 0. Raises `LineEnded`."""
         try:
             self._connection.sendall(packed(kind, number, payload))
         except OSError as error:
@@ -126,13 +126,13 @@ class Line:
         loop.add_reader(self.fileno(), readable)
 
     def post(self, kind: int, number: int = 0, payload: bytes = b"") -> None:
-        """Send a message from the event loop without waiting. Does nothing on an ended line."""
+        """From the event loop, do as `send` without waiting. Does nothing on an ended line."""
         self._unsent += packed(kind, number, payload)
         self._flush()
 
     def post_together(self, kind: int, number: int = 0, payload: bytes = b"") -> None:
-        """Send a message without waiting, in one system call with other messages that are posted in
-        the same turn of the loop."""
+        """Send a message (arguments as in `send`) from the event loop without waiting, in one
+        system call with all messages that are posted before the loop's next round of callbacks."""
         self._unsent += packed(kind, number, payload)
         if not self._is_flushing and self._loop is not None:
             self._is_flushing = True

@@ -51,8 +51,8 @@ class Listener:
         self._knocks: list[_Knock] = []
 
     def accept(self, within_s: float) -> list[tuple[Line, bytes]]:
-        """Wait for connections that show the token. Returns a line and the bytes after the token
-        for each; an empty list after `within_s` seconds."""
+        """Wait until a connection shows the token. Returns, for each that has, its line and the
+        bytes that it sent after the token; an empty list if none has after `within_s` seconds."""
         until = time.monotonic() + within_s
         found: list[tuple[Line, bytes]] = []
         while not found:
@@ -119,8 +119,8 @@ def connect(
     source: str | None = None,
     within_s: float | None = None,
 ) -> Line:
-    """Connect to a `Listener`, and return the line. `source`: address to connect from; None: any.
-    Raises `OSError`, also if it takes longer than `within_s` seconds, and `LineEnded`."""
+    """Connect to a `Listener` by its `token`, say `hello`, and return the line. `source`: address
+    to connect from; None: any. Raises `OSError`, also after `within_s` seconds, and `LineEnded`."""
     own = None if source is None else (source, 0)
     line = Line(_watched(socket.create_connection((host, port), within_s, own)))
     try:

@@ -1,8 +1,6 @@
-"""One thread with an event loop that serves the lines to all processes started by this one.
-
-The thread runs while the loop has users (`LoopUse`). A function called in the loop must not wait,
-since all other lines wait meanwhile.
-"""
+"""One thread with an event loop that serves the lines (message sockets) to all processes started by
+this one. The thread runs while some object that needs it holds a `LoopUse`. A function called in
+the loop must not wait, since all other lines wait meanwhile."""
 
 from __future__ import annotations
 
@@ -20,10 +18,10 @@ _running: _Running | None = None
 
 
 class LoopUse:
-    """A user's claim on the common event loop, from the making of this object to `end`."""
+    """A claim on the common event loop until `end`: its thread runs while there are claims."""
 
     def __init__(self) -> None:
-        """Start the common loop's thread if the loop has no other user."""
+        """Claim the common event loop. Starts its thread if there is no other claim."""
         global _running
         with _lock:
             if _running is None:
@@ -36,17 +34,17 @@ class LoopUse:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop that all users share."""
+        """The common event loop of this process's lines, which runs in a thread of its own."""
         return self._running.loop
 
     def soon(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Call the function in the event loop, from any thread. Does nothing on a closed loop."""
+        """Have the event loop call the function, from any thread. Does nothing on a closed loop."""
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(function, *arguments)
 
     def end(self) -> None:
-        """Give up the claim on the event loop, in any thread. The last user ends the loop's thread,
-        and waits for its end unless called in that thread. A further call waits again."""
+        """Give up the claim on the event loop, from any thread. The last one ends the loop's
+        thread, and waits for its end unless in that thread. Further calls are harmless."""
         global _running
         with _lock:
             if not self._is_ended:
@@ -61,7 +59,7 @@ class LoopUse:
 
 
 class _Running:
-    """The thread of the common event loop, the loop, and the number of its users."""
+    """The common event loop, its thread, and the number of claims on it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.num_users = 0

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 MAX_OUTPUT_BYTES = 64 << 10
-"""The most bytes of processes' output that are kept per minute."""
+"""The most bytes of processes' output that an `OutputQuota` lets into the log per minute."""
 _MAX_LINE = 2000
 _CHUNK = 1 << 16
 
@@ -24,7 +24,7 @@ class OutputQuota:
         self.num_dropped = 0
 
     def take(self, data: bytes) -> bytes:
-        """Return the data that may pass, after a note on bytes dropped the minute before."""
+        """Return the part of `data` that may pass, after a note on bytes dropped earlier."""
         told = b""
         if self._clock() - self._minute >= 60:
             self._minute, self._left = self._clock(), MAX_OUTPUT_BYTES
@@ -42,7 +42,7 @@ class Output:
     `writer` here afterwards, since the process has a copy."""
 
     def __init__(self, quota: OutputQuota, heard: Callable[[str], None]) -> None:
-        """`heard` is called with each line that the process prints."""
+        """`heard` is called with each line that the process prints, as far as `quota` lets it."""
         self._quota, self._heard = quota, heard
         self._reader, self.writer = os.pipe()
         os.set_blocking(self._reader, False)

@@ -34,7 +34,7 @@ class Overran(Exception):
         self.shared = shared
         """Whether other calls ran in the same worker, which hung: any of them may be the cause."""
         self.own = own
-        """Whether this call's own limit passed, not that of another call in the same worker."""
+        """Whether this call took too long itself, not another call in the same worker."""
         self.told = told or {}
         """What the worker reported when it was told to give this call up. Empty if nothing."""
 
@@ -68,8 +68,8 @@ class PoolCall:
     """What the call is for, such as an episode's prompt, which is suspected if its worker dies."""
 
     def lost(self, what: str, now: float, *, how: str = "", stopped: bool = False) -> None:
-        """Have the call raise `WorkerLost`: at loop time `now` its worker had ended (`how`: in
-        words) or was `stopped` by a signal."""
+        """Have the call raise `WorkerLost` with message `what`. `now`: the event loop's time;
+        `how`: how its worker ended, in words; `stopped`: whether a signal held the worker."""
         left_s = self.limit_s - (now - self.began)
         self.settle(WorkerLost(what, how=how, stopped=stopped, left_s=left_s))
 
@@ -96,8 +96,8 @@ class PoolWorker:
     """Whether the worker gets no more calls, since it is to end."""
     was_stopped: bool = False
     num_kept: int = 0
-    """Number of objects that calls have made in the worker for later calls, which therefore have to
-    run in it as well."""
+    """Number of objects, such as episodes, that live in the worker between calls, so that their
+    later calls have to run in it as well."""
     num_hung: int = 0
     """Number of given-up calls in this worker that have not ended in time."""
     gone: str = ""
@@ -131,7 +131,7 @@ IDLE_S = 60.0
 GROW_AFTER_S = 0.02
 """Seconds for which calls wait for a free worker before another worker is started."""
 WATCH_EVERY_S = 0.25
-"""Seconds between two checks of busy workers. One that a signal holds at two in a row is lost."""
+"""Seconds between two checks of busy workers. One stopped by a signal at two is replaced."""
 ANSWER_WITHIN_S = 0.25
 """Seconds without an answer to a cancelled call after which a worker's loop counts as blocked."""
 GIVE_IN_WITHIN_S = {False: 0.1, True: 1.0}
@@ -152,7 +152,7 @@ class WorkerPool:
     """
 
     kind = "reward"
-    """What the workers run, as a word in messages, such as reward."""
+    """Word for what the workers run, which stands before the pool's name in logs and errors."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class WorkerPool:
         workers: list[WorkerProcess],
     ) -> None:
         """`start` makes a worker process of the given name; `workers` are ready to be used. `said`
-        is called with each line that a worker prints."""
+        is called with each line that a worker prints. `max_workers`: the most at once."""
         self.loop = asyncio.get_running_loop()
         self._name = name
         self._start_process = start
@@ -188,9 +188,9 @@ class WorkerPool:
     # -- calls ----------------------------------------------------------------------------
 
     async def call(self, payload: bytes, limit_s: float, *, alone: bool = False) -> dict[str, Any]:
-        """Send a call to a worker and return the reply. `limit_s`: its most seconds from when a
-        worker has it. `alone`: no other call runs in the worker meanwhile. Raises `Overran`,
-        `WorkerLost` and `NoWorker`."""
+        """Send a call with this content to a worker and return the reply. `limit_s`: the most
+        seconds that it may take in a worker, waiting for a free one not counted. `alone`: no other
+        call runs in the worker meanwhile. Raises `Overran`, `WorkerLost` and `NoWorker`."""
         call = self._made(payload, limit_s, alone=alone)
         self._waiting.append(call)
         self._dispatch()
@@ -235,15 +235,15 @@ class WorkerPool:
         self._keep_watching()
 
     def _give_until(self, within_s: float, then: _Then, call: PoolCall, worker: PoolWorker) -> None:
-        """Call `then` if the call is not answered within this many seconds of the loop's time."""
+        """Call `then` if the call is not answered within this many seconds."""
         due_s = self.loop.time() + within_s
         call.timer = self.loop.call_at(due_s, self._due, due_s, within_s, then, call, worker)
 
     def _due(
         self, due_s: float, within_s: float, then: _Then, call: PoolCall, worker: PoolWorker
     ) -> None:
-        """Call `then`, unless this loop was held up: the reply may then lie unread in the pipe, or
-        the worker may have waited for room there, and the call gets the lost seconds more."""
+        """Call `then`, unless this event loop was late: the reply may then lie unread in the pipe,
+        or the worker may have waited for room there, so the call gets the lost seconds more."""
         held_s = self.loop.time() - due_s
         if held_s > HELD_S:
             self._give_until(min(held_s, within_s), then, call, worker)
@@ -304,7 +304,7 @@ class WorkerPool:
             one.settle(Overran(shared=shared, own=one is call))
 
     def _reacted(self, worker: PoolWorker, number: int, content: dict[str, Any]) -> None:
-        """Have a given-up call of an async worker raise `Overran`; other calls there go on."""
+        """Have a call that an async worker gave up raise `Overran`; `content`: what it told."""
         call = worker.calls.pop(number, None)
         if call is not None:
             call.settle(Overran(shared=False, told=content))
@@ -359,7 +359,6 @@ class WorkerPool:
             call.lost(how, self.loop.time(), stopped=True)
 
     def _ended(self, worker: PoolWorker) -> None:
-        """End and replace a worker that has hung up by itself."""
         if worker in self._workers:
             self._retire(worker, f"worker {worker} ended by itself", by_itself=True)
 
@@ -404,7 +403,7 @@ class WorkerPool:
             self._keep_watching()
 
     def _num_to_start(self) -> int:
-        """Return how many workers to start, at most as many again as are ready."""
+        """Return how many workers to start, for waiting calls: at most doubling the ready ones."""
         num_ready = sum(worker.ready for worker in self._workers)
         num_starting = len(self._workers) - num_ready
         room = min(self._max_workers, num_ready + max(num_ready, 1)) - len(self._workers)
@@ -451,8 +450,8 @@ class WorkerPool:
     def _retire(
         self, worker: PoolWorker, gone: str = "", *, by_itself: bool = False
     ) -> list[PoolCall]:
-        """End a worker; `gone` is the reason. Returns its calls, which the caller has to settle,
-        unless the worker ended `by_itself`: they are settled once it is known how."""
+        """End a worker; `gone` is the reason. Returns its calls, for the caller to answer; but if
+        it ended `by_itself`, `_bury` does that, once it knows how."""
         worker.process.kill()
         worker.gone = gone or f"worker {worker} was ended"
         calls = list(worker.calls.values())
@@ -466,8 +465,8 @@ class WorkerPool:
         return calls
 
     async def _bury(self, worker: PoolWorker, lost: list[PoolCall] | None) -> None:
-        """Wait until the worker process has ended, and close its pipes. `lost`: its calls, to be
-        settled, if it ended by itself; else None."""
+        """Wait until the worker process has ended, and close its pipes. `lost`: if it ended by
+        itself, its calls, which raise `WorkerLost` then; else None."""
         how = await worker.process.gone()
         worker.process.close()
         if lost is not None:
@@ -476,8 +475,8 @@ class WorkerPool:
     # -- the end ------------------------------------------------------------------------------
 
     def give_idle(self) -> list[WorkerProcess]:
-        """Return the idle workers, for use in another loop, and end the others. The pool's own loop
-        has closed."""
+        """Return the idle workers, for another event loop, and end the others. This pool's loop has
+        closed."""
         idle = [w.process for w in self._workers if w.ready and w.is_idle and not w.draining]
         for worker in self._workers:
             if worker.process not in idle:

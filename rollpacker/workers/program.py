@@ -40,8 +40,8 @@ def begin_quietly() -> None:
 
 
 def answer_calls(line: Line, answer: Callable[[bytes], tuple[int, bytes]]) -> NoReturn:
-    """Answer call after call in this thread: `answer` returns kind and content of the reply.
-    Another thread reads the line: when it ends, so does the process, even while computing."""
+    """Answer the owner's calls in this thread: `answer` returns a reply's kind and content. Another
+    thread reads the line: when it ends, so does the process, even while computing."""
     calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def listen() -> None:
@@ -64,7 +64,7 @@ class Program:
     """This process as a program that reports to its owner, the process that had it started."""
 
     def __init__(self, codec: Codec, *, own: type[Exception] | tuple[()] = ()) -> None:
-        """Tell the owner that this process runs. `own`: types of errors whose message is sent."""
+        """Say hello to the owner. `own`: types of errors of which only the message is sent."""
         begin_quietly()
         line = inherited_line()
         assert line is not None, "a host starts it"
@@ -73,7 +73,7 @@ class Program:
         self.say(HELLO, payload=str(os.getpid()).encode())
 
     def say(self, kind: int, number: int = 0, payload: bytes = b"") -> None:
-        """Send the owner a message from a thread. If the line has ended, this process ends."""
+        """Send the owner a message (`Line.send`). If the line has ended, this process ends."""
         try:
             self.line.send(kind, number, payload)
         except LineEnded:
@@ -112,8 +112,8 @@ class Program:
 
 
 def text_of(error: BaseException, own: type[Exception] | tuple[()]) -> str:
-    """Return the text of an error for the owner: the error's message if its type is in `own`. Any
-    other error is a bug: its traceback is printed here, and its `repr` returned."""
+    """Return the text of an error for the owner: the message if its type is in `own`. Any other
+    error is a bug: its traceback is printed here, and its `repr` returned."""
     if isinstance(error, own):
         return str(error)
     traceback.print_exception(error)

@@ -32,8 +32,8 @@ HEARTBEAT_S = 5.0
 ENDED_S = 0.4
 """Seconds for which the end of a process is awaited once it has closed its line (socket)."""
 _HELD_S = 1.0
-"""Seconds of a late check from which this process counts as held up itself: it cannot have received
-messages meanwhile, so it counts no silence of others."""
+"""If a check comes this many seconds late, this process itself was held up. It cannot have received
+messages meanwhile, so it does not count the other's silence."""
 
 
 class Codec(Protocol):
@@ -69,18 +69,18 @@ class Loss:
 
 
 class ProcessLost(Exception):
-    """Raised for a call without an answer, because its process is lost; the message tells why."""
+    """Raised in place of an answer if the called process is lost; the message tells why."""
 
 
 class Owner(Protocol):
     """The side that owns a process and is told about it. All methods are called in the loop."""
 
     def on_ready(self, said: Any) -> None:
-        """Called when the process has made what it was told to. `said`: its message, or None."""
+        """Called when the process has made what it was told to. `said`: its message or None."""
         ...
 
     def on_message(self, kind: int, number: int, said: Any) -> None:
-        """Called for a message of the process that answers no call of `Served.call`."""
+        """Called for a message of content `said` that answers no call of `Served.call`."""
         ...
 
     def on_hang_up(self) -> None:
@@ -109,8 +109,8 @@ class Served:
         start_s: float = START_S,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Start the module `program` as a process on the host `place`. No method of `owner` is
-        called before `begin`. Raises `OSError`."""
+        """Start the module `program` as a process on the host `place`. `start_s`: seconds within
+        which it must be ready. No method of `owner` is called before `begin`. Raises `OSError`."""
         self.name = name
         self.is_ready = False
         self.heard_s = time.monotonic()
@@ -142,7 +142,7 @@ class Served:
     # -- what is said ----------------------------------------------------------------------
 
     def post(self, kind: int, number: int, value: Any) -> None:
-        """Send the process a message. Raises `TypeError` for a value that cannot be encoded."""
+        """Send a message (`Line.send`). Raises `TypeError` if `value` cannot be encoded."""
         self._line.post(kind, number, self._codec.encode(value))
 
     async def call(self, payload: bytes) -> Any:
@@ -232,7 +232,7 @@ class Served:
         is_refused: bool = False,
         error: Exception | None = None,
     ) -> None:
-        """Give the process up as lost, for a reason as in `Loss`. Further calls do nothing."""
+        """End the process as lost, and tell the owner why (`Loss`). Further calls do nothing."""
         if self._is_over:
             return
         process = str(self.child)
@@ -242,7 +242,7 @@ class Served:
         self._owner.on_lost(loss)
 
     def end(self, why: str) -> None:
-        """Have the process ended, and listen to it no more. Its calls raise `ProcessLost(why)`."""
+        """Kill the process, and listen to it no more. Waiting calls raise `ProcessLost(why)`."""
         self._is_over = True
         self._stop_timer()
         self._line.detach()

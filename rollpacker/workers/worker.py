@@ -59,7 +59,7 @@ class WorkerProcess:
         program: str,
         host: Host | None = None,
     ) -> None:
-        """`load`: message with the code to run. `quota`: limit on printed output, which processes
+        """`load`: message with the user's code. `quota`: limit on printed output, which processes
         share. `host`: another host, where output then stays; None: this one. Raises `OSError`."""
         self.child: Child | Process
         self._said: Callable[[str], None] | None = None
@@ -126,7 +126,7 @@ class WorkerProcess:
         raise TimeoutError
 
     def rename(self, name: str) -> None:
-        """Change the worker's name in messages, after its hello."""
+        """Change the name by which logs and errors call the worker. It must have said hello."""
         assert isinstance(self.child, Child), "nobody renames one on another host"
         self.child.name = name
 
@@ -136,8 +136,8 @@ class WorkerProcess:
         return load
 
     def _understood(self, message: Message) -> dict[str, Any]:
-        """Return the content of a worker's message. Raises `ValueError` for a message that no
-        worker sends: a user's function may have found its socket."""
+        """Return the content of a worker's message; a hello has none. Raises `ValueError` for a
+        message that no worker sends: user's code may have found the socket and written to it."""
         if message.kind == HELLO:
             self.child.pid = int(message.payload)
             return {}
@@ -181,8 +181,7 @@ class WorkerProcess:
         self.child.kill()
 
     async def gone(self) -> str | None:
-        """Wait up to `END_S` in an event loop, and return how the worker ended; None: it has
-        not."""
+        """Wait up to `END_S` in an event loop. Returns how the worker ended; None: not yet."""
         until = time.monotonic() + END_S
         while (how := self.child.how_ended()) is None and time.monotonic() < until:
             await asyncio.sleep(0.002)

@@ -106,8 +106,9 @@ def is_served(folder: Path) -> bool:
 
 
 def find_folder(given: str | None) -> Path:
-    """Return the folder of the cluster that a command means: `given`, the one that the environment
-    names, or the only one served here. Raises `ValueError` if there are none or several."""
+    """Return the folder of the cluster that a command means: `given`, else that in
+    ROLLPACKER_CLUSTER, else the only one served from `runs/` here. Raises `ValueError` if none, or
+    several, are found."""
     if given or (given := os.environ.get(CLUSTER_VARIABLE)):
         return Path(given).expanduser()
     how = f"with --cluster FOLDER, or {CLUSTER_VARIABLE}"
@@ -163,8 +164,8 @@ class Desk:
             raise ValueError(self._silent(error)) from error
 
     def _silent(self, error: OSError | None = None) -> str:
-        """Return the text of an error: the service does not answer. `error`: the failure that shows
-        it; None if no answer came in time."""
+        """Return the text of the error that the service does not answer. `error`: what failed at
+        posting the question; None if no answer came in time."""
         facts = self.facts
         where = f"process {facts.pid} on {facts.host}"
         is_here = facts.host == socket.gethostname()
@@ -212,6 +213,6 @@ class Desk:
 
 
 def open_desk(given: str | None) -> Desk:
-    """Return a desk for the cluster in the folder `given`; None: in the one that the environment
-    names, or the only one served here. Raises `ValueError` if there is no such cluster."""
+    """Return a desk for the cluster in the folder `given`, or if that is None in the folder that
+    `find_folder` finds. Raises `ValueError` if there is no such cluster."""
     return Desk(find_folder(given))

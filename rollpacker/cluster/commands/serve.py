@@ -76,8 +76,8 @@ def serve(
     began: Callable[[], None] = lambda: None,
     is_over: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Run the service until `is_over` returns true. `began` is called once the service can be
-    asked. Raises `ValueError` if the folder's stored events would now lead to other decisions."""
+    """Run the service until `is_over` returns true; `began` is called once it can be asked. Raises
+    `ValueError` if the folder's stored events lead to other decisions than those stored."""
     from rollpacker.cluster.commands.desk import ServiceFacts, write_facts
     from rollpacker.cluster.decide.cluster import Cluster
     from rollpacker.cluster.service.service import Service
@@ -144,8 +144,8 @@ def _first_nodes(folder: Path, spec: ClusterSpec) -> dict[str, int]:
 
 
 def _changed(folder: Path, spec: ClusterSpec) -> list[str]:
-    """Return the settings, other than name, jobs and seed, that differ from when the folder was
-    last served, as key=value with the old value. Empty for a folder that was never served."""
+    """Return the settings, other than name, jobs and seed, that have changed since the folder was
+    last served, each as key=old value. Empty for a folder that was never served."""
     from rollpacker.cluster.commands.desk import FACTS_FILE, read_facts
     from rollpacker.config.load import differences, to_plain
 

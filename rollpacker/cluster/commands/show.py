@@ -32,7 +32,8 @@ Status = Mapping[str, Any]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run `jobs`, `show`, `top`, `cancel` or `drain`. Raises `ValueError` if that is impossible."""
+    """Do the command `jobs`, `show`, `top`, `cancel` or `drain`, and print what it tells. Raises
+    `ValueError` if the service does not answer, or knows no such job or node."""
     from rollpacker.cluster.commands.desk import open_desk
     from rollpacker.run.output import console
 
@@ -223,8 +224,8 @@ def _screen(status: Status, height: int) -> RenderableType:
 
 
 def show_top(ask: Callable[[], Status], console: Console) -> None:
-    """Show the cluster on a terminal until Ctrl-C, also while the service does not answer;
-    elsewhere print it once. The first call of `ask` may raise; later `ValueError`s are shown."""
+    """Show the jobs on a terminal until Ctrl-C; if the output is no terminal, print them once.
+    `ask` gets the service's status; its `ValueError`s are shown, except at the first call."""
     from rich.live import Live
     from rich.text import Text
 

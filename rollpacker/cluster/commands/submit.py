@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def told(answer: Mapping[str, Any], folder: Path) -> str:
-    """Return a sentence on where the submitted job runs, or what it waits for."""
+    """Return a sentence on where a job runs or what it waits for, from the service's `answer`."""
     job, see = answer["job"], f"rollpacker cluster show {answer['job']} --cluster {folder}"
     if answer["state"] == "waiting":
         return f"{job} waits: {answer['why']}. {see} says when it starts"
@@ -131,9 +131,9 @@ def new_file(config: RunConfig) -> Path:
 
 @contextlib.contextmanager
 def kept(config: RunConfig, path: Path) -> Iterator[None]:
-    """Save the config at `path` before the block submits the job. The file is removed only if the
-    service refuses the job: a service that did not answer may still start it. Raises `ValueError`
-    if saving fails."""
+    """Save the config at `path`; the body of the `with` then submits the job. The file is removed
+    only if the service refuses the job: one that did not answer may still start it. Raises
+    `ValueError` if saving fails."""
     from rollpacker.cluster.commands.desk import Refused
     from rollpacker.config.load import save_config
 
@@ -220,7 +220,7 @@ def job_of(args: argparse.Namespace, config: RunConfig, spec: ClusterSpec) -> Cl
 
 
 def going_on(job: ClusterJob, config: RunConfig) -> ClusterJob:
-    """Return the job less the steps that the run's newest checkpoint has already."""
+    """Return the job with only the steps that remain after the run's newest checkpoint."""
     from msgspec.structs import replace
 
     from rollpacker.cluster.profile.job_profile import saved_step
@@ -230,7 +230,7 @@ def going_on(job: ClusterJob, config: RunConfig) -> ClusterJob:
 
 
 def check_devices(config: RunConfig) -> None:
-    """Raises `ValueError` if the run's placement says "all" instead of a number of devices."""
+    """Raises `ValueError` for `devices: all` in the run's placement: a cluster needs numbers."""
     from rollpacker.config.placement import num_devices
 
     lines = config.placement
@@ -316,7 +316,7 @@ def check_no_program(args: argparse.Namespace) -> None:
 
 
 def facts_of_program(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the command and folder to start a user's program, which has to resume by itself."""
+    """Return command and folder of a user's program; the same command resumes it."""
     path = Path(args.config).resolve()
     return {
         "command": [sys.executable, str(path), *_arguments(args.arguments)],

@@ -31,8 +31,8 @@ DANGER = 0.8
 """A job's SLO (highest slowdown promised) is in danger if the probability of keeping it is below
 this. (Jobs are placed with a higher one, `confidence`: else luck alone would have jobs move.)"""
 RETRY = 0.9
-"""Factor: a job whose SLO is in danger is tried elsewhere or in other turns once its iterations
-left are at most this many times those that it had left at the last try."""
+"""Factor: for a job whose SLO is in danger, another place or order of turns is looked for only once
+its iterations left are at most this many times those left at the last attempt."""
 MIN_BETTER = 0.002
 """Share of the price by which another order of turns must be cheaper to be preferred."""
 
@@ -185,8 +185,8 @@ class CheapestWork:
         rest: Mapping[str, Rest],
         below: float,
     ) -> tuple[float, Order] | None:
-        """Return the lowest price of work and its order of turns, among the orders that keep every
-        SLO if the job joins the group. None if no order does that for a price less than `below`."""
+        """Return the lowest price of work (`_price`) of a group that the job joins, with its order
+        of turns. None if no order that keeps all SLOs costs less than `below`."""
         layout = choice.layout
         best: tuple[float, Order] | None = None
         allowed = limits(layout, rest)
@@ -231,8 +231,7 @@ def _endangered(standing: Standing) -> list[str]:
 def _in_danger(
     layout: Layout, forecasts: Sequence[Forecast], rest: Mapping[str, Rest]
 ) -> list[str]:
-    """Return the jobs whose SLO is likely to be missed in this group, but could still be kept if
-    they waited no more."""
+    """Return the group's jobs whose SLO is likely to be missed, but not if they waited no more."""
     return [
         job.name
         for job, one, limit in zip(layout.jobs, forecasts, limits(layout, rest), strict=True)

@@ -78,8 +78,9 @@ class Cluster:
         quotas: Mapping[str, Devices] | None = None,
         ageing_s: float = AGEING_H * 3600,
     ) -> None:
-        """`quotas`: most devices, by owner and phase; None: no bounds. `ageing_s`: seconds of
-        waiting that one unit of a job's priority is worth."""
+        """`link_gb_s`: 1e9 bytes/s of the link between pools, per device. `max_group`: most jobs
+        that share nodes. `quotas`: most devices, by owner and phase; None: no bounds. `ageing_s`:
+        seconds of waiting that one unit of a job's priority is worth."""
         self.state = State(nodes=Nodes(pools), link_gb_s=link_gb_s, max_group=max_group)
         self._policy = policy
         self._running: dict[str, Running] = {}
@@ -89,9 +90,9 @@ class Cluster:
         """Records of the jobs that ran, were stopped and wait for nodes again, by job name."""
         self._since_s: dict[str, float] = {}
         """Times in seconds since when jobs have waited for nodes, by the job's name. A job's entry
-        is removed once it has asked for its first turn."""
+        goes when the job, on nodes again, asks for its first turn."""
         self._num_changes = 0
-        """Number of times that the jobs, or the nodes that jobs run on, have changed so far."""
+        """Number of changes of jobs or their nodes so far. A change makes earlier results old."""
         self._obstacle = ("", 0, "")
         """Last answer of `awaits`, to be used again until the cluster changes: the job, the number
         of changes at that time, and the text."""
@@ -110,7 +111,7 @@ class Cluster:
         return [job.name for job in self._waiting.in_order(self._running_jobs())]
 
     def sharing(self, job: str) -> Sharing:
-        """Return how a job's times change at present because it shares nodes with its group."""
+        """Return what sharing its nodes costs a job at present: by how much its times grow."""
         layout = self.state.groups[self._running[job].group].layout
         number = next(n for n, one in enumerate(layout.jobs) if one.name == job)
         return layout.sharings[number]
@@ -201,8 +202,8 @@ class Cluster:
         return commands
 
     def _next_waiting(self, at_s: float) -> Late | None:
-        """Return the next waiting job, with the iterations that it has left and the seconds that it
-        may wait. None if no job may start."""
+        """Return the next waiting job, with the iterations that it has left and the seconds that
+        its SLO still lets it wait. None if no job may start."""
         job = self._waiting.next(self._running_jobs())
         if job is None:
             return None
@@ -331,7 +332,7 @@ class Cluster:
 
     @staticmethod
     def _moved(running: Running) -> Late:
-        """Return a moved job, with the seconds that it may still wait after one more restart."""
+        """Return the moved job, to be started, with the seconds that its SLO still lets it wait."""
         return Late(running.job, running.rest and restarted(running.job, running.rest))
 
     # -- iterations --------------------------------------------------------------------
@@ -410,7 +411,8 @@ class Cluster:
         return []
 
     def _learn(self, running: Running, kind: str, times: Times) -> None:
-        """Learn from an iteration's times. If the job's times change, examine its group anew."""
+        """Let an iteration's times correct the job's; if these change, its group is examined anew.
+        `kind`: kind of the iteration's round (batch of generation), such as short or long."""
         if running.learned is None:
             running.learned = LearnedTimes(running.job)
         changed = running.learned.saw(kind, self.sharing(running.job.name).alone(times))

@@ -49,11 +49,11 @@ class Running(msgspec.Struct):
     token: int = 0
     """Token (number) of the job's present grant of nodes. 0 if the job holds no nodes."""
     began_s: float = 0.0
-    """Time in seconds of the job's first ask for nodes, less its wait for nodes before that."""
+    """Time in seconds when the job first began to wait for nodes: its slowdown counts from it."""
     steps: int = 0
     work_s: float = 0.0
     looked: int = 0
-    """Number of changes of the cluster (`Cluster`) when it was last considered to move this job."""
+    """Number of the cluster's changes (`Cluster`) at the last search for better nodes for it."""
     learned: LearnedTimes | None = None
     rest: Rest | None = None
     """Iterations that the job has left, and seconds that its SLO lets it wait. None until the job
@@ -81,13 +81,13 @@ class Running(msgspec.Struct):
 
     @property
     def patience_s(self) -> float:
-        """Seconds for which others wait for the job while it neither holds nor wants nodes."""
+        """Seconds for which others wait for the job between two phases, before its turn goes on."""
         worst = self.job.worst
         return max(PATIENCE_S, PATIENCE * max(worst.between_s, worst.after_s))
 
 
 class ClusterTurns:
-    """The turns of all groups of jobs that share nodes. Methods return the grants that follow."""
+    """The turns of all groups of jobs that share nodes. Methods return the `Grant`s that follow."""
 
     def __init__(self, running: Mapping[str, Running]) -> None:
         """`running`: records of all jobs that have nodes, kept up to date by the cluster."""
@@ -114,8 +114,8 @@ class ClusterTurns:
         return self._grants(self._groups[running.group].remove(running.job.name, at_s))
 
     def asked(self, event: Asked, came_s: float | None) -> list[Command]:
-        """Record that a job asks for nodes, and return the grants. `came_s`: time since when the
-        job had waited for nodes to start on; None if it did not wait."""
+        """Record that a job asks for nodes, and return the grants. `came_s`: time when it began to
+        wait for nodes to be started on; None if it has asked since, or did not wait."""
         running = self._running[event.job]
         turns = self._groups[running.group]
         if not running.joined:
@@ -157,15 +157,14 @@ class ClusterTurns:
         ]
 
     def kept_for(self, job: str) -> str | None:
-        """Return another job whose turn it is on the free nodes that this job awaits. None if there
-        is no such job."""
+        """Return another job whose turn it is on the free nodes that this job awaits, or None."""
         running = self._running.get(job)
         if running is None or not running.joined:
             return None
         return self._groups[running.group].kept_for(job)
 
     def stayed_away(self, event: StayedAway) -> list[Command]:
-        """Take a job that stayed away out of the turns if others wait. Returns their grants."""
+        """Take a job that stayed away out of the turns if others wait. Returns others' grants."""
         running = self._running.get(event.job)
         if running is None or event.job not in self._groups[running.group].awaited(event.at_s):
             return []

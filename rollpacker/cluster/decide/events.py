@@ -64,7 +64,7 @@ class Committed(_JobEvent, frozen=True):
 
 
 class Ended(_JobEvent, frozen=True):
-    """The job has ended for good."""
+    """The job has ended, done or not, and is not to be started again: it leaves the cluster."""
 
 
 class Withdrew(_JobEvent, frozen=True):
@@ -83,7 +83,7 @@ class Lost(_JobEvent, frozen=True):
     commit (finished iteration), unless it was cancelled: then it has ended."""
 
     counts: Omitted[bool] = True
-    """Whether this loss counts: after too many that count, the job is given up (`GiveUp`)."""
+    """Whether the loss counts towards giving up; not if the run's folder was in use by another."""
 
 
 class Cancelled(_JobEvent, frozen=True):
@@ -95,7 +95,8 @@ class Drained(_Event, frozen=True):
 
     node: Node
     has_host: bool = True
-    """Whether a host (machine) stands for the node, so that processes can be started there now."""
+    """Whether the node has a host, so that processes can be started on it. If not, jobs still to be
+    started there go elsewhere at once."""
 
 
 class Restored(_Event, frozen=True):

@@ -70,13 +70,13 @@ def _z(confidence: float) -> float:
 
 class Outlook:
     """The forecasts for all jobs of a layout (a group's jobs with their nodes) in one order of
-    turns. The turns are simulated only as far as is asked for, and results are kept."""
+    turns. A method simulates only as many iterations as its answer needs; results are kept."""
 
     def __init__(self, layout: Layout, order: Order) -> None:
         self.layout = layout
         self._drawn: list[list[tuple[float, Holds]]] = []
-        """For each job, and each of its iterations so far: its seconds without waits, and the
-        seconds for which it holds each pool."""
+        """For each job, each iteration drawn so far (number 0 on): its seconds without waits, and
+        the seconds for which it holds each pool."""
         self._early: list[Forecast] | None = None
         self._forecasts: list[Forecast] | None = None
         self._confirmed: list[Forecast] | None = None
@@ -90,8 +90,8 @@ class Outlook:
             self._early = self._confirmed = self._forecasts
 
     def is_hopeless(self, limits: Sequence[float], most: float = math.inf) -> bool:
-        """Return whether, after a third of the short simulation, some job's slowdown is far beyond
-        its limit in `limits`, or the price of work (per hour over speeds) far above `most`."""
+        """Return whether, after a third of the short simulation, a job's slowdown is over
+        `HOPELESS` times its limit (`limits`), or the price of work over `HOPELESS` times `most`."""
         if self._early is None:
             self._early = self._run(STRETCH, NUM_STRETCHES // 3)
         pairs = zip(self._early, limits, strict=True)
@@ -130,7 +130,7 @@ class Outlook:
         ]
 
     def _stop(self) -> None:
-        """Drop the simulation but keep its forecasts: many outlooks are kept for a long time."""
+        """Drop the simulation to free its memory; its forecasts are kept for later questions."""
         self._timeline = None
         self._drawn = []
 
@@ -157,7 +157,8 @@ def _is_fixed(job: ClusterJob) -> bool:
 
 
 def _point(job: int, number: int) -> tuple[float, float]:
-    """Return the point in the unit square that decides kind and length of a job's iteration."""
+    """Return the point in the unit square that chooses the job's iteration of this number among the
+    measured ones: x its kind of round, y its length."""
     at = number + 1 + 1000 * job
     return (at * _STEP[0]) % 1.0, (at * _STEP[1] + 0.5 * (job % 2)) % 1.0
 
@@ -260,8 +261,8 @@ class Rest(NamedTuple):
     iterations: int
 
     def slowdown(self, slo: float, work_s: float) -> float:
-        """Return the highest slowdown of the remaining iterations with which the job keeps its SLO
-        over its whole life. `work_s`: mean seconds of a remaining iteration without waits."""
+        """Return the highest slowdown of the remaining iterations with which the job, all counted,
+        keeps its SLO. `work_s`: mean seconds of such an iteration without waits."""
         return slo + self.spare_s / (self.iterations * work_s)
 
 
@@ -286,9 +287,9 @@ _TOLERANCE = 1e-9
 def bounds(
     layout: Layout, forecasts: Sequence[Forecast], rest: Mapping[str, Rest], confidence: float
 ) -> list[float]:
-    """Return for each job the slowdown over its remaining iterations that is not exceeded with this
-    confidence. `rest`: what jobs have left, by name. In a group of several jobs one more iteration
-    of waiting is added, because a job that joins makes all wait once more."""
+    """Return for each job the slowdown over its remaining iterations that is not exceeded with
+    probability `confidence`. `rest`: what jobs have left, by name. In a group of several jobs a
+    wait of one iteration more is allowed for: a job that joins later makes all wait once."""
     joins = len(layout.jobs) > 1
     found = []
     for job, one in zip(layout.jobs, forecasts, strict=True):
@@ -301,8 +302,9 @@ def bounds(
 def broken(
     layout: Layout, forecasts: Sequence[Forecast], rest: Mapping[str, Rest], confidence: float
 ) -> dict[str, tuple[float, float]]:
-    """Return by name the jobs whose SLO (highest slowdown promised) would not be kept, each with
-    the slowdown that it would have (`bounds`) and the highest that would keep its SLO."""
+    """Return by name the jobs whose SLO (highest slowdown promised) would not be kept with
+    probability `confidence`: the slowdown of each (`bounds`) and the highest that keeps its SLO.
+    `rest`: iterations and seconds to wait that jobs have left, by name."""
     pairs = zip(bounds(layout, forecasts, rest, confidence), limits(layout, rest), strict=True)
     return {
         job.name: (bound, limit)

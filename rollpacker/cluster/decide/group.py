@@ -44,8 +44,8 @@ is the largest value that the RollPacker paper names."""
 
 
 class Holds(NamedTuple):
-    """Seconds of one job's iteration in a group: with the rollout pool held (`rollout_s`), with
-    none (`between_s`), with the training pool held (`train_s`), and with none (`after_s`)."""
+    """Seconds of a job's iteration in a group: rollout (it holds the rollout pool), from then to
+    training (no pool), training (the training pool), and the rest (no pool)."""
 
     rollout_s: float
     between_s: float
@@ -59,8 +59,7 @@ class Holds(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
-    """How the times of a job alone change in its group (jobs that share nodes): factors, and
-    seconds to add."""
+    """How a job's times in its group (jobs that share nodes) differ from those alone."""
 
     rollout_scale: float = 1.0
     """Factor: rollout seconds on this group's GPUs over those that the job was submitted with."""
@@ -73,7 +72,7 @@ class Sharing:
     publish_s: float = 0.0
     """Seconds after training to send the weights over the link, with the training pool held."""
     tail: float = 0.0
-    """Share of a rollout, at its end (tail), in which most of its nodes are the next job's."""
+    """Share of a rollout's node seconds that its last part (tail) leaves to the next job."""
 
     def work_s(self, times: Times) -> float:
         """Seconds of the job's iteration in this group, less waits and switches between jobs."""
@@ -87,7 +86,7 @@ class Sharing:
         return times._replace(rollout_s=rollout_s, train_s=train_s)
 
     def alone(self, here: Times) -> Times:
-        """Return the times that the job would have alone. `here`: times measured in this group."""
+        """Return the times that the job would have alone. `here`: its times in this group."""
         rollout_s = here.rollout_s / self.rollout_scale
         train_s = max(here.train_s - self.publish_s, 0.0) / self.train_scale
         return here._replace(rollout_s=rollout_s, train_s=train_s)
@@ -126,7 +125,9 @@ def sharing(
     link_gb_s: float = math.inf,
     tail_release: bool = True,
 ) -> Sharing:
-    """Return how a job's times change in a group of so many rollout nodes and training devices."""
+    """Return what sharing costs a job in a group of so many rollout nodes and training devices.
+    `rollout_scale` and `train_scale`: seconds here over those the job was submitted with.
+    `tail_release`: whether a rollout's last part leaves nodes to the next job."""
     assert train_devices >= job.train_devices
     lanes = min(job.train_devices, job.rollout_devices)
     publish_s = LINK_OVERHEAD * job.model_gb / (lanes * link_gb_s)
@@ -170,14 +171,14 @@ def load_s(holds: Sequence[Holds], pins: Pins) -> float:
 
 
 def closed_period_s(holds: Sequence[Holds], pins: Pins) -> float:
-    """Return a lower bound of the seconds in which each job has one turn. It is exact where
+    """Return a lower bound of the seconds for one turn of each job, exact if
     `closed_form_holds`."""
     return max(cycle_s(holds), load_s(holds, pins))
 
 
 def closed_form_holds(holds: Sequence[Holds], pins: Pins) -> bool:
     """Whether `closed_period_s` is exact: any two jobs have the same rollout nodes or none in
-    common, and the busiest rollout node has time to spare for the longest stages without a pool."""
+    common, and the busiest rollout node is idle for at least the longest stages without a pool."""
     owner: dict[object, frozenset[object]] = {}
     if not all(owner.setdefault(node, pinned) == pinned for pinned in pins for node in pinned):
         return False
@@ -237,7 +238,7 @@ def largest_cycle_mean(edges: Edges) -> float:
 
 
 def _cycle_above(edges: Edges, nodes: Sequence[int], mean: float) -> float | None:
-    """Return the seconds per turn of some cycle that has more than `mean`, or None without one."""
+    """Return the seconds per turn of some cycle that has more than `mean`; None without one."""
     slack = 1e-13 * max(mean, *(seconds for seconds, _ in edges.values()))
     reach = dict.fromkeys(nodes, 0.0)
     before: dict[int, int] = {}

@@ -35,8 +35,8 @@ class Times(NamedTuple):
         return self._replace(rollout_s=self.rollout_s * factor, train_s=self.train_s * factor)
 
     def positive(self) -> Times:
-        """Return these times with at least a microsecond for rollout and for training, and with 0
-        in place of other times below 0."""
+        """Return these times without the zeros that planning cannot take: at least a microsecond of
+        rollout and of training, and nothing below 0."""
         rollout_s, between_s, train_s, after_s = self
         return Times(max(rollout_s, 1e-6), max(between_s, 0), max(train_s, 1e-6), max(after_s, 0))
 
@@ -74,7 +74,7 @@ class RoundTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_un
             raise ValueError(f"share must be above 0 and at most 1, not {self.share}")
 
     def at(self, quantile: float) -> Times:
-        """Return the times of the iteration whose length is at this quantile (0 to below 1)."""
+        """Return the times of the iteration at this quantile of length: 0 (shortest) to below 1."""
         rollout, train = self.rollout_s, self.train_s
         return Times(
             rollout[int(quantile * len(rollout))],
@@ -107,7 +107,7 @@ class ClusterJob(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_un
     rounds: tuple[RoundTimes, ...]
     """Kinds of the job's rounds (batches of generation): plain, short, long. Shares add up to 1."""
     steps: int
-    """Number of iterations that the job has left to do."""
+    """Number of iterations that the job had left to do when it was submitted."""
     steps_before: Omitted[int] = 0
     """Iterations in the checkpoint that a resumed run goes on from. They are no part of `steps`."""
     slo: float
@@ -131,9 +131,9 @@ class ClusterJob(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_un
     cold_start_s: float = 0.0
     """Seconds from a start of the job's processes to its first iteration, also after a move."""
     tail_share: float = 0.0
-    """Share of a rollout's time, its end (tail), in which other jobs have most of its devices."""
+    """Share of a rollout's seconds, its end (tail), for which it needs few of its devices."""
     tail_devices_share: float = 0.125
-    """Share of the rollout's devices that run its tail (`tail_share`)."""
+    """Share of the rollout's devices that run its tail (`tail_share`); others may use the rest."""
 
     def __post_init__(self) -> None:
         if not self.rounds:
@@ -198,12 +198,12 @@ EVALUATED = "+evaluation"
 
 
 class Iteration(msgspec.Struct, frozen=True, kw_only=True):
-    """One finished step of a job. Its seconds are less waits and moves onto and off devices."""
+    """One finished step of a job; waits for pools, and moves onto and off devices, do not count."""
 
     step: int
     kind: str
-    """Kind of the step's longest round of generation: plain, short or long (a refilled step has
-    several rounds), or `EMPTY`. `EVALUATED` follows if the step ended with an evaluation."""
+    """Kind of the step's longest round of generation (plain, short or long), or `EMPTY`. The suffix
+    `EVALUATED` is added if the step ended with an evaluation."""
     rollout_s: float
     """Seconds for which the rollout pool is held: from the end of the step before (or the begin of
     a refill, a further round for missing samples) until the last sample has ended, fetching of

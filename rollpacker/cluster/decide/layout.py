@@ -32,7 +32,7 @@ from rollpacker.cluster.decide.job import ClusterJob, Times
 from rollpacker.cluster.decide.nodes import Pool, memory_gib
 
 Pin = frozenset[object]
-"""Rollout nodes of one job. Negative numbers stand for nodes that are free and not chosen yet."""
+"""Rollout nodes of one job. A negative number stands for a free node to be chosen at the start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ class Layout:
 
     @cached_property
     def sharings(self) -> tuple[Sharing, ...]:
-        """For each job, how its times change because nodes are shared."""
+        """For each job, by how much its times grow or shrink on the group's shared nodes."""
         counts: dict[object, int] = {}
         for pin in self.pins:
             for node in pin:
@@ -131,7 +131,7 @@ class Layout:
         return [one.work_s(job.mean) for job, one in zip(self.jobs, self.sharings, strict=True)]
 
     def holds(self) -> list[Holds]:
-        """Return for each job how long it holds each pool, and none, in a mean iteration."""
+        """Return the seconds for which each job's mean iteration holds each pool, or no pool."""
         return [one.holds(job.mean) for job, one in zip(self.jobs, self.sharings, strict=True)]
 
     def period_s(self) -> float:
@@ -143,14 +143,14 @@ class Layout:
         return closed_period_s(self.holds(), self.pins)
 
     def slowdowns(self) -> list[float]:
-        """Return each job's slowdown by sharing nodes in round robin, for mean iterations."""
+        """Return each job's slowdown in round robin: mean seconds with waits over those without."""
         period = self.period_s()
         return [period / work for work in self.works_s()]
 
     def bound(self) -> tuple[float, float, list[float]]:
-        """Return three values that RollMux's policy compares, in seconds of nothing but rollout and
-        training, for jobs' longest iterations: the longest iteration of any job, the load of the
-        busiest resource in one turn of all jobs, and the list of each job's iteration."""
+        """Return what RollMux's policy compares, from jobs' longest rollouts and trainings alone:
+        seconds of the longest iteration of any job, seconds for which one turn of every job keeps
+        the busiest nodes busy, and the list of each job's seconds."""
         holds = [
             Holds(times.rollout_s * one.rollout_scale, 0.0, times.train_s * one.train_scale, 0.0)
             for times, one in zip(self._worst, self.sharings, strict=True)

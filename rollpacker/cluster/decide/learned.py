@@ -30,7 +30,8 @@ iterations from the profile."""
 
 
 class LearnedTimes:
-    """Learns the times of a job's phases from its latest iterations, beginning with given times."""
+    """Learns the times of a job's phases from its latest `WINDOW` iterations. Until there are so
+    many, iterations drawn from the times that it was submitted with take their place."""
 
     def __init__(self, job: ClusterJob) -> None:
         self._job = job
@@ -49,7 +50,7 @@ class LearnedTimes:
 
     def _has_changed(self) -> bool:
         """Whether some kind of round has become more or less frequent, or longer or shorter, by
-        more than luck would explain."""
+        more than chance explains and by enough to matter (`MATERIAL`)."""
         least = MATERIAL * math.fsum(self._job.mean)
         known = {one.kind: one for one in self._job.rounds}
         seen = self._by_kind()
@@ -89,8 +90,7 @@ class LearnedTimes:
 
 
 def _differs(seconds: Sequence[float], known_s: float, least: float) -> bool:
-    """Whether the mean of `seconds` differs from `known_s` by more than `least`, and by more than
-    chance explains."""
+    """Whether the mean of `seconds` is more than `least`, and more than chance, off `known_s`."""
     mean = math.fsum(seconds) / len(seconds)
     change = abs(mean - known_s)
     if change <= least:

@@ -80,7 +80,7 @@ class Nodes:
         self.pools = {**self.pools, pool: replace(own, nodes=nodes)}
 
     def hide_free(self) -> None:
-        """Remove all free nodes; used on a copy, to see which jobs fit without them."""
+        """Make no node free any more. Used on a copy, to see which jobs fit on used nodes alone."""
         self._free = {pool: [] for pool in self._free}
 
     def num_free(self, pool: str) -> int:
@@ -155,7 +155,7 @@ FEWER: Mapping[Phase, str] = {
     "rollout": "rollout_devices (of a run: rollout.engines)",
     "train": "train_devices (of a run: train.processes)",
 }
-"""For each phase, the settings to name in an error message if a job needs too many devices."""
+"""For each phase, the settings to lower if a job needs too many devices, for an error message."""
 
 
 def check_job(job: ClusterJob, pools: Sequence[Pool]) -> None:

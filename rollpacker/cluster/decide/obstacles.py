@@ -23,7 +23,7 @@ from rollpacker.cluster.decide.turns import Order
 MAX_CANDIDATES = 6
 """Number of places for a waiting job that are examined, those in the least loaded groups first."""
 _NUM_TRIES = 3
-"""Most SLOs tried for a job. A higher SLO may change the turns and with them the slowdown."""
+"""Most SLOs that are tried to find one with which a job could start (`_possible`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ class _Try:
     layout: Layout
     order: Order
     rest: Mapping[str, Rest]
-    """By job, the iterations that it has left and the seconds that it may wait, where known."""
+    """Iterations left and seconds that it may wait, by job; a job not in it has all steps left."""
     breaks: Mapping[str, tuple[float, float]]
-    """By name, the jobs whose SLO would break: the slowdown of each and the highest allowed."""
+    """By name, the jobs whose SLO this would break: each one's slowdown and the highest allowed."""
 
     @property
     def excess(self) -> float:
@@ -45,8 +45,9 @@ class _Try:
 def obstacle(
     state: State, job: ClusterJob, rest: Rest | None, *, confidence: float, orders: Sequence[Order]
 ) -> str:
-    """Return in words why a job that waits gets no nodes. Empty if no reason was found. `rest`: the
-    iterations that it has left and the seconds that it may wait; None: it has not waited or run."""
+    """Return in words why a waiting job gets no nodes; empty if no reason was found. `rest`:
+    iterations left and seconds that it may wait; None: it has not waited or run. `confidence`:
+    least probability of keeping an SLO. `orders`: orders of turns to try."""
     if next(state.alone(job), None) is not None:
         return ""
     tries = list(_tries(state, job, rest, confidence, orders))
@@ -84,8 +85,8 @@ def _tries(
 def _breaks(
     layout: Layout, order: Order, rest: Mapping[str, Rest], confidence: float
 ) -> dict[str, tuple[float, float]]:
-    """Return by name the jobs whose SLO (slowdown promised) breaks in the short or the longer
-    simulation, each with the worse slowdown and the highest allowed."""
+    """Return by name the jobs whose SLO (slowdown promised) breaks in the short or longer
+    simulation, with the worse slowdown and the highest allowed. `rest`: what jobs have left."""
     outlook = Outlook(layout, order)
     found = broken(layout, outlook.forecasts(), rest, confidence)
     for name, (slowdown, limit) in broken(layout, outlook.confirmed(), rest, confidence).items():
@@ -94,14 +95,14 @@ def _breaks(
 
 
 def _load(layout: Layout) -> float:
-    """Return the share of the training nodes' time that jobs take if as slow as SLOs allow."""
+    """Return the share of training nodes' time taken if each job is as slow as its SLO allows."""
     pairs = zip(layout.jobs, layout.holds(), layout.works_s(), strict=True)
     return math.fsum(holds.train_s / work / job.slo for job, holds, work in pairs)
 
 
 def _possible(one: _Try, job: ClusterJob, confidence: float) -> float | None:
-    """Return the lowest SLO (slowdown promised) found for the job with which it would break no SLO
-    in that group. None if none was found."""
+    """Return the lowest SLO (slowdown promised) found for the job with which no SLO in that group
+    breaks (is kept with less than `confidence`). None if none was found."""
     rest = {name: known for name, known in one.rest.items() if name != job.name}
     slo, layout = job.slo, one.layout
     for _ in range(_NUM_TRIES):

@@ -27,7 +27,7 @@ class Choice:
     group: int | None
     """Number of the group (jobs that share nodes) that the job joins. None for a new group."""
     layout: Layout
-    """The group with the job in it. Negative numbers stand for nodes that are still free."""
+    """The group with the job in it. Free nodes to be taken have negative numbers (`new_node`)."""
     pin: Pin
     """The rollout nodes of this job."""
     order: Order
@@ -44,7 +44,7 @@ class Choice:
 
 
 def new_node(number: int) -> object:
-    """Return an object that stands for a free rollout node which is chosen later."""
+    """Return a rollout node with a negative number, for a free node to be chosen at the start."""
     return Node("", -1 - number)
 
 
@@ -54,7 +54,7 @@ def is_new(node: object) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Numbers of a group that are quick to have: they show which groups are worth a closer look."""
+    """A group's loads and prices, quickly computed: they show if it deserves a closer look."""
 
     price_of_work: float
     price_per_h: float
@@ -68,7 +68,7 @@ class Summary:
     spare_devices: int
 
     def could_take(self, job: ClusterJob) -> bool:
-        """Whether the job might join the group: it finds devices enough, and SLOs may be kept."""
+        """Whether the job might join: the group has devices enough, and time to keep all SLOs."""
         mean = job.mean
         return (
             job.train_devices <= self.spare_devices
@@ -124,7 +124,7 @@ class Standing:
     rest: dict[str, Rest] = field(default_factory=dict)
     """Of jobs that have run or waited, by name: iterations left, seconds that they may wait."""
     tried: dict[str, int] = field(default_factory=dict)
-    """Number of iterations that a job had left at its last try to save its SLO, by name."""
+    """Iterations that a job had left when other nodes or turns were last sought for it, by name."""
     _forecasts: list[Forecast] | None = None
     _summary: Summary | None = None
     _without: dict[str, float] = field(default_factory=dict)
@@ -146,7 +146,7 @@ class Standing:
         return self._forecasts
 
     def with_layout(self, layout: Layout, order: Order) -> Standing:
-        """Return the group with other jobs or another order; nothing computed is taken over."""
+        """Return the group with other jobs or another order of turns, and without forecasts."""
         names = {job.name for job in layout.jobs}
         rest = {name: one for name, one in self.rest.items() if name in names}
         return Standing(layout, order, self.train_nodes, rest)
@@ -171,8 +171,9 @@ class Standing:
         return self._without[job]
 
     def outlook(self, choice: Choice, job: ClusterJob, order: Order) -> Outlook:
-        """Return the forecasts of the group with this job in it. They are kept for the next time:
-        jobs are examined after each change of the cluster, and most changes are in other groups."""
+        """Return the forecasts of the group with this job at the place `choice`, in this order.
+        They are kept: jobs are examined after each change of the cluster, often in another
+        group."""
         key = (job.name, choice.pin, order)
         found = self._outlooks.get(key)
         if found is None or found.layout != choice.layout:  # another job of that name
@@ -206,7 +207,7 @@ class State:
         return replace(self, nodes=self.nodes.copy(), groups=dict(self.groups))
 
     def as_if_full(self) -> State:
-        """Return a copy of the state in which no node is free."""
+        """Return a copy with no free node, to see which places there are on used nodes alone."""
         nodes = self.nodes.copy()
         nodes.hide_free()
         return replace(self, nodes=nodes)
@@ -215,7 +216,8 @@ class State:
         self, job: ClusterJob, choice: Choice, *, tail_release: bool, rest: Rest | None = None
     ) -> Settled:
         """Put the job on the chosen nodes, and return its group's number and its nodes. `rest`:
-        iterations that it has left and seconds that it may wait; None: all of its steps."""
+        iterations that it has left and seconds that it may wait; None: all of its steps.
+        `tail_release`: whether a rollout's last part leaves nodes to the next job."""
         layout, nodes = choice.layout, self.nodes
         taken = opened = nodes.take(layout.rollout_pool.name, choice.new_nodes)
         named = dict(zip(sorted((n for n in choice.pin if is_new(n)), key=str), taken, strict=True))
@@ -243,7 +245,7 @@ class State:
         return Settled(number, rollout_nodes, standing.train_nodes, opened)
 
     def unsettle(self, name: str, number: int) -> tuple[Node, ...]:
-        """Take the job out of this group. Returns the nodes that become free by that."""
+        """Take the job `name` out of group `number`. Returns the nodes that become free by that."""
         standing, nodes = self.groups[number], self.nodes
         layout = standing.layout
         pin = next(
@@ -279,8 +281,8 @@ class State:
                 yield Choice(group=None, layout=layout, pin=pin, order="round_robin")
 
     def in_group(self, number: int, job: ClusterJob) -> Iterator[Choice]:
-        """Yield places for the job in this group: on its least loaded rollout nodes, then with one,
-        two and more of them replaced by free nodes, as far as host memory and free nodes allow."""
+        """Yield places for the job in this group (its number): on the least loaded of its rollout
+        nodes, then with one, two and more free nodes in place of these, as far as memory allows."""
         standing = self.groups[number]
         layout = standing.layout
         if len(layout.jobs) >= self.max_group:
@@ -336,8 +338,8 @@ class Policy(Protocol):
         """Whether a job of the group is likely to miss its SLO (slowdown promised) where it is."""
 
     def move(self, state: State, number: int, job: ClusterJob, *, rest: Rest) -> Choice | None:
-        """Choose a place for a running job of group `number` at its commit (end of an iteration).
-        None: the job stays. A choice of its own group changes only the order of turns there."""
+        """Choose a new place for a running job of group `number` at its commit (end of an
+        iteration). None: it stays. A place in its own group: only the order of turns changes."""
 
 
 class Stays:

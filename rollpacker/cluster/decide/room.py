@@ -21,7 +21,7 @@ from rollpacker.cluster.decide.job import ClusterJob
 from rollpacker.cluster.decide.placement import Choice, Policy, State
 
 WORTH = 2.0
-"""Factor: room is made if the wait saved is worth this many times what the restarts cost."""
+"""Factor: room is made if the waiting job gains at least this many times what restarts cost."""
 MAX_STOPPED = 4
 """Number of running jobs that are considered for being stopped, those last in the queue."""
 
@@ -44,13 +44,13 @@ def bearable(job: ClusterJob, rest: Rest) -> Rest:
 
 def restarted(job: ClusterJob, rest: Rest) -> Rest:
     """Return what is left of the job (iterations, seconds to wait) after one more restart, whose
-    seconds count as waiting."""
+    seconds its SLO counts as waiting."""
     return rest._replace(spare_s=rest.spare_s - job.cold_start_s)
 
 
 def pays(state: State, number: int, job: ClusterJob, waits: ClusterJob, restarts: float) -> bool:
-    """Whether room should be made: `restarts` restarts of `job`, in group `number`, cost less than
-    the job `waits` loses if it waits until the next job of the cluster ends."""
+    """Whether making room for the job `waits` costs less than it loses by waiting until some job of
+    the cluster ends. The cost: `restarts` restarts of `job`, which is in group `number`."""
     layout = state.groups[number].layout
     soonest_s = min(
         rest_of(one, standing.rest).iterations * math.fsum(one.mean)
@@ -64,8 +64,9 @@ def pays(state: State, number: int, job: ClusterJob, waits: ClusterJob, restarts
 def by_moving(
     policy: Policy, state: State, number: int, job: ClusterJob, rest: Rest, waits: Late
 ) -> Sequence[tuple[Late, Choice]]:
-    """Return places for the running job and the waiting one, in the order in which to start them,
-    once the running job has left its group. Empty if they do not fit, or it would miss its SLO."""
+    """Return places for the running `job` of group `number` and the waiting one, in the order in
+    which to start them, once `job` has left. Empty if they do not fit, or `job` would miss its SLO.
+    `rest`: iterations that `job` has left and seconds that it may wait."""
     moved = Late(job, restarted(job, rest))
     without = state.copy()
     without.unsettle(job.name, number)
@@ -82,8 +83,8 @@ def by_moving(
 def _in_turn(
     policy: Policy, state: State, jobs: Sequence[Late], packs: bool
 ) -> Sequence[tuple[Late, Choice]]:
-    """Find places for these jobs one after the other, and return them. Empty if a job fits nowhere.
-    With `packs` the first job takes no free nodes, which are left to the others."""
+    """Return places for these jobs, found one after the other; empty if a job fits nowhere. With
+    `packs` the first job goes to used nodes only, so that free ones are left to the others."""
     found: list[tuple[Late, Choice]] = []
     for n, one in enumerate(jobs):
         there = state.as_if_full() if packs and n == 0 else state
@@ -96,7 +97,8 @@ def _in_turn(
 
 
 def _survives(found: Iterable[tuple[Late, Choice]], moved: Late, before: Rest) -> bool:
-    """Whether the moved job can keep its SLO after its restart, or could not even before that."""
+    """Whether the moved job can keep its SLO after its restart. Also true if it could not keep it
+    before (`before`: what was left of it then)."""
     assert moved.rest is not None
     choice = next(choice for one, choice in found if one is moved)
     layout, name = choice.layout, moved.job.name

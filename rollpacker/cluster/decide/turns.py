@@ -40,7 +40,7 @@ class _Member:
     slo: float
     turns: dict[Phase, int]
     """Number of turns that the job has had, by phase. A new job begins with the highest number of
-    the others, so that it has no turns to catch up on."""
+    the others: it must not have many turns in a row."""
     waits_for: Phase | None = None
     is_extra: bool = False
     """Whether the phase that the job asks for is outside of its turn, such as a further rollout."""
@@ -57,14 +57,15 @@ class _Member:
 
 @dataclass(slots=True)
 class _Seat:
-    """A rollout node, or all training nodes together, with the job that holds it."""
+    """A rollout node, or all training nodes together, for which jobs take turns."""
 
     members: list[_Member] = field(default_factory=list)
     """The jobs that take turns on the node, whether they hold it or not."""
     holder: str | None = None
 
     def due(self, phase: Phase) -> _Member:
-        """Return the job whose turn it is in round robin: the one with the fewest turns so far."""
+        """Return the job whose turn it is in round robin: of those on this node, the one that has
+        had the fewest turns of the phase."""
         return min(self.members, key=lambda one: (one.turns[phase], one.rank))
 
 
@@ -85,7 +86,7 @@ class Turns:
 
     @order.setter
     def order(self, order: Order) -> None:
-        """Set the order of turns. A change to round robin begins the counts of past turns anew."""
+        """Set the order of turns. A change to round robin begins with equal counts for all jobs."""
         if order == "round_robin" != self._order:
             for one in self._members.values():
                 is_between = one.turns["rollout"] > one.turns["train"]
@@ -102,9 +103,8 @@ class Turns:
         return None if seat is None else seat.holder
 
     def join(self, job: str, rollout_nodes: Sequence[Node], slo: float) -> None:
-        """Let the job take part in the turns, with a rollout first. Jobs of more nodes come earlier
-        in the cyclic order. The job's first turn is the next that no job has begun, so that
-        rollouts and trainings stay in one order."""
+        """Let the job take part in the turns, first with a rollout. In the cyclic order jobs of
+        more rollout nodes come earlier. The job's first turn is one that no other job has begun."""
         assert job not in self._members and rollout_nodes
         self._num_joined += 1
         rank = (-len(rollout_nodes), self._num_joined)
@@ -146,7 +146,7 @@ class Turns:
         return self._grant(now_s)
 
     def withdraw(self, job: str, now_s: float) -> list[tuple[str, Phase]]:
-        """Record that the job waits no more. Returns the grants: pairs of job and phase."""
+        """Record that the job wants no nodes now. Returns the grants: pairs of job and phase."""
         if self._waiting.pop(job, None) is not None:
             self._members[job].waits_for = None
             self._members[job].away_since_s = now_s
@@ -221,7 +221,8 @@ class Turns:
         return granted
 
     def _is_due(self, member: _Member) -> bool:
-        """Whether the nodes that the job waits for are free and, in round robin, it is its turn."""
+        """Whether the job may have the nodes that it waits for now: they are free and, in round
+        robin, it is its turn on them."""
         phase = member.waits_for
         assert phase is not None
         is_in_turn = self._order == "round_robin" and not member.is_extra
@@ -262,7 +263,7 @@ class Turns:
 
 
 def _slack(member: _Member, now_s: float) -> float:
-    """Return the seconds for which the job may still wait by its SLO; negative if it is broken."""
+    """Return the seconds for which the job's SLO still lets it wait; below 0: it is broken."""
     elapsed_s = now_s - member.since_s
     waited_s = member.waited_s + now_s - member.asked_s
     return (member.slo - 1) * (elapsed_s - waited_s) - waited_s

@@ -46,7 +46,7 @@ class Waiting:
         """The waiting jobs by name, the first to come first, each with the time when it came."""
 
     def grow(self, pools: Sequence[Pool]) -> None:
-        """Record the size of pools that may have grown, to compute owners' shares of them."""
+        """Record the pools' present sizes, of which an owner without a quota may use all."""
         self._all = {
             phase: sum(pool.nodes * pool.devices_per_node for pool in pools if pool.phase == phase)
             for phase in PHASES
@@ -60,7 +60,7 @@ class Waiting:
         return iter([job for job, _ in self._jobs.values()])
 
     def add(self, job: ClusterJob, at_s: float) -> None:
-        """Add a job. Raises `ValueError` if it asks for more than its owner's whole quota."""
+        """Add a job that came at `at_s`. Raises `ValueError` if it needs more than its quota."""
         check_quota(job, self._quotas)
         self._jobs[job.name] = (job, at_s)
 
@@ -92,7 +92,7 @@ class Waiting:
         return self._in_order(_used(running)) if self._jobs else []
 
     def next(self, running: Iterable[ClusterJob]) -> ClusterJob | None:
-        """Return the first waiting job that its owner's quota lets start, or None."""
+        """Return the first waiting job that its owner's quota lets start; None if no job may."""
         if not self._jobs:
             return None
         used = _used(running)
@@ -126,7 +126,7 @@ class Waiting:
         return [job for job, _ in entries]
 
     def _share(self, owner: str, used: Mapping[str, Devices]) -> float:
-        """Return the share of its quota that an owner's running jobs use, from 0 to 1."""
+        """Return the share of its quota that an owner uses, 0 to 1. `used`: devices by owner."""
         if owner not in used:
             return 0.0
         most = {**self._all, **self._quotas.get(owner, {})}

@@ -18,7 +18,7 @@ again within seconds is not added twice."""
 
 class Boxes:
     """The boxes of letters (messages) of a `Mailbox`. All methods run in one event loop. Each
-    returns the epoch (a name that changes once all letters are lost), and `read` also letters."""
+    returns a name that changes once all letters are lost (epoch); `read` returns letters, too."""
 
     def __init__(self) -> None:
         self._epoch = secrets.token_hex(8)

@@ -44,7 +44,7 @@ which exit code it ended, and which of its hosts were cut off at that time."""
 BEGIN_S, KILL_S = 3.0, 2.0
 """Most seconds for which a call of this module waits for a job to start, and to be killed."""
 CODES_S = 0.02
-"""Seconds for which jobs' exit codes count as fresh: their host is not asked again."""
+"""Seconds for which a host's answer with jobs' exit codes is used again before it is asked anew."""
 
 
 def pool_resource(pool: str) -> str:
@@ -56,10 +56,10 @@ class RayRunner:
     """The `Runner` that runs jobs on ray's hosts. This process must be connected to ray."""
 
     def __init__(self, name: str, *, head: str, folder: str | Path, one_host: bool = False) -> None:
-        """`name`: name of the cluster, for its actors. `head`: ray's address, for all hosts.
-        `folder`: path on every host for records and output of jobs. `one_host`: if no host is
-        marked as a pool's, the head's host stands for all nodes; set it only if no phase has
-        several nodes, since two jobs would be on the same devices."""
+        """`name`: the cluster's, for its actors. `head`: ray's address, for all hosts. `folder`:
+        path on every host for records and output of jobs. `one_host`: if no host is marked as a
+        pool's, the head's host stands for all nodes. Not to be set if a phase has several nodes:
+        two jobs would use the same devices."""
         self._folder = Path(folder).resolve()
         self._head = head
         self._one_host = one_host
@@ -70,8 +70,8 @@ class RayRunner:
         with contextlib.suppress(FileNotFoundError):
             self._nodes = json.loads((self._folder / NODES_FILE).read_text())
         self._places: dict[Start, tuple[str, ...]] = {}
-        """For each start of a job, the addresses of all hosts where it may have processes; the
-        first is the host on which the start was made."""
+        """For each start of a job, the addresses of its nodes' hosts, and of hosts of earlier tries
+        at it; the first is the host on which its first process was started."""
         self._codes: dict[Start, int] = {}
         """Exit codes of the starts of jobs that have ended."""
         self._left: dict[str, set[Start]] = {}
@@ -79,9 +79,9 @@ class RayRunner:
         there is killed before another job is started on the host."""
         self._read_starts()
         self._gone_s: dict[Start, float] = {}
-        """Time in seconds since when the first process of a job's start is known to be gone."""
+        """For each start of a job, the time in seconds since when its first process is gone."""
         self._said_codes: dict[str, tuple[float, Mapping[Start, int | None]]] = {}
-        """For each host, the time of its last answer with exit codes, and these codes."""
+        """For each host, the time of its last answer, and exit codes in it (None: the job runs)."""
 
     def _read_starts(self) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -107,14 +107,13 @@ class RayRunner:
     # -- where ---------------------------------------------------------------------------
 
     def hosts(self, *, fresh: bool = True) -> dict[str, dict[str, float]]:
-        """Return the resources of ray's hosts, by their address. `fresh`: ask ray anew each
-        time."""
+        """Return the resources of ray's hosts, by address. `fresh`: ask ray anew each time."""
         return self._wardens.hosts(fresh=fresh)
 
     def host_of(self, node: Node) -> str | None:
-        """Return the address of the host (machine) that stands for the node: it is chosen once and
-        kept while ray has it, never one on which an earlier start may still run. None: ray has no
-        free host of the pool. Raises `OSError` if ray does not answer."""
+        """Return the address of the host (machine) that stands for the node. It is chosen once, and
+        replaced if ray loses it; a host on which another start may still run is not chosen. None:
+        ray has no free host of the pool. Raises `OSError` if ray does not answer."""
         hosts = self.hosts()
         is_marked = any(
             name.startswith(pool_resource("")) for one in hosts.values() for name in one
@@ -154,8 +153,8 @@ class RayRunner:
     # -- jobs ----------------------------------------------------------------------------
 
     def start(self, order: JobOrder) -> None:
-        """Start the job, unless this start was made before. Its first process runs on the host of
-        its first training node, and writes its checkpoints there."""
+        """Start the job, unless the start of this number (incarnation) was made before. Its first
+        process runs on the host of its first training node, and writes checkpoints there."""
         start = (order.job, order.incarnation)
         rollout = [self._address(node) for node in order.rollout_nodes]
         train = [self._address(node) for node in order.train_nodes]
@@ -190,7 +189,7 @@ class RayRunner:
         self._left.pop(address, None)
 
     def stop(self, job: str, incarnation: int) -> None:
-        """Ask the job to save a checkpoint and end, once its present iteration is finished."""
+        """Ask this start of the job to save a checkpoint and end after its present iteration."""
         start = (job, incarnation)
         if start in self._places and start not in self._codes:
             self._wardens.tell([self._places[start][0]], "stop", job, incarnation, key=start)

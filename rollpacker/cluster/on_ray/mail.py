@@ -31,7 +31,7 @@ ANSWER_S = 5.0
 START_S = 30.0
 """Seconds within which ray must have made the actor."""
 MAX_CALLS = 10_000
-"""Most calls that may wait in the actor at the same time for letters (messages)."""
+"""Most calls that the actor serves at once; nearly all of them wait for letters (messages)."""
 
 _Actor: Any = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, max_concurrency=MAX_CALLS)(
     Boxes
@@ -61,11 +61,12 @@ class RayMailbox:
         return self._epoch
 
     def post(self, box: str, sender: str, key: str, kind: str, facts: Mapping[str, Any]) -> None:
-        """Put a letter (message) into a box, unless its sender has used this key before."""
+        """Put a letter (message) into a box. One whose `key` its sender used before is ignored."""
         self._epoch = self._call("post", box, sender, key, kind, dict(facts))
 
     def read(self, box: str, after: int, within_s: float) -> list[Letter]:
-        """Return the box's letters with numbers above `after`, or none after `within_s` seconds."""
+        """Return the box's letters with numbers above `after`, as soon as there are some. If there
+        are none within `within_s` seconds, return an empty list."""
         waited_s = ANSWER_S + within_s
         epoch, letters = self._call("read", box, after, within_s, within_s=waited_s)
         self._epoch = epoch

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from rollpacker.cluster.service.runner import JobOrder
 
 HOSTS = {"rollout": "ROLLPACKER_ROLLOUT_HOSTS", "train": "ROLLPACKER_TRAIN_HOSTS"}
-"""For each role, the variable of the environment of a job's first process with the addresses of the
-role's nodes, separated by commas. It is absent if all nodes are one host."""
+"""For each role, the environment variable that names the hosts of the role's nodes (addresses with
+commas between) to a job's first process. It is not set if ray has only one host."""
 
 CONTACT_S = 1.0
 """Seconds between two checks whether this host still belongs to the cluster."""
@@ -46,8 +46,8 @@ class Warden(LocalRunner):
         threading.Thread(target=self._look_on, name="contact", daemon=True).start()
 
     def begin(self, order: JobOrder, ray: Mapping[str, str]) -> None:
-        """Start the job, with the variables `ray` in its environment in place of this actor's own.
-        Raises `OSError` if this host is cut off from the cluster."""
+        """Start the job with the `RAY_` variables of `ray` in its environment, and with no others
+        that begin so. Raises `OSError` if this host is cut off from the cluster."""
         if keeper.silent_s(self._contact) > keeper.FENCE_S:
             raise OSError("it is cut off from ray's head")
         without = [f"--unset={name}" for name in os.environ if name.startswith("RAY_")]

@@ -30,7 +30,7 @@ ANSWER_S = 1.0
 MUTE_S = 1.0
 """Seconds without an answer from a host after which further calls no longer wait for it."""
 HOSTS_S = 1.0
-"""Seconds for which ray's list of hosts is used again where a slightly old one will do."""
+"""Seconds for which ray's list of hosts is used again, if a caller needs no fresh one."""
 MARGIN_S = 5.0
 """Seconds added to `FENCE_S` until a lost host counts as free of jobs: kills take a while."""
 
@@ -45,12 +45,12 @@ class Wardens:
     connected to ray. All methods raise `OSError` if ray's head does not answer."""
 
     def __init__(self, name: str, *, head: str, folder: Path) -> None:
-        """`name`: the cluster's. `head`: ray's address. `folder`: on each host, for files of
-        jobs."""
+        """`name`: the cluster's. `head`: ray's address. `folder`: on each host, for jobs' files."""
         self._name, self._head, self._folder = name, head, folder
         self._actors: dict[str, Any] = {}
         self._calls: dict[tuple[str, str, Hashable], tuple[Any, float]] = {}
-        """Calls without an answer yet, by host, method and key, each with the time of its begin."""
+        """Calls still without an answer, each with the time of its begin. The keys are host,
+        method, and the `key` that distinguishes calls of one method."""
         self._hosts: dict[str, dict[str, float]] = {}
         self._looked_s = -math.inf
         self._away: dict[str, tuple[frozenset[str], float]] = {}
@@ -95,8 +95,8 @@ class Wardens:
     # -- calls ---------------------------------------------------------------------------
 
     def begin(self, address: str, method: str, *arguments: Any, key: Hashable = None) -> None:
-        """Begin a call of a method of this host's warden (actor), unless the same call has no
-        answer yet. `key`: distinguishes calls of the same method with other arguments."""
+        """Begin a call of a method of this host's warden (actor), unless a call of the method with
+        the same `key` has no answer yet. `key`: distinguishes calls with different arguments."""
         call = (address, method, key)
         if call not in self._calls:
             function = getattr(self._actor(address), method)
@@ -111,7 +111,8 @@ class Wardens:
         within_s: float = ANSWER_S,
     ) -> list[Any]:
         """Call a method of these hosts' wardens (actors), and return the answers. Raises `OSError`
-        for the first host that does not answer yet (the call goes on), or answers an error."""
+        for the first host without an answer after `within_s` seconds (the call goes on), or with an
+        error. `key`: distinguishes calls with different arguments."""
         for address in addresses:
             self.begin(address, method, *arguments, key=key)
         mute = self._mute()
@@ -126,7 +127,7 @@ class Wardens:
         return [self._answer(address, method, key) for address in addresses]
 
     def forget(self, address: str, method: str, key: Hashable = None) -> None:
-        """Drop a call whose answer nobody needs any more."""
+        """Forget the call of this method and `key`: its answer will not be asked for."""
         self._calls.pop((address, method, key), None)
 
     def _answer(self, address: str, method: str, key: Hashable) -> Any:

@@ -49,7 +49,7 @@ only if both have the same values of these."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunProfile:
-    """What is known of a run from its folder: times of its iterations, and sizes of its weights."""
+    """What a run's folder tells of the run: seconds of its iterations, and bytes of its weights."""
 
     folder: Path
     config: RunConfig
@@ -59,7 +59,7 @@ class RunProfile:
     num_warm: int
     """Number of warm-up iterations at the run's begin that were left out of `rounds`."""
     switch_s: Mapping[PoolName, float]
-    """Seconds to come onto a pool's devices and leave them, by pool. Empty without shared pools."""
+    """Seconds to come onto a pool's devices and leave them, by pool. Empty if it shared none."""
     start_s: float | None
     """Seconds that the run's last start took. None if the log does not have them."""
     model_bytes: int
@@ -102,7 +102,8 @@ def job_of_run(
 
 
 def steps_of(config: RunConfig, steps: int | None, folder: str | Path) -> int:
-    """Return the job's number of steps. Raises `ValueError` if the config has only epochs."""
+    """Return the job's number of steps: `steps`, or if None the config's. Raises `ValueError` if
+    the config has only epochs; the message names `folder`."""
     steps = config.train.steps if steps is None else steps
     if steps is None:
         raise ValueError(
@@ -113,9 +114,9 @@ def steps_of(config: RunConfig, steps: int | None, folder: str | Path) -> int:
 
 
 def run_needs(profile: RunProfile, pools: Sequence[Pool] = ()) -> dict[str, Any]:
-    """Return devices, host memory, seconds of a start and of switches (onto devices and off), as
-    fields of `ClusterJob`. Memory and switches follow from sizes of weights and optimizer in the
-    checkpoint. If training times include sending weights (shared pools), `model_gb` is 0."""
+    """Return devices, host memory, and seconds of a start and of moves onto and off devices, as
+    fields of `ClusterJob`, mostly from bytes in the checkpoint. In a run on shared pools training
+    times include sending the weights: `model_gb` (weights still to be sent) is 0 then."""
     needs = needs_of(
         model_bytes=profile.model_bytes,
         trainer_bytes=profile.trainer_bytes,
@@ -137,9 +138,9 @@ def needs_of(
     num_copies: int,
     pools: Sequence[Pool] = (),
 ) -> dict[str, Any]:
-    """Return devices, host memory and seconds of switches (onto devices and off), as fields of
-    `ClusterJob`. Engines hold `num_copies` of the weights, spread over their devices; the trainer's
-    state is spread over its own. `pools`: those that the job may run on; empty: unknown."""
+    """Return devices, host memory, and seconds of moves onto and off devices, as fields of
+    `ClusterJob`. `num_copies`: copies of the weights that the engines hold together. `pools`: those
+    that the job may run on; empty: unknown."""
     held = {"rollout": model_bytes * num_copies, "train": trainer_bytes}
     needs: dict[str, Any] = {"model_gb": model_bytes / GB}
     for phase, count in devices.items():
@@ -150,8 +151,8 @@ def needs_of(
 
 
 def fewest_nodes(phase: Phase, devices: int, pools: Sequence[Pool]) -> int:
-    """Return the fewest nodes on which the phase's pools can give a job so many devices: nodes have
-    the most of its memory then. If no pool is large enough, a node is taken to have 8 devices."""
+    """Return the fewest nodes on which a pool of this phase has so many devices: a node's share of
+    the job's memory is largest there. If no pool is large enough, a node counts as 8 devices."""
     counts = [
         pool.nodes_for(devices)
         for pool in pools
@@ -241,8 +242,7 @@ class _Book:
     iterations: list[Iteration] = field(default_factory=list)
     start_s: float | None = None
     last_step: int | None = None
-    """Number of the run's last step. None unless the latest finished step says that it is the
-    last."""
+    """Number of the run's last step. None if the run has not come to it."""
     _times: PhaseTimes = field(default_factory=PhaseTimes)
     _woke_s: dict[PoolName, list[float]] = field(default_factory=dict)
     _parked_s: dict[PoolName, list[float]] = field(default_factory=dict)
@@ -266,8 +266,7 @@ class _Book:
             self._parked_s.setdefault(self._left, []).append(entry.seconds)
 
     def switch_s(self) -> dict[PoolName, float]:
-        """Return the median seconds to come onto a pool and leave it, by pool; empty without
-        any."""
+        """Return by pool the median seconds of coming onto it and leaving it; unshared: empty."""
         return {
             pool: statistics.median(woke) + statistics.median(self._parked_s.get(pool, [0.0]))
             for pool, woke in self._woke_s.items()
@@ -296,7 +295,7 @@ def _weight_bytes(folder: Path) -> int:
 
 def without_last(iterations: Sequence[Iteration], last_step: int | None) -> Sequence[Iteration]:
     """Return the iterations without the run's last one, which always evaluates and saves a
-    checkpoint. If too few would be left, return all."""
+    checkpoint. If fewer than `MIN_ITERATIONS` would be left, return all."""
     rest = [one for one in iterations if one.step != last_step]
     return rest if _num_whole(rest) >= MIN_ITERATIONS else iterations
 

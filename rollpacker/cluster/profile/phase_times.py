@@ -55,7 +55,8 @@ class PhaseTimes:
         self.waited_s = 0.0
         """Seconds of waits for pools and of switches between jobs, in all steps so far."""
         self._now_s = 0.0
-        """Time of the current log entry in seconds, less the waits and switches of this session."""
+        """Time of the current log entry in seconds, less all waits for pools and switches between
+        jobs since the process started."""
         self._last_s = 0.0
         """Time of the current log entry in seconds, as the log has it."""
         self._waits = False
@@ -63,7 +64,7 @@ class PhaseTimes:
         """The current step. None if an earlier session of the run began it: its time is unknown."""
         self._last_step = 0
         self._incarnation = Counter[int]()
-        """Latest incarnation (number of the start) of each engine; older ones are ignored."""
+        """Latest incarnation (start's number) of each engine; log entries of others are ignored."""
 
     def feed(self, entry: Entry) -> Iteration | None:
         if isinstance(entry, Record):
@@ -163,20 +164,20 @@ class _Step:
     between_s: float = 0.0
     """Seconds of the step between a round's last sample and the next round or the training."""
     begun_s: float = 0.0
-    """Seconds of computing gradients before the trainer was told to train (by `TrainOn`)."""
+    """Seconds of gradients computed during generation, before the command `TrainOn` (train)."""
     train_on_s: float | None = None
     synced_s: float | None = None
     commit_s: float | None = None
     is_last: bool = False
     is_judging: bool = False
-    """Whether the step waits for rewards, which is so after the rollout pool was left."""
+    """Whether the step awaits rewards, with generation done and the rollout pool given back."""
     evaluated_s: float | None = None
     """Seconds of generation for the step's evaluation. None if the step had none."""
 
     @property
     def waits_for_parking(self) -> bool:
-        """Whether the step is delayed if the job moves off its devices (parks) now. It is so after
-        training or at the commit, but not while rewards are awaited."""
+        """Whether moving the job off its devices (parking) now delays the step: yes after training
+        or at the commit; no while rewards are awaited."""
         is_over = self.synced_s is not None or self.commit_s is not None
         return is_over and not self.is_judging
 
@@ -199,7 +200,8 @@ class _Step:
         self.round, self.kind, self.ended_s = command.round, command.kind, None
 
     def close_round(self, now: float) -> None:
-        """End the current round, if there is one, at the time `now` when the next phase begins."""
+        """End the current round of generation, if there is one. `now`: time in seconds when the
+        next round or training begins; from the round's last sample to it is `between_s`."""
         if self.kind is None:
             return
         ended_s = now if self.ended_s is None else self.ended_s

@@ -37,7 +37,8 @@ MOUNTS = Path("/proc/self/mountinfo")
 
 
 def check_local(folder: Path, mounts: Path = MOUNTS) -> None:
-    """Raises `ValueError` if the folder, which may not exist yet, is on a network file system."""
+    """Raises `ValueError` if the folder, which may not exist yet, is on a network file system.
+    `mounts`: file with the host's mounts."""
     kind = file_system(folder, mounts)
     if kind in _ELSEWHERE:
         raise ValueError(
@@ -47,7 +48,8 @@ def check_local(folder: Path, mounts: Path = MOUNTS) -> None:
 
 
 def file_system(folder: Path, mounts: Path = MOUNTS) -> str:
-    """Return the type of the folder's file system, such as ext4 or nfs. Empty if it is unknown."""
+    """Return the type of the folder's file system, such as ext4 or nfs, by the file `mounts` of the
+    host's mounts. Empty if it is unknown."""
     place = str(folder.resolve())
     found, kind = "", ""
     try:
@@ -81,10 +83,10 @@ _PUNCH_HOLE = 0x01 | 0x02
 
 
 class FileMailbox:
-    """A `Mailbox` with a file for each box. It returns a letter (message) sent twice only once."""
+    """A `Mailbox` with a file for each box. A letter (message) posted twice is read only once."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises `ValueError` if the folder is on a network file system: letters might mix."""
+        """Raises `ValueError` if the folder is on a network file system: writes might be mixed."""
         check_local(folder)
         self.folder = folder.absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -195,8 +197,8 @@ def _lines(path: Path, after: int) -> list[tuple[int, bytes]]:
 
 
 def _data(file: int, place: int) -> int:
-    """Return the position of the first data in the file from `place` on, after a hole that may be
-    there. Without data it is the file's size."""
+    """Return the first position in the file, from `place` on, that is in no hole. If there is
+    nothing but a hole, return the file's size."""
     try:
         return os.lseek(file, place, os.SEEK_DATA)
     except OSError as error:  # all of the rest is a hole, or this disk knows none

@@ -12,7 +12,7 @@ SERVICE = "service"
 
 
 ALL = sys.maxsize
-"""Value for `forget` in place of a letter's number: remove all letters of a box no longer read."""
+"""Value for `forget` in place of a letter's number: remove all letters, of a box out of use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Mailbox(Protocol):
 
     @property
     def address(self) -> str:
-        """Address at which other processes open this mailbox, by `open_mailbox` of its module."""
+        """Address from which another process opens this mailbox: its kind, and where it is."""
         ...
 
     @property
@@ -49,7 +49,8 @@ class Mailbox(Protocol):
         ...
 
     def post(self, box: str, sender: str, key: str, kind: str, facts: Mapping[str, Any]) -> None:
-        """Put a letter (message) into the box, unless its sender has used this key before."""
+        """Put a letter (message) of this kind and content (`facts`) into the box. A letter whose
+        `key` its sender has used before is ignored."""
         ...
 
     def read(self, box: str, after: int, within_s: float) -> list[Letter]:

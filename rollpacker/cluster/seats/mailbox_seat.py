@@ -34,7 +34,7 @@ START_LEASE_S = 30.0
 process that loads a model sends letters late: other threads wait for Python's lock."""
 BEAT_S = 1.0
 UNHEARD_S = 60.0
-"""Seconds without reaching the mailbox after which a wait for a pool fails."""
+"""Seconds out of reach of the mailbox after which a waiting `enter` raises `OSError`."""
 _LOOK_S = 0.02
 """Most seconds until a waiting `enter` notices that its caller has given the pool up."""
 _READ_S = 1.0
@@ -46,8 +46,8 @@ Told = Callable[[str], None]
 
 
 def lease_s(purpose: str) -> float:
-    """Return the seconds without a letter (message) after which a job's grant of a pool ends.
-    `purpose`: why the job asked for the pool, in a word (`START` has a longer lease)."""
+    """Return the seconds without a letter (message) from a job after which its grant of a pool
+    ends. `purpose`: what the job asked for the pool for; with `START`, the seconds are more."""
     return START_LEASE_S if purpose == START else LEASE_S
 
 
@@ -64,7 +64,8 @@ class MailboxSeat:
     """A `Seat` (a job's side of the cluster) that reaches the service by a mailbox."""
 
     def __init__(self, mailbox: Mailbox, job: str, incarnation: int) -> None:
-        """`incarnation`: number of this start of the job. Raises `OSError` without a mailbox."""
+        """`incarnation`: number of this start of the job. Raises `OSError` if the mailbox is
+        lost."""
         self._mailbox = mailbox
         self._job = job
         self._incarnation = incarnation
@@ -72,11 +73,12 @@ class MailboxSeat:
         self._ask: _Ask | None = None
         """The job's request for the pool that it waits for or holds. None if it does neither."""
         self._untold: list[Iteration] = []
-        """Iterations that ended while a pool was held; they are reported once the pool is left."""
+        """Iterations that ended while a pool was held; they are reported to the service after
+        it."""
         self._num_asked = 0
         self._num_posted = 0
         self._beaten_s = time.monotonic()
-        """Time in seconds when the last sign of life (beat) that arrived was begun."""
+        """Time in seconds when the last beat (sign of life) that reached the mailbox was posted."""
         self._lost: str | None = None
         self._wants_stop: str | None = None
         self._watchers: list[tuple[Told, Told]] = []
@@ -119,7 +121,7 @@ class MailboxSeat:
             self.committed(iteration)
 
     def committed(self, iteration: Iteration) -> None:
-        """Report an iteration to the cluster once no pool is held: the job may be moved then."""
+        """Report an iteration (if a pool is held, after `leave`): the service may move the job."""
         with self._changed:
             if self._ask is not None and self._ask.is_granted:
                 self._untold.append(iteration)
@@ -168,7 +170,7 @@ class MailboxSeat:
                     raise
 
     def _try_to_post(self, kind: str, facts: dict[str, Any], tries: int = 1) -> None:
-        """Post a letter (message) and ignore failure: the next sign of life says the same."""
+        """Post a letter (message), in up to `tries` attempts. Failure is no error."""
         with contextlib.suppress(OSError):
             self._post(kind, facts, tries)
 
@@ -256,8 +258,9 @@ imported only when it is needed, since the one for ray belongs to another packag
 
 
 def open_seat(environ: Mapping[str, str]) -> Seat | None:
-    """Return the seat (a job's side of the cluster) that the environment names, or None without
-    one. Raises `ValueError` if the name is wrong, and `OSError` if its mailbox is out of reach."""
+    """Return the seat (a job's side of the cluster) that the environment variable `SEAT_VARIABLE`
+    names; None if it is not set. Raises `ValueError` for a wrong name, `OSError` if the mailbox is
+    out of reach."""
     where = environ.get(SEAT_VARIABLE)
     if where is None:
         return None

@@ -41,7 +41,7 @@ Answer = TypeVar("Answer")
 _LOST = 6
 """Exit code of a process whose pool was given to another job: the job can be resumed."""
 UNTOLD_ITERATIONS = 3
-"""Number of iterations without a call of `committed` at which a warning is logged."""
+"""Iterations without a call of `committed` after which a warning that it is needed is logged."""
 _PURPOSES: dict[PoolName, str] = {"rollout": "round", "train": "step"}
 
 _logger = logging.getLogger(__name__)
@@ -221,8 +221,8 @@ class _Program:
         return Turn(entered_s - asked_s, self._seconds.begins() - entered_s)
 
     def leave(self, park: Callable[[], object] | None, *, failed: bool = False) -> None:
-        """Wait for the device, call `park`, and give the pool back. `failed`: whether an exception
-        ended the phase."""
+        """Wait for the device, call `park`, and give the pool back. `failed`: an exception ended
+        the phase; with several ranks the pool is kept then, since others may still work on it."""
         if self._ranks is None:
             self._phase = None
             return
@@ -245,7 +245,8 @@ class _Program:
             self._seconds.left()
 
     def committed(self, step: int, kind: str) -> None:
-        """Report an iteration to the cluster from rank 0. Raises `ValueError` inside a phase."""
+        """Report an iteration to the cluster by rank 0's seat; each rank calls this. Does nothing
+        outside of a cluster. Raises `ValueError` inside a phase."""
         if self._phase is not None:
             raise ValueError(
                 f"committed({step}) inside phase({self._phase!r}): call it after the phases of "
@@ -338,7 +339,7 @@ class _Seconds:
     def __init__(self) -> None:
         self._counts = False
         self._since_s = 0.0
-        """Time in seconds up to which the iteration's seconds are counted or left out."""
+        """Time in seconds of the last change between work and waiting; all before it is counted."""
         self._told = False
         self._num_untold = 0
         self._warn_once = WarnOnce(_logger)
@@ -380,11 +381,11 @@ class _Seconds:
         self._lap(pool)
 
     def left(self) -> None:
-        """Record that a pool was left now. The seconds since the phase's work are not counted."""
+        """Record that a pool was left now. Parking and leaving do not count as work."""
         self._since_s = time.monotonic()
 
     def iteration(self, step: int, kind: str) -> Iteration | None:
-        """Return the ended iteration with its seconds, or None if it began with no rollout."""
+        """Return the iteration that is over now, with its seconds. None if no rollout was in it."""
         self._lap("between" if self._last == "rollout" else "after")
         counted, spent = self._counts, self._spent
         self._told = True

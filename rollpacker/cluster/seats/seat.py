@@ -18,7 +18,7 @@ from rollpacker.core.ids import PoolName
 SEAT_VARIABLE = "ROLLPACKER_SEAT"
 """Variable of a job's environment that the service sets to the address of the job's seat."""
 START = "start"
-"""Purpose to give to `enter` if a pool is entered only to start a run's parts on it."""
+"""Purpose to give to `enter` to start a run's parts on the pool: it allows longer silence."""
 
 
 class LeaseLost(RuntimeError):
@@ -30,9 +30,9 @@ class Seat(Protocol):
     thread, but `enter` and `leave` not at the same time."""
 
     def enter(self, pool: PoolName, purpose: str, *, given_up: threading.Event) -> bool:
-        """Wait until the job holds the pool, and return True; False if `given_up` was set before.
-        `purpose`: why, in a word, such as round. Raises `LeaseLost` if a pool was lost, and
-        `OSError` if the cluster is out of reach for long."""
+        """Wait until the job holds the pool, and return True; False if `given_up` is set by then.
+        `purpose`: what the pool is for: round, step or `START`. Raises `LeaseLost` if a pool was
+        lost, and `OSError` if the cluster is out of reach for long."""
         ...
 
     def leave(self, pool: PoolName) -> None:

@@ -59,7 +59,7 @@ class Note(NamedTuple):
 
 
 class Turn(msgspec.Struct):
-    """The last request of a job's present start for a pool, and what has come of it."""
+    """The last request for a pool by a job's present start, and its grant if there is one."""
 
     ask: int = 0
     """Number of the request, as the job counts. 0 if this start has not asked yet."""
@@ -92,7 +92,7 @@ class JobRecord(msgspec.Struct):
     waited_s: float = 0.0
     """Seconds for which the job waited for pools, for nodes, and for restarts of its processes."""
     waits_since_s: float = 0.0
-    """Time in seconds since when the job waits for nodes, or for its processes to start."""
+    """Time in seconds since when the job waits for nodes, or for its start on the nodes it has."""
     lost_s: tuple[float, ...] = ()
     """Times in seconds when all the job's processes were lost, since its last iteration."""
     is_cancelled: bool = False
@@ -100,7 +100,7 @@ class JobRecord(msgspec.Struct):
     """How the job ended: done, failed or cancelled. Empty if it has not ended."""
     ended_s: float = 0.0
     told: Facts = msgspec.field(default_factory=dict)
-    """Values about the job's end or its last loss, by name: exit code, last lines, reason."""
+    """Values on how the job ended or was lost last, by name: exit code, last lines, reason."""
 
     @property
     def incarnation(self) -> int:
@@ -108,7 +108,7 @@ class JobRecord(msgspec.Struct):
 
     @property
     def starts_from_s(self) -> float:
-        """Time in seconds before which a lost job is not started again. 0 if it was not lost."""
+        """Time in seconds from which a lost job may start again (`PAUSES_S`); else 0."""
         num_lost = len(self.lost_s)
         return self.lost_s[-1] + PAUSES_S[min(num_lost, len(PAUSES_S)) - 1] if num_lost else 0.0
 
@@ -125,7 +125,7 @@ class Book:
         self.notes: deque[Note] = deque(maxlen=NUM_NOTES)
         self.drained: set[Node] = set()
         self.hostless: set[Node] = set()
-        """The drained nodes that get jobs again once a host (machine) stands for them."""
+        """Nodes drained (closed to jobs) for want of a host (machine), until they have one."""
 
     def placed(self) -> Sequence[JobRecord]:
         """Return the records of all jobs that have nodes."""
@@ -174,7 +174,7 @@ class Book:
         self.notes.append(Note(at_s, text))
 
     def has_told(self, text: str) -> bool:
-        """Whether one of the last `NUM_LAST` notes has this text."""
+        """Whether one of the last `NUM_LAST` notes (lines for people) says the same."""
         return text in [note.text for note in self.notes][-NUM_LAST:]
 
     # -- events ------------------------------------------------------------------------
@@ -243,7 +243,7 @@ class Book:
         self.note(at_s, f"{record.job.name} {_ENDED[record.outcome]}{why}")
 
     def _cancelled(self, record: JobRecord, at_s: float) -> None:
-        """Mark the job as cancelled. If it has no nodes, it ends at once."""
+        """Mark the job as cancelled. Without nodes it has ended; else it is to be stopped."""
         record.is_cancelled = True
         if not record.is_placed and not record.outcome:
             self._end(record, at_s, {"outcome": "cancelled"})
@@ -324,8 +324,8 @@ def node_of(name: str) -> Node:
 
 
 def committed(at_s: float, record: JobRecord, facts: Facts) -> Committed | None:
-    """Return the event for the iteration that a job reports in a letter's `facts`, or None if it
-    was reported before. Raises `ValueError` for impossible seconds."""
+    """Return the event for the iteration that a job reports in a letter's `facts`. None if that
+    step was reported before. Raises `ValueError` for seconds below 0 or not finite."""
     times, step, last = times_of(facts), int(facts["step"]), facts.get("last")
     if step <= record.steps:
         return None
@@ -346,7 +346,7 @@ def _last_of(record: JobRecord) -> int:
 
 
 def times_of(facts: Facts) -> Times:
-    """Return the times of a reported iteration. Raises `ValueError` for impossible seconds."""
+    """Return a reported iteration's seconds by phase. Raises `ValueError` for impossible ones."""
     times = Times(*(float(facts[name]) for name in Times._fields))
     for name, seconds in zip(Times._fields, times, strict=True):
         if not (math.isfinite(seconds) and seconds >= 0):

@@ -54,7 +54,8 @@ def main(folder: str, contact: str, command: list[str]) -> NoReturn:
 
 
 def _wait(job: subprocess.Popen[bytes], contact: str) -> int:
-    """Wait until the job has ended, or end it once this host is cut off. Returns its exit code."""
+    """Wait until the job has ended, or end it once this host is cut off by the file `contact`.
+    Returns its exit code."""
     ended = select.poll()
     ended.register(os.pidfd_open(job.pid), select.POLLIN)
     while not ended.poll(1000 * LOOK_S):
@@ -81,8 +82,8 @@ def silent_s(contact: str | os.PathLike[str]) -> float:
 
 
 def _is_first(folder: str) -> bool:
-    """Whether this is the first keeper (parent process) of this start of the job. Its file is
-    locked before others see it."""
+    """Whether this process is the first keeper (parent process) of this start of the job: it could
+    make the start's file, which it holds locked for as long as it lives."""
     own = os.path.join(folder, f"{KEEPER}.{os.getpid()}")
     lock = os.open(own, os.O_CREAT | os.O_RDWR, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)

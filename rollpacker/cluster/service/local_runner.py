@@ -25,7 +25,7 @@ from rollpacker.cluster.service import keeper
 from rollpacker.cluster.service.runner import JobOrder
 
 MARK = "ROLLPACKER_START"
-"""Variable of the environment of a job's processes with the folder of this start of the job."""
+"""Environment variable of a job's processes: the folder of their start. It marks what to kill."""
 ROLLOUT_NODES, TRAIN_NODES = "ROLLPACKER_ROLLOUT_NODES", "ROLLPACKER_TRAIN_NODES"
 """Variables of a job's environment with its nodes: POOL/NUMBER, separated by commas."""
 ENDING = "ending"
@@ -36,7 +36,8 @@ GONE_S = 10.0
 LAST_BYTES = 4000
 _LOOK_S = 0.002
 _NUM_LOOKS = 2
-"""Number of searches in a row that must find no process of a job: one may be forked meanwhile."""
+"""Number of searches in a row that must find no process of a job before it counts as gone: a search
+may miss a process that is just being forked."""
 
 
 class LocalRunner:
@@ -139,7 +140,7 @@ class LocalRunner:
         return ""
 
     def want(self, num_nodes: Mapping[str, int]) -> None:
-        """Do nothing: the nodes of a single host cannot become more."""
+        """Do nothing: a single host's nodes are fixed, and no autoscaler can add more."""
 
     def _place(self, job: str, incarnation: int) -> Path:
         return self._folder / job / str(incarnation)
@@ -173,7 +174,8 @@ _Processes = dict[int, _Process]
 
 
 def _read_ending(place: Path) -> _Processes:
-    """Return the processes that an unfinished kill had found, by its file; empty without one."""
+    """Return the processes listed in a start's file `ENDING`, whose killing may not be over yet.
+    Empty if there is no such file."""
     with contextlib.suppress(FileNotFoundError):
         known = json.loads((place / ENDING).read_text())
         return {int(pid): _Process(*one) for pid, one in known.items()}
@@ -181,8 +183,8 @@ def _read_ending(place: Path) -> _Processes:
 
 
 def _is_marked(pid: int, mark: bytes) -> bool:
-    """Whether the process has the mark of a job's start (a variable) in its environment; False if
-    it has ended. If its first thread has ended, its other threads are asked."""
+    """Whether the process belongs to a job's start: its environment has the variable `mark`. If its
+    first thread has ended, another thread's environment is read. False if all have ended."""
     here = Path(f"/proc/{pid}")
     for path in (here / "environ", *here.glob("task/*/environ")):
         with contextlib.suppress(OSError):

@@ -35,14 +35,15 @@ class Replayed(NamedTuple):
     cluster: core.Cluster
     book: book.Book
     last_s: float
-    """Time in seconds of the last event, or a little later; later events have later times."""
+    """Time in seconds of the last event, or of a later snapshot. New events are later still."""
 
 
 class Past:
     """The stored history of a cluster: all events, and a snapshot of the state to begin from."""
 
     def __init__(self, folder: Path, cluster: core.Cluster) -> None:
-        """`cluster`: the cluster as it was before all events. Raises the errors of `Store`."""
+        """`cluster`: the cluster as it was before all events. Raises `ValueError` and `OSError` as
+        `Store` does if it cannot read the events."""
         self.store = Store(folder / "events.db")
         self._path = folder / _NAME
         self._origin = _digest_of_code() + pickle.dumps(cluster)
@@ -72,8 +73,8 @@ class Past:
         return state
 
     def write(self, entries: Sequence[StoredEvent], position: Position, state: Replayed) -> None:
-        """Store new events, with the position of the last letter (message) that needs no more work.
-        `state`: the state after these events. Raises `OSError`."""
+        """Store new events, with `position`: that of the last letter (message) that needs no more
+        work. `state`: the state after these events. Raises `OSError` if that cannot be written."""
         self.store.write(entries, position)
         self._keep(state)
 

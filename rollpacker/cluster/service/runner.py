@@ -39,7 +39,8 @@ class Runner(Protocol):
     if an earlier service started it. Calls may be repeated; `OSError`: a host does not answer."""
 
     def start(self, order: JobOrder) -> None:
-        """Start the job, unless this start was made before. Raises `NoHost` without a host."""
+        """Start the job, unless the start of this number (incarnation) was made before. Raises
+        `NoHost` if one of its nodes has no host (machine) at present."""
         ...
 
     def has_host(self, node: Node) -> bool:
@@ -47,7 +48,7 @@ class Runner(Protocol):
         ...
 
     def stop(self, job: str, incarnation: int) -> None:
-        """Ask the job to end after its present iteration, with a checkpoint and exit code 130."""
+        """Ask this start of a job to end after its iteration: with a checkpoint, exit code 130."""
         ...
 
     def kill(self, job: str, incarnation: int) -> None:

@@ -38,7 +38,7 @@ from rollpacker.core.ids import PoolName
 
 FORGET_S = 1.0
 ANSWER_S = 86_400.0
-"""Seconds for which the mailbox keeps a command's box after the last answer to that command."""
+"""Seconds after an answer to a command for which the box with it is kept, to be read late."""
 
 
 class Forgetting:
@@ -51,7 +51,7 @@ class Forgetting:
         self._answered_s: dict[str, float] = {}
         """For each command's box, the time in seconds of the last answer to it."""
         self._emptied: set[str] = set()
-        """Names of the ended jobs whose boxes (of letters to them) were emptied."""
+        """Names of the ended jobs whose boxes of letters (messages) were removed."""
 
     def answered(self, box: str) -> None:
         self._answered_s[box] = time.monotonic()
@@ -61,7 +61,7 @@ class Forgetting:
 
     def forget(self, upto: int, ended: Iterable[str]) -> None:
         """Remove the letters to the service up to number `upto`, and boxes that nobody reads any
-        more. `ended`: names of the jobs that have no processes left. Raises `OSError`."""
+        more. `ended`: jobs that have no processes left. Raises `OSError` if that fails."""
         now_s = time.monotonic()
         self._mailbox.forget(SERVICE, upto)
         names = set(ended)
@@ -78,8 +78,8 @@ class Forgetting:
 LOOK_S = 0.1
 """Seconds between two checks whether processes have ended."""
 AWAY_S = LEASE_S / 2
-"""Seconds between two checks above which jobs' silence is excused: the service was stopped, or
-nobody could write to the mailbox."""
+"""Seconds between two rounds of the service above which jobs do not count as silent in that time:
+the service was stopped, or nobody could write to the mailbox."""
 HOPELESS = (2, 3)
 """Exit codes of `rollpacker train` after which a restart is no use: 2 for bad input, 3 for NaN."""
 BUSY = 75
@@ -88,7 +88,8 @@ Facts = Mapping[str, Any]
 
 
 class Service:
-    """Runs a cluster's jobs. The caller makes sure that a folder has only one service at a time."""
+    """Serves a cluster: deals with letters (messages), decides, starts and ends jobs. Only one
+    service at a time may use a folder; the caller sees to that."""
 
     def __init__(
         self,
@@ -119,8 +120,8 @@ class Service:
         self._looked_s = time.monotonic()
         self._cluster, self._book, last_s = self._past.replay()
         self._zero_s = max(last_s, time.time() - self._began_s) - time.monotonic()
-        """Seconds to add to the monotonic clock for the seconds since the folder was first used.
-        The wall clock is read only once, since it may be set later."""
+        """Seconds to add to the monotonic clock to get the seconds since the folder was first used.
+        The wall clock is read once, here: it may be set later."""
         self._alive = Alive(self._book, runner)
         self._say_again()  # grants stand, and every job has a whole lease to be heard in
         self._want()
@@ -160,8 +161,9 @@ class Service:
         return self._zero_s + time.monotonic()
 
     def _happen(self, event: Event, facts: Facts | None = None) -> None:
-        """Have the cluster decide on an event. The event and the commands wait for `_flush`. Raises
-        `ValueError`, and changes nothing, if the event is impossible."""
+        """Have the cluster decide on an event; `_flush` stores the event and obeys the commands.
+        `facts`: values to store with the event, which decisions do not need. Raises `ValueError`,
+        and changes nothing, if the event is impossible."""
         commands = self._cluster.handle(event)
         facts = facts or {}
         self._written.append(entry_of(event, facts, commands))
@@ -180,7 +182,7 @@ class Service:
             self._tell(text)
 
     def _say(self, text: str) -> None:
-        """Note and report a line that is no event, unless the last few notes have it already."""
+        """Note and print a line that is no event, unless one of the last few notes is the same."""
         if not self._book.has_told(text):
             self._book.note(self._now_s, text)
             self._tell(text)
@@ -199,9 +201,8 @@ class Service:
             self._want()
 
     def _dealt_with(self) -> Position:
-        """Return the position of the last letter (message) that needs no more work. A question
-        needs some until it is answered: a new service would read that letter and all after it
-        again."""
+        """Return the position of the last letter (message) that a new service need not read again:
+        the one before the first unanswered question, if there is any."""
         if not self._answers:
             return self._position
         return Position(self._position.epoch, self._answers[0][0].number - 1)
@@ -209,8 +210,8 @@ class Service:
     # -- letters -----------------------------------------------------------------------
 
     def _receive(self, within_s: float) -> None:
-        """Read the letters (messages) that have come, and act on each. Raises `OSError` if the
-        mailbox is out of reach."""
+        """Read the letters (messages) that come within `within_s` seconds, and act on each. Raises
+        `OSError` if the mailbox is out of reach."""
         epoch = self._mailbox.epoch
         if epoch != self._position.epoch:
             self._position = Position(epoch, 0)
@@ -242,8 +243,8 @@ class Service:
             self._mailbox.post(letter.sender, SERVICE, f"re {letter.key}", "refused", told)
 
     def _send(self) -> None:
-        """Store the new events, carry out their commands, start the jobs that are due, and answer
-        commands' questions. After an `OSError` the next call goes on from there."""
+        """Store new events, obey their commands, start jobs whose nodes are free, and post answers
+        to commands. After an `OSError` the next call takes up what is left."""
         self._flush()
         self._start_due()
         while self._answers:
@@ -265,7 +266,7 @@ class Service:
             self._forgetting.forget(self._position.number, ended - left)
 
     def _take(self, letter: Letter) -> Callable[[], Facts] | None:
-        """Act on a letter. Returns the function that makes its answer, or None if it needs none."""
+        """Act on a letter (message). Returns a function that makes the answer, if one is due."""
         facts = letter.facts
         match letter.kind:
             case "submit":
@@ -295,7 +296,8 @@ class Service:
         return None
 
     def _asked(self, record: JobRecord, facts: Facts) -> None:
-        """Act on a job's request for a pool, once. The job's earlier requests are over by it."""
+        """Act on a job's request for a pool; its `facts` have number, pool and purpose. A repeated
+        request changes nothing. A new one ends the earlier requests of the job."""
         number = facts["ask"]
         if facts["pool"] not in get_args(PoolName):
             raise ValueError(f"there is no pool {facts['pool']!r}")
@@ -380,8 +382,8 @@ class Service:
                 self._leave(command.job, command.reason)
 
     def _leave(self, name: str, reason: str) -> None:
-        """Ask the job's starts that have to end to stop: all earlier ones, and also the last one if
-        the job was cancelled or has no nodes."""
+        """Ask starts of the job that should not run any more to stop: all earlier ones, and the
+        last one if the job was cancelled or has no nodes."""
         record = self._book.records[name]
         for incarnation in self._alive.of(name):
             if incarnation < record.incarnation or not record.is_placed or record.is_cancelled:
@@ -464,7 +466,7 @@ class Service:
         self._happen(events.Ended(self._now_s, record.job.name), facts)
 
     def _start_due(self) -> None:
-        """Start the jobs on whose nodes no earlier start of any job is left."""
+        """Start the jobs that are due (`Alive.due`): no earlier start is left on their nodes."""
         failed = set[Node]()
         for record in list(self._alive.due(self._now_s)):
             name, incarnation = record.job.name, record.incarnation

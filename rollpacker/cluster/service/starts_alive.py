@@ -39,9 +39,8 @@ class Hostless:
         """Nodes that had no host (machine) when jobs were last to be started on them."""
 
     def tried(self, failed: Iterable[Node], unknown: Collection[Node]) -> None:
-        """Record an attempt to start all jobs that are due. `failed`: nodes that had no host.
-        `unknown`: nodes of all jobs still to be started; of other nodes it is forgotten that they
-        had no host."""
+        """Record an attempt to start all jobs whose nodes are free. `failed`: nodes that had no
+        host. `unknown`: nodes of jobs not started yet; other nodes are forgotten."""
         now_s = time.monotonic()
         before = self._since_s
         self._since_s = {node: before[node] for node in before if node in unknown}
@@ -99,15 +98,15 @@ class Alive:
         self._is_new(name)
 
     def attempted(self, name: str, incarnation: int) -> None:
-        """Record a start of a job that may have failed. It is made again, and the first try may
-        still take effect."""
+        """Record an attempt to start a job that raised an error. It is repeated; the failed one may
+        have started processes nevertheless."""
         if (name, incarnation) not in self.incarnations:
             self._is_new(name)
         self.incarnations.add((name, incarnation))
         self._attempted.add((name, incarnation))
 
     def _is_new(self, name: str) -> None:
-        """Forget when the job was last heard: it was an earlier start, and a new one has begun."""
+        """Forget when the job's earlier start was last heard: a new start has begun."""
         self.ever_heard.discard(name)
         self._heard_s.pop(name, None)
 
@@ -117,9 +116,9 @@ class Alive:
         self._heard_s[name] = time.monotonic()
 
     def excuse(self, away_s: float, longest_s: float) -> None:
-        """Do not count `away_s` seconds as silence of jobs, if they are more than `longest_s`: the
-        service was stopped, or nobody could write to the mailbox. Time in failed calls of the
-        runner is no excuse: letters arrived meanwhile."""
+        """Do not count the last `away_s` seconds as silence of jobs if they are over `longest_s`:
+        letters could not be read or posted. Time in failed calls of the runner is not excused:
+        letters could be posted in it."""
         seconds, self._in_vain_s = away_s - self._in_vain_s, 0.0
         if seconds <= longest_s:
             return
@@ -209,8 +208,8 @@ class Alive:
         return True
 
     def press(self) -> None:
-        """Send a stop signal to processes that have not ended although asked to, and kill them if
-        that does not help for long. Raises `OSError`."""
+        """Send a stop signal to processes that have not ended `PRESS_S` after they were asked to,
+        and kill them after `KILL_S` and an iteration. Raises `OSError` if that fails."""
         now_s = time.monotonic()
         for start in self.leaving():
             since_s = self._leaves_since_s.setdefault(start, now_s)
@@ -257,7 +256,7 @@ class Alive:
         return ""
 
     def with_host_again(self, nodes: Collection[Node]) -> list[Node]:
-        """Return those of these nodes that have a host again; none if it is too early to check."""
+        """Return those of these nodes that have a host again; none within `_LOOK_S` of a check."""
         if not nodes or time.monotonic() - self._looked_s < _LOOK_S:
             return []
         self._looked_s = time.monotonic()

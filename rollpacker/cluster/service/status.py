@@ -17,7 +17,7 @@ NO_COMMIT = "no commit was said: a program calls rollpacker.cluster.committed(st
 
 
 class Status:
-    """The state of a cluster for people. Times are given as seconds until now."""
+    """The state of a cluster for people. Durations end at `now_s` on the cluster's clock."""
 
     def __init__(self, cluster: Cluster, book: Book, alive: Alive, now_s: float) -> None:
         self._cluster = cluster
@@ -26,8 +26,8 @@ class Status:
         self._now_s = now_s
 
     def whole(self, name: str, began_s: float) -> dict[str, Any]:
-        """Return the status of the whole cluster as values by name. `name`: name of the cluster.
-        `began_s`: Unix time from which events' times are counted."""
+        """Return the status of the whole cluster as values by name. `name`: the cluster's.
+        `began_s`: Unix time at which the cluster's clock was 0."""
         cluster, book = self._cluster, self._book
         used = {node for record in book.placed() for node in record.nodes(record.incarnation)}
         return {

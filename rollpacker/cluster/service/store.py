@@ -25,8 +25,8 @@ from rollpacker.codec import from_plain, to_plain
 FORMAT = 3
 """Number of the format of the file of events. Older files can be read, and get this number."""
 _OF_PEOPLE = ("Submitted", "Cancelled", "Drained", "Restored", "Grown")
-"""Kinds of events that are flushed to disk before a command is answered. A crash of the host may
-lose the last events of other kinds, with all processes that they are about."""
+"""Kinds of events that are on disk before a command is answered. If the host crashes, the last
+events of other kinds may be lost, but so are the processes that they tell of."""
 _TABLES = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS events (
@@ -46,7 +46,7 @@ class StoredEvent(msgspec.Struct, frozen=True):
 
 
 class Position(msgspec.Struct, frozen=True):
-    """Place of a letter (message): name of the mailbox's life, and number of the letter in it."""
+    """Place of a letter (message): its number, and the mailbox's epoch (new after a loss)."""
 
     epoch: str
     number: int
@@ -60,7 +60,7 @@ def entry_of(event: events.Event, facts: Mapping[str, Any], commands: object) ->
 
 
 def happened(entry: StoredEvent) -> tuple[events.Event, Mapping[str, Any]]:
-    """Return the event, and the further facts, that this entry stores."""
+    """Return the event that is stored in this form, and the further values stored with it."""
     plain = entry.event
     event: events.Event = from_plain(_EVENTS[plain["kind"]], plain["event"])
     return event, plain["facts"]
@@ -93,10 +93,11 @@ class Store:
             with self._errors():
                 self._base.execute("UPDATE facts SET value = ? WHERE name = 'format'", (FORMAT,))
         self.id = self._fact("id", uuid.uuid4().hex)
-        """Random name of this cluster, made once, with the file."""
+        """Random name of this cluster, made with the file; keys of its service's letters begin
+        so."""
         known = json.loads(self._fact("left_out", "[]"))
         self.left_out = {Position(*one) for one in known}
-        """Letters that a service must skip, because acting on them failed by a bug."""
+        """Places of letters (messages) that a service must skip: acting on them failed by a bug."""
 
     @property
     def position(self) -> Position:

@@ -25,7 +25,7 @@ MODELS: Mapping[str, Mapping[str, float]] = _TABLES["models"]
 SIZES: Mapping[str, str] = _TABLES["sizes"]
 GIB_PER_GB = 1e9 / 2**30
 LIFE_SIGMA = 1.2
-"""Standard deviation of the logarithm of jobs' durations, before the longest are cut off."""
+"""Standard deviation of the logarithm of jobs' durations, before the longest are shortened."""
 LONGEST_OVER_MEAN = 142.9 / 14.4
 """Longest duration (life) of a job over the mean. The published trace has 142.9 and 14.4 hours."""
 NUM_QUANTILES = 20
@@ -116,7 +116,8 @@ def iteration_factors(variation: float) -> list[float]:
 
 
 def model_needs(model: str) -> dict[str, float]:
-    """Return a known model's memory and seconds of starts and switches: fields of `ClusterJob`."""
+    """Return memory and seconds of starts and of moves onto and off devices for a job of this model
+    (a key of `MODELS`), as fields of `ClusterJob`."""
     one = MODELS[model]
     return {
         "rollout_memory_gib": one["rollout_gb"] * GIB_PER_GB,
@@ -141,8 +142,8 @@ _COUNTS = ("steps", "priority", "rollout_devices", "train_devices")
 
 
 def read_trace(path: Path, pools: Sequence[PoolSpec] = ()) -> list[Arrival]:
-    """Return the jobs of a JSONL file. `pools`: pools that they may run on. Raises `ValueError`,
-    which names the line."""
+    """Return the jobs of a JSONL trace. `pools`: pools that they may run on; empty: unknown. Raises
+    `ValueError`, which says in which line the error is."""
     try:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -177,7 +178,7 @@ def read_trace(path: Path, pools: Sequence[PoolSpec] = ()) -> list[Arrival]:
 
 
 class _Reader:
-    """Reads jobs from a trace's lines. A run or scenario that several lines name is read once."""
+    """Reads jobs from a trace's lines. A run or scenario named by several lines is loaded once."""
 
     def __init__(self, pools: Sequence[PoolSpec]) -> None:
         self._pools = pools
@@ -276,8 +277,8 @@ def _number(key: str, value: Any) -> float:
 
 
 def _rounds(told: dict[str, Any]) -> tuple[RoundTimes, ...]:
-    """Take a job's kinds of round out of a trace's line: the list `rounds`, or a single kind by the
-    keys of the line itself."""
+    """Take the kinds of round out of `told`, the keys of a trace's line: from the list `rounds`, or
+    a single kind from `rollout_s` and such keys."""
     kinds = told.pop("rounds", None)
     single = {key: told.pop(key) for key in _ROUND & told.keys()}
     if kinds is None:

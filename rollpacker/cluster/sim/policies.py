@@ -24,7 +24,7 @@ POLICIES: Mapping[str, str] = {
     "random": "any group with room, or a new one, all alike; SLOs are not looked at",
     "most_idle": "the group with the lowest load; a new one if all are saturated",
 }
-"""Policies by the name that `--compare` takes, each with a line that explains it."""
+"""Policies by the name that `--compare` takes, each with a line on where it puts a job."""
 NO_TURNS = ("dedicated", "colocated")
 """Names of the policies under which no two jobs share nodes."""
 
@@ -54,8 +54,8 @@ class AnyGroup(Stays):
 
 @dataclass(slots=True)
 class MostIdle(Stays):
-    """Puts a job into the group (jobs that share nodes) whose busiest nodes are busy for the least
-    share of its longest iteration; into a new group if all groups are fully loaded."""
+    """Puts a job into the group (jobs that share nodes) whose busiest nodes have the most time to
+    spare in the longest iteration of any of its jobs; if none has any, into a new group."""
 
     tail_release: bool = True
 
@@ -72,7 +72,7 @@ class MostIdle(Stays):
 
 
 def policy(name: str, spec: ClusterSpec) -> Policy:
-    """Return the policy of this name, which is one of `POLICIES`."""
+    """Return the policy of this name, one of `POLICIES`, with the cluster's settings `spec`."""
     match name:
         case "rollmux":
             return AsPublished()
@@ -88,9 +88,9 @@ def policy(name: str, spec: ClusterSpec) -> Policy:
 
 
 class AsPublished(Stays):
-    """Algorithm 1 of RollMux: the place that costs least per hour and keeps all SLOs even for the
-    longest iterations. Fully loaded groups take no job, and no group gets more work than it has
-    time for (Fig. 6 there)."""
+    """Algorithm 1 of RollMux: the place that adds least to the price per hour and keeps all SLOs
+    even for the longest iterations. With these, all turns of a group must fit into the longest
+    iteration of any of its jobs (Fig. 6 there)."""
 
     tail_release = True
 
@@ -137,7 +137,7 @@ def may_share(layout: Layout, job: ClusterJob) -> bool:
 
 
 def _dilution(layout: Layout, job: ClusterJob) -> float:
-    """Return the factor by which the group's training nodes shorten training for the job that gains
-    most: the devices that it asked for over those of the nodes."""
+    """Return the factor by which training gets shorter on the group's nodes, for the job with the
+    fewest devices: devices that it asked for over those of the nodes."""
     devices = layout.num_train_nodes * layout.train_pool.devices_per_node
     return min(one.train_devices for one in (*layout.jobs, job)) / devices

@@ -39,7 +39,8 @@ class Profile(NamedTuple):
 
 
 def profile_of_run(folder: str | Path, pools: Sequence[PoolSpec]) -> Profile:
-    """Return the profile of the run in this folder. Raises `ValueError` if it cannot be used."""
+    """Return the profile (phases' times, needs) of the run in this folder. Raises `ValueError` if
+    it cannot be used: it is no run, or was measured on CPUs and a pool has GPUs."""
     found = read_profile(folder)
     check_device(found, on_gpus=any(pool.gpu is not None for pool in pools))
     needs = run_needs(found, core_pools(pools))
@@ -47,8 +48,8 @@ def profile_of_run(folder: str | Path, pools: Sequence[PoolSpec]) -> Profile:
 
 
 def profile_of_scenario(path: str | Path, pools: Sequence[PoolSpec]) -> Profile:
-    """Return the profile (phases' times, needs) of a simulated scenario, without its own time for
-    sending weights: the cluster's link counts. Raises `ConfigError` if the scenario is wrong."""
+    """Return the profile (phases' times, needs) of a simulated scenario. Sending weights is left
+    out: the cluster's link tells how long it takes. Raises `ConfigError` for a wrong file."""
     scenario = on_pools(load_scenario(path), pools)
     steps = simulate(scenario).steps
     iterations = [
@@ -66,8 +67,8 @@ def profile_of_scenario(path: str | Path, pools: Sequence[PoolSpec]) -> Profile:
 
 
 def on_pools(scenario: Scenario, pools: Sequence[PoolSpec]) -> Scenario:
-    """Return the scenario with these pools' GPUs, if named, and its own number of devices.
-    Streaming is off: on shared pools training never overlaps with generation."""
+    """Return the scenario on the GPUs of these pools (its own if a pool names none), with as many
+    devices as before. Streaming is off: on shared pools training never overlaps with generation."""
     cluster = scenario.cluster
     gpus = {phase: _gpu(pools, phase) for phase in ("rollout", "train")}
     trainer = cluster.gpu if cluster.train_gpu is None else cluster.train_gpu

@@ -16,7 +16,7 @@ SLO_TOLERANCE = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """The outcome of one job under one policy."""
+    """The outcome of one simulated job under one policy (where jobs are placed)."""
 
     name: str
     slo: float
@@ -83,7 +83,7 @@ class Bill:
         self._peak[pool] = max(self._peak[pool], self._open[pool])
 
     def work(self, pool: str, node_s: float) -> None:
-        """Add seconds in which nodes of a pool generated or trained, summed over nodes."""
+        """Add to a pool's busy time the seconds, over all nodes, of generating or training."""
         self._busy_s[pool] += node_s
 
     def price(self) -> float:
@@ -94,7 +94,8 @@ class Bill:
         )
 
     def result(self, jobs: Sequence[JobResult], hours: float) -> PolicyResult:
-        """Return the outcome for these jobs, with the whole price spread over so many `hours`."""
+        """Return the outcome. `jobs`: outcomes of all jobs. `hours`: what the cost of all nodes is
+        divided by to give a price per hour (`hours_alone`)."""
         devices = {name: pool.devices_per_node for name, pool in self._pools.items()}
         return PolicyResult(
             price_per_h=self.price() / hours,

@@ -38,7 +38,7 @@ from rollpacker.cluster.sim.result import Bill, JobResult, PolicyResult
 from rollpacker.cluster.sim.spec import ClusterSpec, seconds_scale
 
 Told = Callable[[int], None]
-"""Function that is called at each job's end with the number of jobs that have ended."""
+"""Function that shows progress: it is called at each job's end with the number of ended jobs."""
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class _Life:
     train_pool: str = ""
     times: Times = field(default_factory=lambda: Times(0, 0, 0, 0))
     sharing: Sharing = field(default_factory=Sharing)
-    """How sharing nodes changes the job's times, as of the grant of its present rollout."""
+    """How the job's times change because it shares nodes, fixed when its present rollout begins."""
     token: int = 0
     phase: Phase = "rollout"
     asked_s: float = 0.0
@@ -62,13 +62,13 @@ class _Life:
     seen: Times = field(default_factory=lambda: Times(0, 0, 0, 0))
     """Seconds of the present iteration by phase, less waits and moves onto devices and off."""
     has_moved: bool = False
-    """Whether the cluster moved or stopped the job at its last commit."""
+    """Whether the cluster moved or stopped the job at its last commit: no rollout follows yet."""
     stopped_s: float | None = None
-    """Time in seconds since when the stopped job waits for nodes again. None if it does not."""
+    """Time in seconds when the cluster stopped the job, to wait for nodes. None if it has nodes."""
 
 
 class Simulation:
-    """The simulation of all jobs under one policy."""
+    """The simulation of all jobs under one policy, which places them. `run` returns the outcome."""
 
     def __init__(
         self,
@@ -77,7 +77,8 @@ class Simulation:
         name: str,
         chosen: Policy | None = None,
     ) -> None:
-        """`name`: name of the policy. `chosen`: a policy to use instead; None: the one so named."""
+        """`name`: the policy's; pools depend on it, too (`pools_of`). `chosen`: policy that places
+        the jobs; None: the one of that name."""
         self._spec = spec
         self._arrivals = arrivals
         self._pools = pools_of(spec, name)
@@ -225,8 +226,8 @@ class Simulation:
 
 
 def pools_of(spec: ClusterSpec, name: str) -> tuple[Pool, ...]:
-    """Return the pools for a policy. Under "colocated", jobs roll out on their training nodes: the
-    rollout pool is the cheapest training pool again, at no price, with that GPU's rollout speed."""
+    """Return the pools for the policy `name`. Under "colocated", jobs roll out on their training
+    nodes: the rollout pool is the cheapest training pool again, at no price, at its GPU's speed."""
     pools = spec.core_pools()
     if name != "colocated":
         return pools
@@ -246,7 +247,8 @@ def pools_of(spec: ClusterSpec, name: str) -> tuple[Pool, ...]:
 
 
 def only_trained(result: PolicyResult, pools: Sequence[Pool]) -> PolicyResult:
-    """Return the result of colocated jobs, with both phases' numbers under the name of one pool."""
+    """Return the result of jobs that train and roll out on the same nodes, without the rollout
+    pool, a stand-in for the training pool (`pools_of`): its busy share is added to the latter's."""
     again, own = pools
     busy = result.busy[again.name] + result.busy[own.name]
     return replace(

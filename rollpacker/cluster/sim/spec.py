@@ -39,7 +39,7 @@ class PoolSpec:
     price_per_device_h: float
     """Price of one device in use per hour, in any currency."""
     host_memory_gib: float
-    """GiB of host memory of one node, for what parked jobs move there from its devices."""
+    """GiB of host memory of one node, for jobs that are off its devices while others use them."""
 
     def __post_init__(self) -> None:
         at_least_one(self, "nodes", "devices_per_node")
@@ -157,19 +157,19 @@ class ClusterSpec:
                     )
 
     def core_quotas(self) -> dict[str, dict[Phase, int]]:
-        """Return the owners' quotas, by owner and phase, in the types that decisions use."""
+        """Return the quotas (most devices), by owner and phase, as `Cluster` takes them."""
         return {
             owner: {phase: quota[phase] for phase in PHASES if phase in quota}
             for owner, quota in self.quotas.items()
         }
 
     def core_pools(self) -> tuple[Pool, ...]:
-        """Return the pools in the type that decisions use."""
+        """Return the pools as the `Cluster` class takes them."""
         return core_pools(self.pools)
 
 
 def core_pools(pools: Sequence[PoolSpec]) -> tuple[Pool, ...]:
-    """Return the pools as decisions need them, with speeds relative to the phase's first pool."""
+    """Return the pools as `Cluster` takes them, with `scale` from their GPUs (`seconds_scale`)."""
     return tuple(
         Pool(
             name=pool.name,
@@ -199,5 +199,5 @@ def seconds_scale(phase: Phase, measured_on: str | None, gpu: str | None) -> flo
 
 
 def load_cluster(path: str | Path, overrides: Sequence[str] = ()) -> ClusterSpec:
-    """Load the cluster's file, with overrides applied. Raises `ConfigError` with one message."""
+    """Load the cluster's file. `overrides`: settings as key=value. Raises `ConfigError`."""
     return load_config(path, overrides, ClusterSpec)

@@ -23,8 +23,7 @@ class TurnLimits:
     max_turns: int | None = None
     """Maximum number of messages of the model in a trajectory. None: no limit."""
     max_trajectory_tokens: int | None = None
-    """Limit on the tokens of model and environment in a trajectory; the prompt's do not count.
-    None: no limit."""
+    """Limit on the tokens of a trajectory, without its prompt's. None: no limit."""
     max_environment_s: float | None = None
     """Limit on the seconds that an environment takes for all answers of a trajectory. None: no
     limit. Each answer has a deadline besides; if one is too late, the sample has failed."""
@@ -69,11 +68,11 @@ class ActingConfig:
     """Limits of environments by their prompts' `source`: how many samples may wait for an answer at
     a time, and the answer's deadline. A source that is not named has no limits."""
     work_by_turn: bool = field(default=True, metadata=absent(False))
-    """How many of the tokens that an earlier launch left a sample count as work when samples are
-    spread over engines. True: at most a mean response's. False: all, as in older logs."""
+    """Whether, of a sample's tokens from an earlier launch, at most as many as a mean response has
+    count as its work, for the choice of engines. False: all of those tokens count."""
     leaves_pool: bool = field(default=True, metadata=absent(False))
-    """Whether a job gives a shared rollout pool back while all samples of its round wait for
-    environments for long (`stay.py`). False: it keeps the pool, as in older logs."""
+    """Whether a job lends its shared rollout pool to others while all samples of its round wait for
+    slow environments. False: it keeps the pool."""
 
     def __post_init__(self) -> None:
         if self.max_retries < 0:
@@ -82,15 +81,14 @@ class ActingConfig:
 
 @dataclass(slots=True)
 class Retracing:
-    """Compares a trajectory with the tokens that an earlier launch of its prompt left, while it is
-    generated again. The job, which knows only counts of tokens, has one for each sample, and so has
-    the program that holds the tokens; both come to the same result. A position is a number of
-    tokens after the prompt, with the environment's in all calls or in none."""
+    """Compares a trajectory, generated again, with the tokens that an earlier launch (submission to
+    an engine) of its prompt left: they are kept up to the first token that differs. A position is a
+    number of tokens after the prompt; environments' tokens count in all calls or in none."""
 
     carried: int = 0
     """Tokens that an earlier launch (submission to an engine) left, up to the last sampled one."""
     kept: int | None = None
-    """Number of `carried` tokens that were sampled alike again. None: nothing was compared yet."""
+    """Number of `carried` tokens that were sampled again as they were. None: not compared yet."""
     goes_on: bool = field(init=False)
     """True if all tokens so far were sampled as before, and more are left to compare."""
 
@@ -106,8 +104,8 @@ class Retracing:
         self.goes_on = num_kept == num_tokens and self.kept < self.carried
 
     def stopped(self, start: int, num_tokens: int, num_kept: int | None) -> bool:
-        """Records a message that was stopped, with the arguments of `drawn`. Returns whether the
-        trajectory now ends with this message; if not, it stays as the earlier launch left it."""
+        """Records a message that was stopped, with the arguments of `drawn`. Returns True if the
+        trajectory now ends here, and False if it is still all that the earlier launch left."""
         if num_kept is not None:
             self.drawn(start, num_tokens, num_kept)
         return num_tokens > 0 and not (self.goes_on and num_kept is None)
@@ -120,7 +118,8 @@ class Episode:
     turns: int = 0
     """Number of messages that the model has written in this episode so far."""
     tokens: int = 0
-    """Number of tokens up to the end of the model's last message, the environment's included."""
+    """Number of the trajectory's tokens up to the end of the model's last message. The
+    environment's tokens before it are included, the prompt's are not."""
     given: int = 0
     """Number of tokens that the environment gave after the model's last message."""
     environment_s: float = 0.0
@@ -129,13 +128,13 @@ class Episode:
     is_open: bool = False
     """True from the first `Act` command until the environment is told of the episode's end."""
     replaces: tuple[SampleId, ...] = ()
-    """Failed sample that this one replaces, whose random numbers it uses; empty if there is
-    none."""
+    """Failed sample that this one replaces, whose random numbers it uses. Empty: there is none."""
     retracing: Retracing = field(default_factory=Retracing)
 
 
 class Acting(Schedule[Acted]):
-    """Decides when environments answer: `Act` commands ask them, `Acted` events are the answers."""
+    """Decides which samples' environments are asked for an answer, and when. An `Act` command asks;
+    an `Acted` event is the answer."""
 
     def __init__(self, config: ActingConfig) -> None:
         super().__init__(

@@ -26,7 +26,7 @@ class _Waiting:
         self.tokens: dict[SampleId, int] = {}
         """Tokens of each sample that waits, in the order of arrival."""
         self.entry: _Entry | None = None
-        """The entry by which heaps order this prompt; they skip older ones. None: none yet."""
+        """Entry by which heaps order this prompt; older entries are skipped. None: none yet."""
 
 
 _Entry = tuple[float, int, int, _Waiting]
@@ -34,7 +34,8 @@ _Entry = tuple[float, int, int, _Waiting]
 
 
 class PromptQueue:
-    """Queue of samples by prompt. Call `look_again` for prompts of changed rank before `pop`."""
+    """Queue of samples by the rank of their prompts. Before `pop`, call `look_again` for every
+    prompt whose rank has changed."""
 
     __slots__ = ("_arrivals", "_changed", "_known", "_unknown", "_waiting")
 

@@ -36,7 +36,7 @@ class RewardHosts:
         return len(self.given_up) == self._count
 
     def num_under_way(self, number: int) -> int:
-        """Number of samples that were dealt to this host and have not left it."""
+        """Number of samples that host `number` was given and has neither judged nor lost yet."""
         return self._under_way[number]
 
     def is_settled(self) -> bool:
@@ -52,7 +52,7 @@ class RewardHosts:
         self._ready.discard(number)
 
     def deal(self, num_samples: int) -> int | None:
-        """Assigns samples to the ready host with the fewest; returns its number. None: none is
+        """Gives samples to the ready host with the fewest. Returns its number; None: none is
         ready."""
         if not self._ready:
             return None

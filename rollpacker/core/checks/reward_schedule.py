@@ -32,7 +32,7 @@ class RewardScheduleConfig:
     max_retries: int = 1
     """How often a check whose worker or endpoint failed is repeated at most; then: no verdict."""
     kinds: Mapping[str, RewardKindConfig] = field(default_factory=dict)
-    """Limits of checks by their prompts' `source`. One that is not named has no limits."""
+    """Limits of checks, by their prompts' `source`. A source without limits is missing."""
 
     def __post_init__(self) -> None:
         if self.max_retries < 0:

@@ -32,7 +32,8 @@ class KindConfig:
     workers: int | None = None
     """Number of checks or answers that run at a time. None: no bound."""
     deadline: AdaptiveDeadlineConfig | None = None
-    """Bounds of a time limit that adapts. None: the reward function or environment has its own."""
+    """Least and greatest time limit, between which it follows the longest right answer so far.
+    None: the reward function's or environment's own time limit applies."""
 
     def __post_init__(self) -> None:
         if self.workers is not None and self.workers < 1:
@@ -73,11 +74,9 @@ class _Kind:
         """Samples in `queue` whose check or answer is not needed any more; they are skipped."""
         self.ranks: dict[PromptId, float] = {}
         """Minus the seconds of the longest check or answer so far of each prompt of this round: the
-        prompt with the longest is expected to take longest again, and comes first. Empty unless the
-        order is "longest"."""
+        longest comes first. Empty unless the order is "longest"."""
         self.num_seen = 0
-        """Number of checks or answers that ended by themselves, counted with the order
-        "longest"."""
+        """Number of checks or answers that ended by themselves. 0 unless the order is "longest"."""
         self.total_s = 0.0
         """Seconds that the checks or answers counted in `num_seen` took together."""
 
@@ -97,8 +96,8 @@ _UNBOUND = KindConfig()
 
 
 class Schedule(Generic[E]):
-    """Reward checks, or environments' answers, that run or wait for a worker. A slow one may
-    outlive its round. A sample has at most one check or answer at a time."""
+    """Reward checks, or environments' answers, that run or wait for a worker. A sample has at most
+    one check or answer at a time, which may run on after the sample's round is over."""
 
     def __init__(
         self,
@@ -116,8 +115,7 @@ class Schedule(Generic[E]):
         """Samples whose reward check or environment's answer runs, in order of starting, each with
         the number of times that it was started before."""
         self.num_waiting = 0
-        """Number of reward checks or environments' answers in all queues, including unneeded ones
-        that are not removed yet."""
+        """Number of checks or answers in all queues; unneeded ones may be among them."""
         self._configs = kinds
         self.max_retries = max_retries
         """How often a reward check or environment's answer is started again at most because a
@@ -176,8 +174,8 @@ class Schedule(Generic[E]):
         return retry
 
     def look_again(self, prompt: PromptId) -> None:
-        """Records that the prompt needs fewer further samples now, so that those of its samples
-        that wait for a worker may have another place in the queue."""
+        """Have the prompt's waiting samples put in order again by `start_waiting`, because the
+        prompt needs fewer further samples than before."""
         kind = self._kinds.get(prompt.source)
         if kind is not None:
             kind.by_prompt.look_again(prompt)
@@ -210,7 +208,7 @@ class Schedule(Generic[E]):
 
     def forget(self, samples: Iterable[SampleId]) -> list[SampleId]:
         """Drops the reward checks or environments' answers of samples that nobody needs any more.
-        Returns the samples for which one is running and was needed until now."""
+        Returns those of the samples whose check or answer runs and must be cancelled."""
         running = []
         for sample in samples:
             if sample in self.running:
@@ -230,7 +228,8 @@ class Schedule(Generic[E]):
         return None if kind is None or kind.deadline is None else kind.deadline.timeout_s
 
     def state(self) -> dict[str, Any]:
-        """State of the time limits by source, for a checkpoint, without what runs or waits."""
+        """Time limits by source and what they follow from, for a checkpoint. Checks and answers
+        that run or wait are not in it."""
         return {
             source: {"anchor_s": kind.deadline.anchor_s}
             for source, kind in sorted(self._kinds.items())

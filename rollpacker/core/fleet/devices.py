@@ -31,7 +31,7 @@ from rollpacker.core.commands import (
 MOVERS = frozenset(
     {Launch, Place, Continue, Move, Release, Resize, StartGradients, TrainOn, SyncWeights}
 )
-"""Kinds of command that hand devices to engines or trainer, or that need engines with devices."""
+"""Kinds of command for which `Devices` changes the devices' owners, or asserts who the owner is."""
 
 
 class Owner(NamedTuple):
@@ -45,7 +45,7 @@ class Devices:
     def __init__(
         self, num_engines: int, degree: int, *, train_group: int = 1, trainer_apart: bool = False
     ) -> None:
-        """`degree`: number of devices of an engine; `train_group`: that of a training replica."""
+        """`degree`: devices per engine. `train_group`: devices per copy of the trained model."""
         self.owners: list[Owner | None] = [None] * (num_engines * degree)
         self._degree = degree
         self._train_group = train_group

@@ -59,10 +59,10 @@ ZOMBIE = "zombie"
 """Key under which `Job.num_late` counts events from engines that do not have the sample."""
 
 HEEDED = frozenset({SampleGenerated, SampleAborted, SampleFailed, Committed})
-"""Kinds of event of which the fleet decides, by `Fleet.heeds`, whether the job handles them."""
+"""Kinds of event given to `Fleet.heeds`, which returns whether the job handles the event."""
 
 DIRECTED = frozenset({Abort, *MOVERS})
-"""Kinds of command that concern engines or their devices; others go on as they are."""
+"""Kinds of command that `Fleet.direct` acts on: those that concern engines or their devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class FleetConfig:
     max_losses: int = 3
     """Number of losses of one engine, without a committed step between them, that ends the run."""
     losses_of_all: bool = field(default=False, metadata=absent(True))
-    """True if the losses of all engines are counted together, as in older logs."""
+    """True if `max_losses` bounds the losses of all engines together. False: of each engine."""
     moves: bool = False
     """True if unfinished samples may move to another engine when one has joined or is released,
     since engines can go on from each other's tokens."""
@@ -110,9 +110,9 @@ class Fleet:
         trainer_apart: bool = False,
         by_turn: bool = False,
     ) -> None:
-        """`late` counts ignored events (`ZOMBIE`), by name. `train_group`: devices of a training
-        replica. `by_turn`: of the tokens that an earlier launch left a sample, at most as many as a
-        mean response has count as work. False: all count."""
+        """`late` counts ignored events, under the key `ZOMBIE`. `train_group`: number of devices of
+        one copy of the model in training. `by_turn`: as the work of a sample, at most as many of
+        its tokens from an earlier launch count as a mean response has. False: all of them count."""
         self.config = config
         self.engines = [Engine(number) for number in range(config.num_engines)]
         """Engines of this round, each with as many devices as the round asks for."""
@@ -135,11 +135,12 @@ class Fleet:
         self.unanswered = deque[SampleAborted]()
         """Aborted samples that no engine will answer for, which `direct` reports to the job."""
         self._gathering: set[int] = set()
-        """Numbers of the engines still missing after a regrouping of devices; all samples wait for
+        """Engines still missing, by number, after devices were regrouped; all samples wait for
         them."""
         self._round = 0
         self._known = Known()
-        """Number and tokens of the responses finished in the last round that had any."""
+        """Number and tokens of responses finished in the last round that had any. Their mean length
+        is the expected work of a new sample."""
         self._seen = Known()
         """Number and tokens of the responses finished in this round."""
         self._losses = EngineLosses(config.max_losses, of_all=config.losses_of_all)
@@ -151,7 +152,8 @@ class Fleet:
 
     @property
     def known(self) -> Known:
-        """Number and tokens of finished responses: all that a checkpoint holds of the fleet."""
+        """Number and tokens of finished responses, from which the work of new samples is estimated:
+        all that a checkpoint holds of the fleet."""
         return self._seen if self._seen.num_finished else self._known
 
     @known.setter
@@ -171,7 +173,7 @@ class Fleet:
         return f"{which} to be replaced ({str(self._losses) or 'it was lost'})"
 
     def why_kept(self) -> str:
-        """Why no engine can be released now, in words; empty if one can."""
+        """Why no engine can give up its devices to the trainer now, in words; empty if one can."""
         if not self.config.moves:
             return "samples under way cannot move to another engine"
         if self.num_ready < len(self.engines):
@@ -181,8 +183,8 @@ class Fleet:
     # -- what engines say --------------------------------------------------------------
 
     def heeds(self, event: Committed | SampleGenerated | SampleAborted | SampleFailed) -> bool:
-        """Whether the job is to handle this event; false if its engine does not have the sample. To
-        be called once, in order, with every event of a kind in `HEEDED`."""
+        """Whether the job is to handle this event; False if the event's engine does not have the
+        sample. To be called once, in order, with every event of a kind in `HEEDED`."""
         # Every response comes by here: benchmarks/fleet_speed.py, benchmarks/sim_speed.py.
         if isinstance(event, Committed):
             self._losses.clear()
@@ -210,8 +212,8 @@ class Fleet:
     def on_engine(
         self, event: EngineLost | EngineReady | SampleMoved, version: int
     ) -> list[Command]:
-        """Commands that answer an event about an engine or a move. `version`: that of the weights
-        that engines should have now. Sets `given_up` if the run cannot go on."""
+        """Commands that answer an event about an engine or a move. `version`: version of the
+        weights that engines should have now. Sets `given_up` if the run cannot go on."""
         match event:
             case EngineLost():
                 return self._on_lost(event, version)
@@ -251,8 +253,7 @@ class Fleet:
 
     def _place_again(self, lost: int) -> list[Command]:
         """Commands that restart the samples that the lost engine had, or that were moving to or
-        from it. A sample that was moving to it goes on in the engine that it was leaving, if that
-        still has it."""
+        from it. A sample that was moving to it stays where it was, if it is still there."""
         homeless: list[SampleId] = []
         going_on: list[SampleId] = []
         anyone = bool(self._takers())
@@ -299,8 +300,8 @@ class Fleet:
         return self._place_waiting()
 
     def _share_with(self, engine: Engine) -> list[Command]:
-        """Commands that move samples of other engines to one that has joined, until it has a fair
-        share: the last launched first, since these have the fewest tokens to take along."""
+        """Commands that move samples of other engines to one that has joined, until it has the mean
+        work: the last launched first, since these have the fewest tokens to take along."""
         takers, seats = self._takers(), self._seats
         mean = sum(one.tokens for one in takers) / max(len(takers), 1)
         moved: list[SampleId] = []
@@ -425,8 +426,8 @@ class Fleet:
                 self._settle(sample)
 
     def _settle(self, sample: SampleId) -> None:
-        """Reports the end of a stopped sample that no engine has, with the tokens that it began
-        with."""
+        """Adds to `unanswered` the end of a stopped sample that no engine has. Its tokens are those
+        that an earlier launch had left it."""
         seats = self._seats
         del seats.work[sample]
         seats.engine[sample] = NOWHERE
@@ -462,9 +463,9 @@ class Fleet:
         return self._place(self._seats.under_way({NOWHERE})) if self._takers() else []
 
     def _send(self, samples: Sequence[SampleId]) -> list[Command]:
-        """Commands that move these samples, with the tokens that they have: back to the engine that
-        they come from if it takes samples, else to one that is chosen anew. The caller has taken
-        their work off their engines; it is added to the new ones."""
+        """Commands that move these samples, with their tokens, to other engines; a sample whose own
+        engine takes samples (again) stays there. The caller has subtracted their work from their
+        engines; this method adds it to the new ones."""
         routed: list[SampleId] = []
         seats = self._seats
         for sample in samples:

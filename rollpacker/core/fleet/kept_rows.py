@@ -36,7 +36,8 @@ class KeptRows:
 
     def leave(self, event: SampleGenerated) -> list[SampleId]:
         """Records that this sample now waits for its environment. Returns the samples whose rows
-        its engine should drop for lack of room; the sample itself may be among them."""
+        (keys and values) the engine should drop for lack of memory; this sample may be among
+        them."""
         engine = event.engine, event.incarnation
         if event.num_held:
             self._away[event.sample] = _Away(engine, event.num_held, event.time_s)

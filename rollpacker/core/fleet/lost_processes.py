@@ -47,8 +47,8 @@ class EngineLosses:
 
 
 class TrainerLosses:
-    """Losses of the trainer. `max_losses` of them without a committed step in between end the run.
-    None: the trainer cannot be lost."""
+    """Losses of the trainer's processes. `max_losses` losses without a committed step in between
+    end the run. None: the trainer cannot be lost."""
 
     def __init__(self, max_losses: int | None) -> None:
         self.max_losses = max_losses
@@ -59,8 +59,8 @@ class TrainerLosses:
         """Reason of each loss of the trainer since the last committed step."""
 
     def on_lost(self, event: TrainerLost, version: int) -> list[RestoreTrainer]:
-        """Commands that answer a loss of the trainer; `version` is that of the last optimizer step.
-        Sets `given_up` instead if the run cannot go on."""
+        """Commands that start the trainer's processes anew, with the weights of `version`, which
+        the last optimizer step made. Sets `given_up` instead if there were too many losses."""
         assert self.max_losses is not None, f"{event} in a run whose trainer cannot be lost"
         if event.incarnation != self.incarnation:
             return []  # known already

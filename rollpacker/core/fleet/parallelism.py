@@ -69,7 +69,7 @@ class ParallelismConfig:
 
     @property
     def of_several(self) -> bool:
-        """Whether an engine has, or may be given, more than one device."""
+        """Whether an engine has, or may be given, more than one device (tensor parallelism)."""
         return self.enabled or self.initial > 1
 
     @property
@@ -79,21 +79,20 @@ class ParallelismConfig:
 
 
 class KnownKind(msgspec.Struct, forbid_unknown_fields=True):
-    """Devices per engine in one kind of round (short, long, ...), and what its last rounds
-    showed."""
+    """Number of devices per engine (`degree`) in rounds of one kind (short, long, ...), and the
+    preemptions in its last rounds, which decide about the next number."""
 
     degree: int
     last_rate: float | None = None
     """Preemptions per launched sample in the last round of this kind. None before the first."""
     num_calm: int = 0
-    """Rounds of this kind in a row, up to the last, without preemption at this number of devices
-    per engine."""
+    """Number of the last rounds of this kind, in a row, without preemption at this `degree`."""
     num_failures: dict[int, int] = msgspec.field(default_factory=dict)
     """How often this kind of round had to go from each tensor-parallel degree to a higher one."""
 
 
 class KnownDegrees(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What a planner has learnt, as a checkpoint holds it."""
+    """What a `ParallelismPlanner` knows of past rounds, as it stands in a checkpoint."""
 
     num_changes: int = 0
     rates: dict[int, float] = msgspec.field(default_factory=dict)

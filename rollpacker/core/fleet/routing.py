@@ -25,8 +25,8 @@ CARRIED_COST = 8
 computed together in one pass."""
 
 OVERLOAD = 1.5
-"""With "group", a sample goes to another engine than its prompt's last one if that would have more
-than this times the mean work."""
+"""With the routing "group", a sample goes to its prompt's last engine only if that engine then has
+at most this many times the mean work of all engines."""
 
 
 @dataclass(slots=True)
@@ -35,11 +35,11 @@ class Engine:
 
     number: int
     incarnation: int = 0
-    """How often the engine was replaced; its loss counts at once, before the new one is there."""
+    """How often the engine was replaced. A loss counts at once, before the new engine is there."""
     ready: bool = True
     """True if the engine has the weights of the round and generates."""
     released: bool = False
-    """True if the engine's devices are the trainer's until the next round."""
+    """True if the engine's devices were given to the trainer, until the next round begins."""
     tokens: int = 0
     """Work of the engine: tokens that its unfinished samples are expected to cost."""
 
@@ -66,7 +66,7 @@ class Router:
     def __init__(self, routing: Routing) -> None:
         self._routing = routing
         self._homes: dict[PromptId, int] = {}
-        """Number of the engine that took each prompt's last sample, with the routing "group"."""
+        """Number of the engine of each prompt's last sample. Empty unless routing is "group"."""
 
     def begin_round(self) -> None:
         self._homes.clear()
@@ -100,8 +100,8 @@ class Router:
 
 
 def _least_loaded(engines: Sequence[Engine]) -> Iterator[Engine]:
-    """Yields, again and again, the engine with the least work, of equals the first. Meanwhile the
-    caller may add work to engines, but not take any away."""
+    """Yields the engine with the least work again and again, the lowest number among equals.
+    Between two of them the caller may add work to engines, but not take any away."""
     by_number = {engine.number: engine for engine in engines}
     heap = [(engine.tokens, engine.number) for engine in engines]
     heapq.heapify(heap)

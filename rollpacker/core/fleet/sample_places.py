@@ -18,19 +18,18 @@ class Seats:
     __slots__ = ("_by_turn", "carried", "engine", "source", "stopping", "work")
 
     def __init__(self, *, by_turn: bool) -> None:
-        """`by_turn`: of the tokens that an earlier launch left a sample, at most as many as a mean
-        response has count as work. False: all count."""
+        """`by_turn`: as the work of a sample, at most as many of its tokens from an earlier launch
+        count as a mean response has. False: all of them count."""
         self._by_turn = by_turn
         self.engine: dict[SampleId, int] = {}
-        """Number of the engine that has, or had, each sample; `NOWHERE`: the sample waits for an
-        engine."""
+        """Number of the engine that has, or had, each sample; `NOWHERE`: none has it yet."""
         self.work: dict[SampleId, int] = {}
         """Expected cost, in tokens, of each sample that has not ended, in launch order."""
         self.source: dict[SampleId, int] = {}
-        """Number of the engine that each moving sample comes from, where it may still end first."""
+        """Number of the engine that each moving sample leaves. The sample may still end there."""
         self.carried: dict[SampleId, int] = {}
-        """Number of tokens, left by an earlier launch, that each sample began with. Samples that
-        began with none, or have had an environment's answer since, are missing."""
+        """Number of tokens of an earlier launch that each sample began with. Samples that began
+        with none, or whose environment has answered since, are missing."""
         self.stopping: set[SampleId] = set()
         """Samples that were told to stop; the engine of each still reports its end."""
 
@@ -45,8 +44,8 @@ class Seats:
         self, samples: Sequence[SampleId], carried: Sequence[int], mean_tokens: int
     ) -> Sequence[int]:
         """Records and returns the expected work of these samples, which have no engine yet.
-        `carried`: tokens that each sample is launched with, or empty. `mean_tokens`: expected
-        length of a response."""
+        `carried`: tokens that each begins with; empty: none. `mean_tokens`: expected length of a
+        response."""
         work = [mean_tokens] * len(samples)
         if carried:
             self.carried.update(zip(samples, carried, strict=True))

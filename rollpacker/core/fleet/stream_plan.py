@@ -35,7 +35,8 @@ MAX_HISTORY = 4096
 NUM_SDS = 2.0
 """Standard deviations above the expected key-value demand for which an engine must have room."""
 WHOLE = "whole"
-"""Key of the response lengths of all kinds of round that wait for every sample of their prompts."""
+"""Name under which `StreamPlan` remembers the lengths of responses from all kinds of round that
+wait for every sample of their prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,23 +44,23 @@ class StreamConfig:
     """Settings of the early hand-over of devices to the trainer (`stream_trainer.*`)."""
 
     enabled: bool = False
-    """Whether devices are released, and gradients started, before a round is over. False: neither
-    happens, not even while only verdicts are awaited."""
+    """Whether the trainer may be given devices, and compute gradients of finished groups, before a
+    round is over. False: never."""
     kinds: tuple[str, ...] = ("long", "flush")
     """Kinds of round in which devices may be released to the trainer before the round is over."""
     window: tuple[float, float] = (0.2, 0.5)
-    """Devices are released only while the share of finished samples in a round is between these
-    two."""
+    """Devices are released only while the finished samples' share in a round is between these."""
     every: float = 0.05
     """A release is tried anew whenever the share of finished samples has grown by this much."""
     released_share: float = 0.5
     """Largest share of the devices that is released to the trainer before a round is over."""
     min_new_share: float = 0.05
-    """Share of the launched samples that must have finished since the last try of a release."""
+    """Share of the launched samples that must have finished between two tries of a release."""
     max_share: float = 1.0
     """Largest share of a step's samples that is trained on before the round is over."""
     reward_wait: bool = False
-    """Whether gradients are begun, in rounds of any kind, once only verdicts are awaited."""
+    """Whether gradients of finished groups are computed, in rounds of any kind, once all samples
+    are generated and only rewards' verdicts are missing."""
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.kinds) - {kind.value for kind in RoundKind})
@@ -80,14 +81,15 @@ class StreamConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceLayout:
-    """How devices, numbered from 0, form engines and training replicas of consecutive devices."""
+    """How devices, numbered from 0, form engines and training replicas (copies of the model in
+    training), each of consecutive devices."""
 
     gpus: int = 1
     gpus_per_node: int = 8
     tensor_parallel: int = 1
     """Number of devices of one engine."""
     train_group: int = 1
-    """Number of devices of one training replica."""
+    """Number of devices of one training replica (copy of the model in training)."""
     kv_tokens: int | None = None
     """Tokens that the key-value cache of one engine holds. None: it never runs out."""
 
@@ -107,9 +109,9 @@ class DeviceLayout:
             raise ValueError(f"kv_tokens must be at least 1, not {self.kv_tokens}")
 
     def releasable(self, share: float) -> tuple[int, ...]:
-        """Numbers of the devices to release: the last ones, at most this share of all and as many
-        as possible, such that no engine and no training replica is split and an engine stays.
-        Empty: impossible."""
+        """Numbers of devices for engines to give to the trainer: the last ones, at most `share` of
+        all, so that no engine or training replica is split and one engine stays. Empty:
+        impossible."""
         unit = math.lcm(self.tensor_parallel, self.train_group)
         if self.gpus % unit:
             return ()
@@ -139,8 +141,9 @@ class _RoundUnderWay:
 
 
 class StreamPlan:
-    """Decides over a run which devices leave a round early, and which groups are trained on then.
-    Call `begin` for each round, then report the round's samples."""
+    """Decides over a run which devices engines give to the trainer before a round is over, and for
+    which groups (a prompt's samples) the trainer then computes gradients. Call `begin` for each
+    round, then report the round's samples."""
 
     def __init__(
         self,
@@ -151,11 +154,11 @@ class StreamPlan:
         trainer_apart: bool = False,
         why_kept: Callable[[], str] = str,
     ) -> None:
-        """`max_response_tokens` bounds the projected lengths; without it, and with a limited cache,
-        nothing is released before earlier rounds have shown lengths. `trainer_apart`: the trainer
-        has devices of its own, so nothing is released, and groups are trained on as soon as they
-        are complete, in every kind of round. `why_kept` returns why no engine can let go of its
-        samples now, in words, or an empty text."""
+        """`max_response_tokens`: greatest length of a response. None: nothing is released before
+        earlier rounds have shown lengths, unless the cache has no limit. `trainer_apart`: the
+        trainer has devices of its own, so nothing is released, and gradients of groups are computed
+        as soon as they are complete, in every kind of round. `why_kept` returns why no engine can
+        let go of its samples now, in words, or an empty text."""
         self.config = config
         self.layout = layout
         self.trainer_apart = trainer_apart
@@ -164,22 +167,20 @@ class StreamPlan:
         self.num_tries = 0
         self.num_releases = 0
         self.num_refused_kv = 0
-        """Number of times that no devices were released, since the other engines would have run out
-        of key-value cache."""
+        """Number of tries to release devices that the key-value cache of other engines forbade."""
         self.num_refused_layout = 0
-        """Number of times that no devices were released, since an engine or a training replica
-        would have been split."""
+        """Number of tries to release devices that would have split an engine or replica."""
         self._histories: dict[str, deque[int]] = {}
-        """Tokens of samples when they left the engine, finished or stopped, in earlier rounds, by
-        the keys of `_history_of`."""
+        """Tokens of samples that left an engine in earlier rounds, by kind of round
+        (`_history_of`)."""
         self._left: list[int] = []
-        """Tokens of samples when they left the engine in this round; added to `_histories` when the
-        next round begins."""
+        """Tokens of this round's samples that left the engine, for `_histories` after the round."""
         self._round: _RoundUnderWay | None = None
         self.active = False
-        """True if groups of the current round may be trained on before it is over."""
+        """True if gradients of the round's groups may be computed before the round is over."""
         self.may_release = False
-        """True if devices may be released in this round; ends of samples must then be reported."""
+        """True if engines' devices may be given to the trainer in this round; each sample's end
+        must then be reported by `on_finished` or `on_stopped`."""
         self.may_stream_early = False
         """True if the trainer has devices to compute with while the round's engines generate."""
         self._waiting: list[tuple[SampleId, ...]] = []
@@ -206,7 +207,7 @@ class StreamPlan:
         prompt_tokens: float,
         layout: DeviceLayout,
     ) -> None:
-        """Calls `begin` for a round of this kind if groups may be trained on before it is over."""
+        """Calls `begin` if groups of a round of this kind may be trained on before its end."""
         by_kind = self.config.reward_wait or kind in self.config.kinds
         self.active = self.config.enabled and (by_kind or self.trainer_apart)
         self.may_release = self.may_stream_early = False
@@ -228,9 +229,9 @@ class StreamPlan:
         prompt_tokens: float = 0.0,
         layout: DeviceLayout | None = None,
     ) -> None:
-        """Begins a round: `num_samples` samples are launched, the step will train on
-        `num_to_train`, prompts have `prompt_tokens` tokens on average, and `layout`, if given,
-        replaces the run's."""
+        """Begins a round. `num_samples`: number of samples launched. `num_to_train`: number of
+        samples that the step trains on. `prompt_tokens`: mean tokens of a prompt. `layout`: engines
+        and replicas of this round; None: those of the run."""
         assert num_samples >= 1 and num_to_train >= 0 and prompt_tokens >= 0
         self._close_history()
         self._waiting = []
@@ -275,8 +276,8 @@ class StreamPlan:
     def take_up(
         self, complete: Sequence[tuple[SampleId, ...]], *, engine_empty: bool
     ) -> tuple[tuple[SampleId, ...], ...]:
-        """Takes groups that have become complete. Returns those groups, of these and earlier ones,
-        that the trainer may start on now, each once."""
+        """Takes groups (of a prompt's samples) that have become complete. Returns those, of these
+        and earlier ones, whose gradients may be computed now; none is returned twice."""
         self._waiting += complete
         chosen = self.groups_to_stream(self._waiting, engine_empty=engine_empty)
         self._waiting = self._waiting[len(chosen) :]
@@ -299,7 +300,8 @@ class StreamPlan:
         return tuple(chosen)
 
     def may_stream(self, *, engine_empty: bool) -> bool:
-        """Whether the trainer has devices to compute early gradients with at this moment."""
+        """Whether the trainer has devices to compute gradients with now, before the round is over.
+        `engine_empty`: no sample of the round is being generated."""
         if not self.config.enabled:
             return False
         return self.may_stream_early or (self.config.reward_wait and engine_empty)
@@ -425,8 +427,8 @@ class SavedPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def _history_of(kind: RoundKind) -> str:
-    """Key of the remembered lengths for this kind of round. Races have their own, since they stop
-    slow samples, so that their lengths say nothing about rounds that wait for every sample."""
+    """Key of the remembered lengths for this kind of round. A kind that stops all but the first to
+    finish has its own key: its lengths say nothing about the other rounds."""
     is_race = kind in (RoundKind.SHORT, RoundKind.CASCADE)
     return kind.value if is_race else WHOLE
 
@@ -441,8 +443,7 @@ def _tries(config: StreamConfig, num_samples: int) -> list[int]:
 def _peak_demand(lengths: IntArray, num_live: int, prompt_tokens: float) -> float:
     """Largest number of tokens that `num_live` samples of one engine hold at once, with a margin.
     All samples are at the same position, and end at lengths drawn from `lengths` (ascending).
-    Between two of these lengths no sample ends and the demand grows, so that it is greatest just
-    before one of them."""
+    Between two of these no sample ends and the demand grows: it is greatest just before one."""
     alive = 1.0 - np.arange(lengths.size) / lengths.size
     expected = num_live * alive
     bound = np.minimum(expected + NUM_SDS * np.sqrt(expected * (1.0 - alive)), num_live)

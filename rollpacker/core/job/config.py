@@ -1,4 +1,4 @@
-"""`JobConfig`: those settings of a run by which the core decides."""
+"""`JobConfig`: those settings of a run that its scheduling code (`rollpacker/core`) reads."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobConfig:
-    """Settings by which the core (`rollpacker/core`) schedules a run. Every event log has them."""
+    """Settings by which the core (`rollpacker/core`) schedules a run. Event logs hold them."""
 
     prompts_per_step: int
     samples_per_prompt: int
     max_steps: int | None
-    """Maximum number of steps; more may follow for prompts that earlier rounds left unfinished.
-    None: until the data ends."""
+    """Maximum number of steps. Left-over prompts may add more. None: until the data ends."""
     max_response_tokens: int | None = None
     prompt_tokens: int = 0
-    """Mean number of tokens of a prompt, for projections of the key-value cache."""
+    """Mean number of tokens of a prompt, by which the use of the key-value cache is estimated."""
     tail_batching: TailBatchingConfig = field(default_factory=TailBatchingConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     rewards: RewardScheduleConfig = field(default_factory=RewardScheduleConfig)
@@ -37,12 +36,12 @@ class JobConfig:
     trainer_apart: bool = False
     """True if the trainer has devices of its own, and may work while the engines generate."""
     layouts: tuple[DeviceLayout, ...] = (DeviceLayout(),)
-    """How engines and trainer share the devices, for each degree of tensor parallelism."""
+    """How engines and trainer share the devices: a layout for each degree of tensor parallelism."""
     max_retries: int = 2
     """Maximum number of replacements per prompt and round for samples that the engine failed on."""
     min_verdicts: int = 2
-    """Fewest verdicts with which a group is trained on, rather than dropped: 2 where the algorithm
-    compares the samples of a prompt, else 1."""
+    """Least number of samples with a verdict of the rewards for a group (a prompt's samples) to be
+    trained on, not dropped: 2 where the algorithm compares the samples of a prompt, else 1."""
     cadence: Cadence | None = field(default=None, metadata=OMIT_DEFAULT)
     """When checkpoints and evaluations are due. None: never; a simulation has neither, and a log
     from before this field does not say."""
@@ -78,7 +77,8 @@ class JobConfig:
             )
 
     def layout(self, tensor_parallel: int) -> DeviceLayout:
-        """Layout of the devices at this degree of tensor parallelism, or else the first layout."""
+        """Layout of the devices (how engines and trainer share them) for engines of
+        `tensor_parallel` devices; the first layout if none is for this number."""
         found = (one for one in self.layouts if one.tensor_parallel == tensor_parallel)
         return next(found, self.layouts[0])
 

@@ -122,7 +122,8 @@ class Job:
         self.trainer = TrainerLosses(config.max_trainer_losses)
         self._round: Round | None = None
         self._gathered: StepGroups | None = None
-        """Groups of samples that this step's rounds have brought so far. None between steps."""
+        """Groups of samples (one group for each prompt) that the rounds of this step have brought
+        so far. None between steps."""
         self._stop_reason: str | None = None
 
     def handle(self, event: Event) -> list[Command]:
@@ -180,12 +181,12 @@ class Job:
 
     @property
     def evaluation_is_due(self) -> bool:
-        """Whether an evaluation is due before the run goes on. To be asked when a run starts or is
-        resumed; for later steps `Commit.evaluate` says so."""
+        """Whether an evaluation is due before the first step, or before a resumed run goes on.
+        After later steps `Commit.evaluate` says whether one is due."""
         return self.progress.evaluation_is_due(self.config.cadence, last=self.nothing_left())
 
     def nothing_left(self) -> bool:
-        """Whether the run is over: no step follows, and no earlier round left prompts over."""
+        """Whether the run is over: no fresh prompts follow, and none is left unfinished."""
         ends = self.progress.data_ended or self.progress.out_of_steps(self.config.max_steps)
         return ends and not self.num_queued
 
@@ -207,7 +208,8 @@ class Job:
 
     @property
     def _num_wanted(self) -> int:
-        """Groups that the next round should bring: a whole step's, or those that a step lacks."""
+        """Number of groups that the next round should bring: a whole step's, or as many as earlier
+        rounds of this step failed to bring."""
         return self._gathered.missing if self._gathered else self.config.prompts_per_step
 
     @property
@@ -293,8 +295,8 @@ class Job:
 
     @property
     def _counts_ends(self) -> bool:
-        """Whether the job must tell the plan of early gradients (`stream`) which samples have
-        ended; a round of several turns tells it by itself."""
+        """Whether the job must tell `stream` (the plan of gradients before a round's end) which
+        samples have ended. A `TurnRound` tells it by itself."""
         return self.stream.may_release and self.acting is None
 
     def _on_generated(self, event: SampleGenerated) -> list[Command]:
@@ -375,8 +377,8 @@ class Job:
         return []
 
     def _after(self, round_: Round, commands: list[Command]) -> list[Command]:
-        """Returns `commands` of the round, with commands for gradients that can be started early
-        and, if the round is over, for what follows."""
+        """Adds to `commands`, which `round_` has given, the start of gradients that the trainer can
+        compute before the round is over. If the round is over, adds what follows it."""
         if round_.num_under_way:
             return commands + self._stream(round_) if self.stream.may_stream_early else commands
         self.lengths.engine_is_empty()
@@ -506,9 +508,9 @@ class Job:
     def restore(
         cls, config: JobConfig, state: Mapping[str, Any], *, data_ended: bool | None = None
     ) -> Job:
-        """The job as it was when it gave `Commit`, under today's configuration; it goes on when it
-        is given `Committed` for that step. `data_ended`: whether the data has ended now, if the run
-        was given more epochs since. None: as the checkpoint says."""
+        """Job in the state in which it gave `Commit`, with this configuration. It goes on when it
+        is given `Committed` for that step. `data_ended`: whether the dataset has no more prompts,
+        which a new number of epochs can change. None: as the state says."""
         job = cls(config)
         job.phase = Phase.COMMITTING
         job.progress = Progress.restore(state)

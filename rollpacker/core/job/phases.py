@@ -113,8 +113,7 @@ def expect(phase: Phase, event: Event, **facts: int) -> None:
 
 
 def mermaid() -> str:
-    """`TRANSITIONS` as a Mermaid state diagram for the docs; events that keep the phase are left
-    out."""
+    """`TRANSITIONS` as a Mermaid diagram for the docs, without events that keep the phase."""
     arrows: dict[tuple[Phase, Phase], list[str]] = {}
     for (before, event), following in TRANSITIONS.items():
         for after in sorted(following - {before}):

@@ -71,7 +71,7 @@ job has that pool. Other kinds need no pool."""
 
 class PooledJob(Job):
     """A `Job` that shares its pools of devices with other jobs: it holds each command back until it
-    has the pool that the command needs. Seven kinds of events and commands exist for it alone."""
+    has the pool that the command needs. To ask for pools it gives `Enter`, `Leave` and `Remind`."""
 
     HANDLERS: ClassVar[dict[type, str]] = {
         **Job.HANDLERS,
@@ -92,12 +92,12 @@ class PooledJob(Job):
         then, since it began or was restored."""
         self._asked_s = 0.0
         self._held: list[Command] = []
-        """Commands held back until their pool is there: `TrainOn`, and those that come with it."""
+        """Commands held back until the job has their pool (`NEEDS`), such as `TrainOn`."""
         self._begins = False
-        """True if a step is to begin as soon as the rollout pool is there."""
+        """True if a step begins as soon as the job has the rollout pool."""
         self._refill: NextRound | None = None
-        """Round that brings groups that a step lacks, held back until the rollout pool is there.
-        None: no such round waits."""
+        """Round for groups that a step lacks, held back until the rollout pool is there; else
+        None."""
         self._answered: list[Launch | Continue] = []
         """`Launch` and `Continue` commands for samples whose environments answered after the job
         left the rollout pool. Their engines are named when the job has the pool again."""
@@ -107,7 +107,8 @@ class PooledJob(Job):
         self._checkpointed = False
         """True if the last commit wrote a checkpoint."""
         self._needed: PoolNeeded | None = None
-        """Pool that is needed for work that no command asks for, and why. None: none is."""
+        """Pool that the program which carries out commands has asked for, to evaluate or to restore
+        the trainer. None: it needs none."""
 
     def handle(self, event: Event) -> list[Command]:
         """Commands that answer the event, as in `Job.handle`: held back while they need a pool that
@@ -147,8 +148,8 @@ class PooledJob(Job):
         return super()._after(round_, commands)
 
     def _without_pool(self, round_: Round, commands: list[Command]) -> list[Command]:
-        """The commands that can be given without the rollout pool. `Launch` and `Continue` wait for
-        the pool; a sample that is aborted while it waits counts as stopped at once."""
+        """Those of the round's `commands` that can be given without the rollout pool. `Launch` and
+        `Continue` go to `_answered`; a sample aborted before its own is given counts as stopped."""
         said: list[Command] = []
         for command in commands:
             if isinstance(command, Launch | Continue):
@@ -173,7 +174,7 @@ class PooledJob(Job):
         return released
 
     def _renewed(self, command: Command) -> Command:
-        """The command; a `Replace` held back during a step now names the newest weights."""
+        """The held-back command as it is given now: a `Replace` asks for the newest weights."""
         return replace(command, version=self.version) if type(command) is Replace else command
 
     def _on_entered(self, event: Entered) -> list[Command]:
@@ -213,7 +214,8 @@ class PooledJob(Job):
         return super()._on_committed(event)
 
     def _on_stop(self, event: StopRequested) -> list[Command]:
-        """Ends the run at once if the next step waits for its pool; otherwise as `Job` does."""
+        """Ends the run at once if the job waits for the rollout pool to begin a step; otherwise the
+        run ends after the current step."""
         commands = super()._on_stop(event)
         if not self._begins:
             return commands
@@ -226,8 +228,8 @@ class PooledJob(Job):
     # -- which pool --------------------------------------------------------------------
 
     def _turn(self, commands: list[Command], now_s: float) -> list[Command]:
-        """The commands that can be given now: holds back those that need another pool, leaves a
-        pool that is no longer needed, and asks for the next."""
+        """Returns those of `commands` that need no pool or the pool that the job has, and holds
+        back the others. Adds those that leave a pool no longer used and ask for the next one."""
         said: list[Command] = []
         after_s = self._stay.look(now_s, rests=self.pool == "rollout" and self._only_acts())
         if after_s is not None:
@@ -264,15 +266,15 @@ class PooledJob(Job):
         )
 
     def _only_acts(self) -> bool:
-        """Whether all unfinished samples wait for environments, so that the pool is not needed."""
+        """Whether all unfinished samples wait for their environments' answers, so that engines are
+        idle and the job may leave the rollout pool."""
         round_ = self._round
         if not (self._may_leave and isinstance(round_, TurnRound)):
             return False
         return 0 < round_.num_acting == round_.num_under_way
 
     def _wanted(self) -> list[tuple[PoolName, str]]:
-        """Pools that held-back work needs, each with its purpose, in the order in which to ask for
-        them."""
+        """Pools that the job needs now, with purposes (`Enter.purpose`), in order of asking."""
         wanted: list[tuple[PoolName, str]] = []
         if self.phase is Phase.DONE:
             return wanted

@@ -32,7 +32,7 @@ class Progress(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     num_empty_steps: int = 0
     """Number of steps in a row, up to the last, that had nothing to train on."""
     data_ended: bool = False
-    """True if the dataset cursor has no more prompts."""
+    """True if the dataset has no more prompts, in any epoch."""
     evaluated_step: int | None = None
     """Number of the step that was evaluated last. None: no step was."""
 
@@ -42,15 +42,15 @@ class Progress(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return max_steps is not None and self.step >= max_steps
 
     def evaluation_is_due(self, cadence: Cadence | None, *, last: bool) -> bool:
-        """Whether this step is to be evaluated. `cadence`: when evaluations are due (None: never).
-        `last`: no step follows."""
+        """Whether an evaluation is due after the last committed step. `cadence`: when evaluations
+        are due (None: never). `last`: no step follows."""
         return cadence is not None and cadence.evaluation_is_due(
             self.step, evaluated_step=self.evaluated_step, last=last
         )
 
     def commit(self, cadence: Cadence | None, *, last: bool, stopping: bool) -> Commit:
-        """Makes the `Commit` for the current step. An evaluation that the command asks for counts
-        as done, since no checkpoint is written before it."""
+        """Makes the `Commit` of the current step. An evaluation that it asks for is recorded as
+        done at once, since no checkpoint is written before the evaluation."""
         evaluate = not stopping and self.evaluation_is_due(cadence, last=last)
         if evaluate:
             self.evaluated_step = self.step

@@ -23,16 +23,16 @@ class Stay:
 
     def __init__(self) -> None:
         self.is_over = False
-        """True if the stay is over, so that the job should leave the rollout pool."""
+        """True if the job has kept the rollout pool for long enough, and should leave it now."""
         self._began_s = 0.0
         """Time at which the last training began, in seconds."""
         self._trained_s: float | None = None
-        """Seconds from the last training's start until the engines had the new weights. None: the
-        job has not trained yet."""
+        """Seconds of the last training, until engines had the new weights. None: there was none."""
         self._switch_s = 0.0
         """Seconds that the engines took to wake up last time."""
         self._due_s: float | None = None
-        """Time at which the stay is over, in seconds. None: the engines have something to do."""
+        """Time, in seconds, from which on the job should leave the rollout pool if its samples
+        still wait. None: the engines have something to do."""
         self._is_reminded = False
         """True if `look` has asked for a reminder that has not come yet."""
 
@@ -49,13 +49,13 @@ class Stay:
         self._trained_s = now_s - self._began_s
 
     def reminded(self) -> None:
-        """Records that the reminder that `look` asked for has come, perhaps before its time."""
+        """Records the reminder for which `look` gave the seconds. It may have come early."""
         self._is_reminded = False
 
     def look(self, now_s: float, *, rests: bool) -> float | None:
-        """Updates `is_over`; called after every event. `rests`: the job has the pool, and all of
-        its samples are with environments. Returns the seconds after which to call again, once for
-        each such rest. None: no reminder is needed."""
+        """Updates `is_over`; to be called after every event. `rests`: the job has the rollout pool,
+        but all of its samples wait for environments. Returns the seconds after which to call again
+        even if no event comes. None: no such call is needed, or it was asked for before."""
         if not rests or self._trained_s is None:
             self._due_s, self.is_over = None, False
             return None

@@ -19,11 +19,8 @@ BINS_PER_OCTAVE = 8
 
 @cache
 def bin_starts(cap: int) -> IntArray:
-    """First length of every bin, (B,), for lengths of 1 to `cap` tokens.
-
-    The bins grow by 2 ** (1 / BINS_PER_OCTAVE); the last one holds `cap` alone, because there the
-    distribution has a jump.
-    """
+    """First length of every bin, (B,), for lengths of 1 to `cap` tokens. The bins grow by 2 ** (1 /
+    BINS_PER_OCTAVE); the last one holds `cap` alone, because there the distribution has a jump."""
     if cap < 2:
         raise ValueError(f"the cap must be at least 2 tokens, not {cap}")
     num_bins = (cap**BINS_PER_OCTAVE - 1).bit_length() + 1

@@ -14,7 +14,8 @@ from rollpacker.core.lengths.bins import FloatArray, IntArray, bins_of, check_le
 from rollpacker.core.portable import to_grid
 
 BLOCK = 128
-"""Number of prompts per matrix product. So small a product runs on one thread, which is fastest."""
+"""Number of prompts per block: `log_likelihoods` and `totals` multiply matrices block by block. So
+small a product runs on one thread, which is fastest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +30,8 @@ class PromptLengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthCounts:
-    """Counts of responses per prompt and bin, in N blocks of BLOCK prompts. The last block is
-    filled up with prompts that have no samples."""
+    """Number of responses per prompt and bin (interval of length), in N blocks of `BLOCK` prompts.
+    Prompts without responses fill up the last block."""
 
     starts: IntArray
     centres: FloatArray
@@ -45,21 +46,21 @@ class LengthCounts:
     most_per_prompt: float
     """Number of complete and stopped responses of the prompt that has most of these."""
     beyond: FloatArray
-    """(B,) mean share of each bin that lies beyond the points at which samples were stopped in
-    it."""
+    """(B,) share of each bin's width that lies above the length at which a response was stopped, on
+    average over the responses that were stopped in this bin."""
     longest: int
     num_prompts: int
 
     @property
     def num_samples(self) -> float:
-        """Number of complete and stopped responses of all prompts."""
+        """Number of responses, complete and stopped, of all prompts together."""
         return float(self.ended.sum() + self.stopped.sum())  # whole numbers: exact in any order
 
     def log_likelihoods(self, log_density: FloatArray, log_survival: FloatArray) -> FloatArray:
-        """(N, C, BLOCK) log probability of what each prompt has shown, under each class, from the
-        logs (C, B) of the chances that a sample ends in a bin or outlives a stop there. The logs
-        are rounded to a grid on which the products are exact: a matrix product adds in an order
-        that depends on the processor."""
+        """(N, C, BLOCK) log probability of each prompt's responses if it were in class c of
+        prompts. (C, B) `log_density`: log probability that a response ends in a bin;
+        `log_survival`: that it becomes longer than one stopped there. Rounded logs make the sums
+        exact on every processor."""
         ends, stops = log_density[:, self.ended_bins], log_survival[:, self.stopped_bins]
         both = to_grid(np.hstack([ends, stops]), self.most_per_prompt)
         logs = both[:, : self.ended_bins.size] @ self.ended.swapaxes(1, 2)
@@ -67,8 +68,9 @@ class LengthCounts:
         return np.asarray(logs, dtype=np.float64)
 
     def totals(self, shares: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """(C, B) number of complete and of stopped responses per class and bin. `shares` (N, C,
-        BLOCK): each prompt's share in each class, rounded to a grid on which all sums are exact."""
+        """(C, B) number of complete and of stopped responses by class of prompts and bin of length.
+        (N, C, BLOCK) `shares`: chance of each class for a prompt, rounded so that sums are
+        exact."""
         shares = to_grid(shares, self.num_samples)
         ended = np.zeros((shares.shape[1], self.starts.size))
         stopped = np.zeros_like(ended)
@@ -109,7 +111,7 @@ class LengthCounts:
 
 
 def _flat(lengths: Sequence[Sequence[int]]) -> tuple[IntArray, IntArray]:
-    """All lengths in one array, and for each the index of the sequence that it came from."""
+    """Returns all lengths as one array, and an array with the index of the sequence of each."""
     sizes = np.fromiter(map(len, lengths), dtype=np.int64, count=len(lengths))
     flat = np.fromiter(chain.from_iterable(lengths), dtype=np.int64, count=int(sizes.sum()))
     return flat, np.repeat(np.arange(len(lengths)), sizes)

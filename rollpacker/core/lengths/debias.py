@@ -22,7 +22,7 @@ from rollpacker.core.lengths.window import LengthWindow
 from rollpacker.core.portable import total_of
 
 METHOD = "moments"
-"""Name of the only method of `tail_batching.debias` that gives weights, as checkpoints hold it."""
+"""Name of the only method of loss weights (`tail_batching.debias`), as checkpoints hold it."""
 
 
 class Debias:
@@ -45,18 +45,16 @@ class Debias:
         """(B,) weight of a sample, by bin of length. None: there are no weights yet."""
 
     def observe(self, prompt: PromptId, finished: Sequence[int], stopped: Sequence[int]) -> None:
-        """Records one launch of a prompt: lengths in tokens of complete and stopped responses."""
+        """Records lengths, in tokens, of one launch of a prompt: complete and stopped responses."""
         self.window.observe(prompt, finished, stopped)
 
     def step(self, trained_lengths: Sequence[int]) -> list[float] | None:
-        """Ends a step, after its launches were observed. Returns the loss weight of each trained
-        sample. None while too little is known.
-
-        Over the trained samples of the window the weights have the mean 1; over one step they need
-        not. The weights are those that the steps before led to: a step that happens to hold many
-        long responses would otherwise weigh them less for that very reason, and the weighted
-        lengths would come out short.
-        """
+        """Ends a step, after `observe` was given all of its launches. Returns the loss weight of
+        each trained sample. None before the first weights were computed. Over the trained samples
+        of the window the weights have the mean 1; over one step they need not. The weights are
+        those that the steps before led to: a step that happens to hold many long responses would
+        otherwise weigh them less for that very reason, and the weighted lengths would come out
+        short."""
         self.window.make_room(trained_lengths)
         early = self.weigh(trained_lengths)
         self.window.close_step(trained_lengths)
@@ -67,7 +65,7 @@ class Debias:
         return self.weigh(trained_lengths) if early is None else early
 
     def weigh(self, lengths: Sequence[int]) -> list[float] | None:
-        """Loss weights of samples of these lengths in tokens. None while too little is known."""
+        """Loss weights of samples of these lengths in tokens. None before the first weights."""
         table = self._table_in_force()
         if table is None:
             return None
@@ -75,7 +73,7 @@ class Debias:
         return weights
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the window, of its weighted mean length, and of the weights themselves."""
+        """Metrics, by name, of the window's lengths, their weighted mean, and the loss weights."""
         metrics, table = self.window.metrics(), self._table_in_force()
         if table is None or not metrics:
             return metrics
@@ -97,12 +95,12 @@ class Debias:
     # -- checkpoints -------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """The whole state as plain JSON values; an instance that restores it goes on alike."""
+        """Window and weights as plain JSON values, for another instance to go on as this one."""
         saved = replace(self.window.saved(), method=METHOD, table=self._table_in_force())
         return to_plain(saved)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores the `state` of another instance, or of a `LengthWindow` alone. The latter has no
-        weights, so that there are none before the end of the next step."""
+        """Restores the `state` of another instance, or of a `LengthWindow` alone. From the latter
+        come no weights: there are none until the next step ends."""
         saved = self.window.restore(state)
         self._table = saved.table if saved.method == METHOD else None

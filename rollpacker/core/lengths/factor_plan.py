@@ -44,12 +44,12 @@ SLACK = 0.01
 """Pairs of factors (of prompts, and of samples) with a step within this share of the fastest one's
 seconds count as equally fast; of these the pair that shortens trained lengths least is chosen."""
 MAX_ROUNDS = 64
-"""Maximum number of rounds of each kind, and of trainings with weight sync, whose seconds are
-remembered."""
+"""Maximum number of the last rounds of each kind, and of the last trainings with weight sync, whose
+durations are remembered for the fit of step times."""
 MIN_ROUNDS = 2
 PRIOR_ROUNDS = 1e-3
-"""Weight, in rounds, of the assumption that decoding steps and tokens each cost half of a round. It
-decides while the rounds so far cannot tell their costs apart."""
+"""Number of rounds that count as evidence, in the fit of step times, for decoding steps and tokens
+each taking half of a round. It decides while the real rounds cannot tell the two apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +74,8 @@ class Choice:
     step_s: float
     """Predicted mean seconds of a step, over steps with short and with long rounds."""
     step_sd_s: float
-    """Standard deviation, in seconds, of a step from the mean of its kind, so far as the random
-    length of the longest response causes it."""
+    """Standard deviation, in seconds, of a step's duration from the mean of steps of its kind (with
+    a short or a long round), as far as the longest response's random length causes it."""
     baseline_step_s: float
     """Predicted mean seconds of a step with both factors 1: nothing is launched beyond the need."""
     length_shift: float
@@ -91,14 +91,14 @@ class Choice:
         return 1.0 - self.step_s / self.baseline_step_s
 
     def standard_error_s(self, num_steps: int) -> float:
-        """How far the mean of `num_steps` measured steps may be from `step_s` by chance alone, in
-        seconds, not counting errors of the fitted lengths and times."""
+        """Standard deviation, in seconds, of the mean of `num_steps` measured steps: how far it may
+        be from `step_s` by chance. Errors of the fitted lengths and times are left out."""
         return self.step_sd_s / math.sqrt(num_steps)
 
 
 class FactorPlanner:
-    """Chooses how much more short rounds launch than they need (the factors of prompts and samples)
-    by what `observe_round` and `observe_fixed` report of a run."""
+    """Chooses the factors (launched over needed numbers) of prompts and of samples per prompt in
+    short rounds, by reported durations and a fitted `LengthModel`."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class FactorPlanner:
         self.max_length_shift = None if debiased else max_length_shift
         self.grid = tuple(grid)
         self.current: tuple[float, float] | None = None
-        """(prompt_factor, sample_factor) as chosen last. None: none were chosen yet."""
+        """Factors (of prompts, of samples per prompt) chosen last. None: none were chosen yet."""
         self._rounds: dict[str, deque[tuple[int, int, float]]] = {}
         """Last rounds by kind of round, so that frequent kinds do not crowd out rare ones: tokens
         of the longest response, all tokens, seconds."""
@@ -126,8 +126,7 @@ class FactorPlanner:
         self, kind: RoundKind, *, longest_tokens: int, tokens: int, seconds: float
     ) -> None:
         """Records that a round's rollout took `seconds`, that its longest response (finished or
-        stopped) has `longest_tokens`, and that all responses, thrown away ones too, have
-        `tokens`."""
+        stopped) has `longest_tokens`, and that all responses together have `tokens`."""
         assert longest_tokens >= 0 and tokens >= 0 and math.isfinite(seconds)
         if longest_tokens and seconds > 0:
             history = self._rounds.setdefault(kind.value, deque(maxlen=MAX_ROUNDS))
@@ -140,7 +139,7 @@ class FactorPlanner:
 
     @property
     def ready(self) -> bool:
-        """Whether enough rounds were observed for `choose` to be called."""
+        """Whether at least `MIN_ROUNDS` rounds were observed, so that `choose` may be called."""
         return sum(map(len, self._rounds.values())) >= MIN_ROUNDS
 
     def step_time(self) -> StepTime:
@@ -151,8 +150,8 @@ class FactorPlanner:
         return StepTime(per_step_s=per_step_s, per_token_s=per_token_s, fixed_s=fixed_s)
 
     def choose(self, model: LengthModel) -> Choice:
-        """Chooses how much more short rounds launch than they need from now on. This changes only
-        for a saving of at least `MIN_GAIN`, or if lengths are shortened too much at present."""
+        """Chooses the factors of short rounds from now on. They change only for a saving of at
+        least `MIN_GAIN`, or if the present ones shorten lengths more than `max_length_shift`."""
         now = () if self.current is None else (self.current,)
         choices = predict(
             model,
@@ -242,9 +241,8 @@ def predict(
     samples_per_prompt: int,
     pairs: Sequence[tuple[float, float]] = tuple(itertools.product(GRID, GRID)),
 ) -> list[Choice]:
-    """Predicts step times and lengths for each (prompt_factor, sample_factor) of `pairs`, in that
-    order. A pair that launches the same numbers as one before it is left out. Raises `ValueError`
-    for a factor below 1."""
+    """Predicts step times and lengths for each (prompt_factor, sample_factor) in `pairs`. A pair
+    with the numbers of an earlier one is left out. Raises `ValueError` for a factor below 1."""
     if min(itertools.chain.from_iterable(pairs)) < 1:
         raise ValueError("a factor cannot be less than 1")
     launched: dict[tuple[int, int], tuple[float, float]] = {}

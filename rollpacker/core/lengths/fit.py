@@ -45,13 +45,13 @@ from rollpacker.core.portable import (
 )
 
 PRIOR_SHARE = 0.005
-"""Weight of the prior on the classes' lengths, in samples per sample seen: enough to keep the tail
-of a class that is seldom launched again from running wild, too little to matter elsewhere."""
+"""Size of the prior on the classes' lengths, in imagined samples per observed sample. It steadies
+the tail of a class with few long responses, and is too small to matter elsewhere."""
 PRIOR_EVEN = 0.01
 """Share of the prior that is spread evenly over all bins, so that none is ruled out for good."""
 PRIOR_PROMPTS = 1.0
-"""Number of prompts added to every class, and of samples to stray responses (unlike their class),
-beforehand: what died out under one policy can come back under the next."""
+"""Number of imagined prompts added to every class, and of imagined samples added to stray responses
+(unlike their class), so that neither dies out: a later policy may have them again."""
 
 START_CORRELATIONS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)
 START_HARD_SHARE = 0.05
@@ -61,11 +61,12 @@ START_STRAY_TAIL = 0.02
 prompt's class would give them) at the start of a fit."""
 MIN_STRAY_RATE, MAX_STRAY_RATE = 0.01, 0.5
 SETTLING_ITERATIONS = 30
-"""Iterations of a fit from scratch after which its prior is made anew, since it was first made from
-the distribution of all prompts together, which is biased."""
+"""Iterations of a fit from scratch after which its prior is computed again from the fitted classes.
+At first it comes from the lengths of all prompts together, which are biased."""
 
 COPULA_NODES = 8
-"""Number of points inside each class at which a Gaussian copula is averaged."""
+"""Number of points, in each class of prompts, over which the class's length distribution is
+averaged when it is made from a Gaussian copula."""
 
 STRUCTURES = ((5, True), (12, False))
 """Structures from which a fit chooses, each as a number of classes of prompts and whether every
@@ -80,9 +81,9 @@ def choose_length_model(
     start: LengthModel | None = None,
     max_iterations: int = 150,
 ) -> LengthModel:
-    """Fits each of `STRUCTURES` by `fit_length_model`, and returns the model that explains the
-    prompts best; every parameter weighs against it by one unit of log likelihood (Akaike's
-    criterion). With a `start`, an earlier fit, only its structure is fitted."""
+    """Fits each of `STRUCTURES` by `fit_length_model`, and returns the model with the highest log
+    likelihood minus its number of parameters (Akaike's criterion). `start`: an earlier fit, whose
+    structure alone is fitted again. None: all structures are."""
     if start is not None:
         twins = start.stray_rate > 0
         return fit_length_model(
@@ -112,15 +113,13 @@ def fit_length_model(
     max_iterations: int = 150,
     tolerance: float = 1e-6,
 ) -> LengthModel:
-    """Maximum a posteriori fit of `num_classes` classes to all launches of `prompts`.
-
-    With `hard_prompts` every class has a twin of prompts whose responses go astray now and then.
-    `start` is an earlier fit, with the same cap and classes, to go on from; without it the EM
-    starts from the one of a few Gaussian copulas that explains the prompts best. It ends after
+    """Maximum a posteriori fit of `num_classes` classes to all launches of `prompts`. With
+    `hard_prompts` every class has a twin of prompts whose responses go astray now and then. `start`
+    is an earlier fit, with the same cap and classes, to go on from; without it the EM starts from
+    the one of a few Gaussian copulas that explains the prompts best. It ends after
     `max_iterations`, or when an iteration adds less than `tolerance` per sample to the objective.
     Raises `ValueError` if no response is complete, if a length lies below 0 or above the cap, or if
-    `start` does not match.
-    """
+    `start` does not match."""
     if num_classes < 1:
         raise ValueError(f"a length model needs at least one class, not {num_classes}")
     data = LengthCounts.of(prompts, bin_starts(cap))
@@ -186,7 +185,8 @@ def _check_start(start: LengthModel, cap: int, num_classes: int) -> None:
 
 
 def _survival(densities: FloatArray, beyond: FloatArray) -> FloatArray:
-    """(M, B) probability, by class and bin, that a response outlives an average stop in the bin."""
+    """(M, B) probability, by class and bin, that a response becomes longer than one stopped in this
+    bin. `beyond` (B,): share of the bin above the length at which responses were stopped in it."""
     later = np.cumsum(densities[:, ::-1], axis=1)[:, ::-1] - densities
     return np.maximum(later, 0.0) + densities * beyond
 
@@ -206,7 +206,8 @@ def _em(
 
 
 def _explain(data: LengthCounts, parts: Mixture, prior: FloatArray) -> tuple[FloatArray, float]:
-    """E step: (N, C, BLOCK) chance of each class given a prompt's lengths, and the objective."""
+    """E step: (N, C, BLOCK) probability of each class given a prompt's lengths, and the value of
+    the objective (log likelihood plus log prior)."""
     densities = parts.densities()
     log_density = _log(densities)
     log_survival = _log(_survival(densities, data.beyond))
@@ -225,7 +226,8 @@ def _explain(data: LengthCounts, parts: Mixture, prior: FloatArray) -> tuple[Flo
 
 
 def _log_prior(parts: Mixture, prior: FloatArray) -> float:
-    """Log prior of the mixture; `prior` (M + 1, B): pseudo-samples of bodies and stray samples."""
+    """Log prior of the mixture. `prior` (M + 1, B): number of imagined samples by bin, for each
+    class and, in the last row, for stray responses."""
     log_prior = total_of(_log(parts.bodies) * prior[:-1])
     log_prior += PRIOR_PROMPTS * total_of(_log(parts.weights))
     if len(parts.weights) > 1:
@@ -268,12 +270,10 @@ def _log(values: FloatArray) -> FloatArray:
 
 
 def _fit_pooled(data: LengthCounts) -> FloatArray:
-    """(B,) length distribution if all prompts were alike: the fit of one class, in closed form.
-
+    """(B,) length distribution of all prompts together, as if they were alike, in closed form.
     Product-limit: the share of the still running samples that end in a bin, bin by bin. Samples
     stopped in a bin count as running in it with the share of the bin that lies before their stop. A
-    little is added everywhere, so that no bin is ruled out.
-    """
+    little is added everywhere, so that no bin is ruled out."""
     everyone = np.ones((len(data.ended), 1, BLOCK))
     (ended,), (stopped,) = data.totals(everyone)
     seen = ended + stopped
@@ -314,8 +314,9 @@ def _cold_start(data: LengthCounts, num_classes: int, hard_prompts: bool) -> Mix
 
 
 def _prior(data: LengthCounts, parts: Mixture) -> FloatArray:
-    """(M + 1, B) pseudo-samples of every class, as a Gaussian copula with the mixture's correlation
-    and pooled lengths has them; in the last row those of the stray responses."""
+    """(M + 1, B) number of imagined samples (the prior) by bin, for each class and, in the last
+    row, for stray responses. The classes follow a Gaussian copula that has the mixture's lengths
+    over all classes and its correlation within a prompt."""
     weights = total(parts.weights, 0)
     weights = weights / total_of(weights)
     marginal = mixed(weights, parts.bodies)
@@ -332,8 +333,9 @@ def _prior(data: LengthCounts, parts: Mixture) -> FloatArray:
 
 
 def _copula_classes(marginal: FloatArray, correlation: float, weights: FloatArray) -> FloatArray:
-    """(M, B) length distribution of each class: lengths with normal scores sqrt(rho) u + sqrt(1 -
-    rho) e, where u is the prompt's and e the response's, cut into classes by u."""
+    """(M, B) length distribution of each class in a Gaussian copula: a response has the normal
+    score sqrt(rho) u + sqrt(1 - rho) e, with u the prompt's part, e its own, and rho the
+    `correlation`. Classes are intervals of u that hold the shares `weights` of the prompts."""
     lower = np.cumsum(weights) - weights
     inside = (np.arange(COPULA_NODES) + 0.5) / COPULA_NODES
     places = lower[:, np.newaxis] + weights[:, np.newaxis] * inside

@@ -20,20 +20,19 @@ from rollpacker.core.rounds.round import Round
 from rollpacker.core.rounds.tail_batching import Factors
 
 CHOOSE_EVERY = 10
-"""Number of steps after which a run with factors "auto" chooses anew how much more its short rounds
-launch than they need."""
+"""Steps after which a run with factors "auto" chooses the factors of short rounds anew."""
 
 
 class Learned:
     def __init__(self, config: JobConfig) -> None:
         tail, cap = config.tail_batching, config.max_response_tokens
         self.factors = tail.factors
-        """Factors of the short rounds now: how much more they launch than they need."""
+        """Factors (launched over needed) of prompts and of samples per prompt in short rounds."""
         self.debias: Debias | None = None
         self.window: LengthWindow | None = None
-        """Lengths of the last steps' responses. None: nothing is to be learnt from them."""
+        """Lengths of the last steps' responses. None: neither factors nor weights need them."""
         self.planner: FactorPlanner | None = None
-        """Chooses `factors` by measured rounds. None: the configuration gives them."""
+        """Chooses `factors` by durations of rounds. None: the configuration gives the factors."""
         if tail.enabled and tail.debias != "none":
             self.debias = Debias(cap=cap)
             self.window = self.debias.window
@@ -47,11 +46,11 @@ class Learned:
                 debiased=tail.debias != "none",
             )
         self._continued = tail.selection == "none"
-        """True if a prompt left unfinished goes on with its responses, not with new ones."""
+        """Whether a later round goes on with the responses of an unfinished prompt."""
         self._now = 0.0
         """Time of the current event in seconds, rounded to microseconds as in the log."""
         self._since = 0.0
-        """Time in seconds at which the round or the training began that is being timed."""
+        """Time, in seconds, at which the round (or the training, if that has begun) began."""
         self._rollout_s = 0.0
         """Seconds that the engines were busy with the current round; 0 while they still are."""
 
@@ -71,7 +70,7 @@ class Learned:
             self._rollout_s = self._seconds()
 
     def end_round(self, round_: Round) -> None:
-        """Records the lengths and the duration of a round that is over."""
+        """Records the lengths of a finished round's responses, and its seconds of generation."""
         if self.planner is not None:
             self.planner.observe_round(
                 round_.plan.kind,
@@ -84,8 +83,7 @@ class Learned:
                 self.window.observe(prompt, finished, stopped, continued=self._continued)
 
     def weights(self, trained_lengths: Sequence[int]) -> list[float] | None:
-        """Loss weights of the samples that a step trains on, given their lengths in tokens. None:
-        all weigh the same."""
+        """Loss weights of a step's samples of these lengths in tokens. None: all weigh the same."""
         self._since = self._now
         if self.debias is not None:
             return self.debias.step(trained_lengths)
@@ -99,7 +97,8 @@ class Learned:
             self.planner.observe_fixed(self._seconds())
 
     def choose_factors(self, step: int) -> None:
-        """Chooses `factors` if they are "auto": once enough is known, and every few steps."""
+        """Chooses `factors` anew every `CHOOSE_EVERY` steps, and as soon as there is a length
+        model. Does nothing if the configuration gives them."""
         planner, window = self.planner, self.window
         if planner is None or not planner.ready or window is None:
             return
@@ -110,7 +109,7 @@ class Learned:
     # -- checkpoints -------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What was learnt, as three entries of the job's saved state."""
+        """Factors, lengths and observed durations, as three entries of the job's saved state."""
         lengths = self.debias or self.window
         return {
             "factors": list(self.factors),
@@ -119,8 +118,8 @@ class Learned:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores what was learnt from the job's saved state. `factors` that the run chose stay;
-        given ones are those of the configuration now."""
+        """Restores factors, lengths and durations from the job's saved state. Factors that the
+        configuration gives are not restored."""
         lengths = self.debias or self.window
         if lengths is not None and state["lengths"] is not None:
             lengths.restore(state["lengths"])

@@ -21,7 +21,7 @@ from rollpacker.core.portable import (
 POINTS_PER_BIN = 4
 """Number of points per bin of length at which the chance that the round is over is computed."""
 NUM_SDS = 8.0
-"""Standard deviations from its mean beyond which a binomial count is taken as certain."""
+"""Standard deviations from the mean beyond which a binomial count is taken as impossible."""
 
 
 class Law:
@@ -44,19 +44,20 @@ class Law:
         """(M, X + 1) share of each class's responses that are no longer than each point."""
 
     def integral(self, values: FloatArray) -> float:
-        """Integral over length of a function with `values` (X + 1,) at the points."""
+        """Integral from 0 to the cap of a function with these `values` (X + 1,) at the points."""
         return total_of((values[1:] + values[:-1]) * np.diff(self.points)) / 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRace:
-    """The race in a prompt of each of M classes: the first R0 of its R samples are kept."""
+    """Race among the samples of one prompt: of `num_samples` samples the first R0 to finish are
+    kept. Arrays have a row for each of M classes of prompts."""
 
     num_samples: int
     done: FloatArray
     """(M, X + 1) chance that a prompt has its R0 samples by each point of length."""
     running: FloatArray
-    """(M, X + 1) mean number of samples still running at each point; 0 once the prompt is done."""
+    """(M, X + 1) mean number of samples running at each point; 0 once the prompt has its R0."""
     kept: FloatArray
     """(M, X) mean sum of a prompt's R0 kept lengths if it is done between a point and the next."""
 
@@ -88,14 +89,15 @@ class MeanRound:
     kept_mean: float
     """Mean length of the responses that are trained on."""
     deferred: FloatArray
-    """(M,) share of each class of prompts among the deferred ones; all 0 if none is deferred."""
+    """(M,) classes of the prompts put off to a later round, as shares; all 0 if none is put off."""
 
 
 def mean_round(
     law: Law, race: PromptRace, class_weights: FloatArray, num_prompts: int
 ) -> MeanRound:
-    """Computes the mean outcome of a round of `num_prompts` prompts, whose classes are drawn by
-    `class_weights` (M,) and which race until the prompts needed (`law.prompts_needed`) are done."""
+    """Computes the mean outcome of a round of `num_prompts` prompts that is over once
+    `law.prompts_needed` of them have all samples. `class_weights` (M,): probability of each class
+    for a prompt. `race`: what happens inside a prompt."""
     done = mixed(class_weights, race.done)
     over, winners, open_to_others = binomial(num_prompts, law.prompts_needed, done)
     going_on = 1.0 - over

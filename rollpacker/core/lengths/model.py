@@ -79,12 +79,12 @@ class LengthModel:
         return float(self._at(np.array([q]))[0])
 
     def unseen(self) -> float:
-        """Share of the policy's own responses beyond the bin of the longest complete one. That they
-        exist is known from stopped samples, but not how long they are."""
+        """Share of the policy's own responses that are longer than the bin of the longest complete
+        one. Stopped samples show that such responses exist, but not how long they are."""
         return total_of(self.density[int(self.bins([self.longest])[0]) + 1 :])
 
     def bins(self, lengths: ArrayLike) -> IntArray:
-        """Number of the bin of each length, in tokens. Raises `ValueError` for a length below 0 or
+        """Index of the bin of each length in tokens. Raises `ValueError` for a length below 0 or
         above the cap; an empty response is in the first bin."""
         values = np.asarray(lengths, dtype=np.int64)
         check_lengths(values, self.cap)
@@ -100,8 +100,7 @@ class LengthModel:
         return self.tail_share_of(self.counts(lengths), q)
 
     def tail_share_of(self, counts: FloatArray, q: float = 0.95) -> float:
-        """As `tail_share`, how much of the policy's own tail is among lengths, given as `counts`
-        (B,) per bin."""
+        """As `tail_share`, for lengths given by their number in each bin, `counts` (B,)."""
         if not counts.sum():
             raise ValueError("no lengths to compare with the policy's own")
         first = int(self.bins([self.quantile(q)])[0])
@@ -144,7 +143,8 @@ class LengthModel:
         return np.diff(np.append(self.starts, self.cap + 1))
 
     def _at(self, shares: FloatArray) -> FloatArray:
-        """Lengths at cumulative `shares` of the responses, which are spread evenly inside a bin."""
+        """Length that each of the `shares` of the policy's own responses does not exceed, where
+        lengths are spread evenly inside a bin."""
         density = self.density
         cumulative = np.cumsum(density)
         bins = np.searchsorted(cumulative, shares * cumulative[-1] - 1e-12, side="left")

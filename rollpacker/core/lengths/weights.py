@@ -10,8 +10,7 @@ from rollpacker.core.lengths.model import LengthModel
 from rollpacker.core.portable import interpolated, total_of
 
 MIN_EFFECTIVE = 0.71
-"""Least effective sample size of `moment_weights`: a little above 0.7, the least that
-benchmarks/debias.py accepts."""
+"""Least effective sample size (`effective_sample_size`) that `moment_weights` aims to leave."""
 MIN_WEIGHT = 0.05
 """Least weight that `moment_weights` gives, since a negative one would turn a sample's sign."""
 
@@ -31,12 +30,9 @@ def effective_sample_size(weights: FloatArray, counts: FloatArray | None = None)
 def density_weights(
     model: LengthModel, counts: FloatArray, *, max_weight: float = 10.0
 ) -> FloatArray:
-    """(B,) weights by bin of length: the policy's own density over the trained one.
-
-    `counts` (B,) are the trained samples in every bin. Over them the weights have the mean 1, and
-    none is above `max_weight`. A bin without trained samples gets a weight between those of its
-    neighbours.
-    """
+    """(B,) weights by bin of length: the policy's own density over the trained one. `counts` (B,)
+    are the trained samples in every bin. Over them the weights have the mean 1, and none is above
+    `max_weight`. A bin without trained samples gets a weight between those of its neighbours."""
     share = _shares(counts, max_weight)
     seen = share > 0
     bins = np.arange(share.size, dtype=np.float64)
@@ -52,9 +48,9 @@ def moment_weights(
     min_effective: float = MIN_EFFECTIVE,
 ) -> FloatArray:
     """(B,) weights by bin of length with which the trained samples have the policy's own mean
-    length. They are `density_weights` plus the least linear function of the length that makes the
-    mean exact. If that leaves an effective sample size below `min_effective`, the density ratio is
-    first drawn towards 1, as little as will do, and the linear part makes up for it. All weights
+    length. They are `density_weights` plus a linear function of the length that makes the mean
+    exact. If that leaves an effective sample size below `min_effective`, the density weights are
+    first moved towards 1, as little as is enough, before the linear function is added. All weights
     are bounded on both sides: the mean is exact unless many weights lie on a bound."""
     share = _shares(counts, max_weight)
     ratio = density_weights(model, counts, max_weight=max_weight)
@@ -90,7 +86,8 @@ def _shares(counts: FloatArray, max_weight: float) -> FloatArray:
 
 
 def _to_mean_one(weights: FloatArray, share: FloatArray, max_weight: float) -> FloatArray:
-    """The weights scaled to the mean 1, held at `max_weight` where they would rise above it."""
+    """The weights scaled so that their mean over the samples is 1, and bounded by `max_weight`.
+    `share` (B,): share of the samples in each bin."""
     for _ in range(50):
         mean = total_of(share * weights)
         if not mean > 0:
@@ -108,8 +105,8 @@ def _to_mean_length(
     own_mean: float,
     max_weight: float,
 ) -> FloatArray:
-    """The weights changed as little as possible, in squares over the samples, so that their mean is
-    1 and the weighted mean length is `own_mean`; repeated because weights are bounded."""
+    """The weights plus the linear function of `lengths` that gives them the mean 1 and the weighted
+    mean length `own_mean`. Then weights are bounded; so this is repeated until the mean fits."""
     centred = lengths - total_of(share * lengths)
     variance = total_of(share * (centred * centred))
     if not variance > 0:

@@ -30,7 +30,8 @@ MAX_UNSEEN = 0.01
 """Largest share of the policy's own responses that may be longer than any complete one for a model
 to be given out: before the first long round nobody knows how long they are."""
 REFIT_SHARE = 0.1
-"""Number of launches, per prompt in the window, after which the model is fitted again."""
+"""The model is fitted again when the launches since the last fit are at least this share of the
+number of prompts in the window."""
 WARM_ITERATIONS = 8
 COLD_ITERATIONS = 100
 COLD_GROWTH = 3
@@ -42,7 +43,7 @@ class _StepLengths:
     prompts: dict[PromptId, PromptLengths]
     """Prompts first launched in this step, with the lengths that all their launches have shown."""
     ignored: list[PromptId]
-    """Prompts of this step that are not watched: their lengths are not kept."""
+    """Prompts of this step without kept lengths, if it has over `MAX_PROMPTS_PER_STEP`."""
     counts: FloatArray
     """(B,) number of trained samples of the step per bin of length."""
     tokens: FloatArray
@@ -59,7 +60,7 @@ class SavedPrompt(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SavedStep:
-    """Lengths that one step has shown, as a checkpoint holds them."""
+    """Lengths of one step's responses, as a checkpoint holds them."""
 
     prompts: list[SavedPrompt]
     ignored: list[PromptId]
@@ -72,7 +73,7 @@ class SavedWindow:
     """A `LengthWindow` as a checkpoint holds it."""
 
     method: str = "none"
-    """Method of the loss weights that `table` holds. "none": there are no weights."""
+    """Name of the method that made the loss weights in `table`. "none": there are no weights."""
     cap: int | None
     steps: list[SavedStep]
     ignored: list[list[PromptId]]
@@ -109,9 +110,10 @@ class LengthWindow:
         self._cap = self._given_cap or 2
         self._steps: deque[_StepLengths] = deque()
         self._known: dict[PromptId, dict[PromptId, PromptLengths]] = {}
-        """The mapping that holds each watched prompt's lengths: that of its step, or `_new`."""
+        """Mapping that holds the lengths of each prompt: `prompts` of its step, or `_new`."""
         self._ignored: deque[list[PromptId]] = deque()
-        """Prompts forgotten, or not watched, in each of the last `window_steps` steps."""
+        """Prompts of which new lengths are ignored, in a list for each of the last `window_steps`
+        steps: their own step has left the window."""
         self._is_ignored: set[PromptId] = set()
         self._new: dict[PromptId, PromptLengths] = {}
         """Lengths of the watched prompts first launched since the last step ended."""
@@ -144,7 +146,8 @@ class LengthWindow:
         )
 
     def close_step(self, trained_lengths: Sequence[int]) -> None:
-        """Ends a step, whose launches were observed. It trained on samples of these lengths."""
+        """Ends a step. `observe` was given all of its launches before; `trained_lengths` are the
+        lengths, in tokens, of the samples that it trained on."""
         self.make_room(trained_lengths)
         self._add_step(trained_lengths)
         self._steps_since_cold_fit += 1
@@ -153,7 +156,8 @@ class LengthWindow:
 
     @property
     def model(self) -> LengthModel | None:
-        """The model of the last fit. None while too little is known."""
+        """Model of the last fit. None: nothing was fitted, or with fewer than `MIN_PROMPTS`
+        prompts, or responses beyond the longest complete one are too frequent (`MAX_UNSEEN`)."""
         return self._model if self._trusted() else None
 
     @property
@@ -175,9 +179,9 @@ class LengthWindow:
     def metrics(self) -> dict[str, float]:
         """Metrics that compare trained lengths with the policy's own, over the window.
         `length/trained_mean` is there as soon as something was trained on, the others once there is
-        a model. `length/shift` is the trained over the own mean, minus 1;
-        `length/tail_trained_share` is the share of the policy's own tail beyond its 95 % quantile
-        that was trained on."""
+        a model. `length/shift` is the mean trained length over the policy's own, minus 1;
+        `length/tail_trained_share` is the share of the policy's responses beyond their 95 %
+        quantile that was trained on."""
         counts, tokens = self.trained()
         if not counts.sum():
             return {}
@@ -195,8 +199,7 @@ class LengthWindow:
         }
 
     def make_room(self, lengths: Sequence[int]) -> None:
-        """Raises `ValueError` for lengths below 0 or above the cap. Without a cap, adds bins up to
-        the longest of them."""
+        """Raises `ValueError` for lengths below 0 or above the cap; without a cap, adds bins."""
         shortest, longest = min(lengths, default=0), max(lengths, default=0)
         if shortest < 0 or (self._given_cap is not None and longest > self._given_cap):
             wrong = shortest if shortest < 0 else longest
@@ -217,7 +220,7 @@ class LengthWindow:
     # -- checkpoints -------------------------------------------------------------------
 
     def saved(self) -> SavedWindow:
-        """The whole state for a checkpoint. A window that restores it goes on as this one would."""
+        """State for a checkpoint. A window that restores it continues as this one would."""
         return SavedWindow(
             cap=self._given_cap,
             steps=[
@@ -243,10 +246,10 @@ class LengthWindow:
         return to_plain(self.saved())
 
     def restore(self, state: Mapping[str, Any]) -> SavedWindow:
-        """Restores the `state` of another window, and returns it as `saved` had it. A shorter
-        window forgets the oldest steps, from the next step on. Under a larger cap the old lengths
-        mean something else: they are forgotten, and what later launches of their prompts show is
-        ignored. Raises `ValueError` for a smaller cap."""
+        """Restores another window's `state`, and returns it as a `SavedWindow`. A shorter window
+        forgets the oldest steps when the next step ends. If this window's cap is larger, all
+        lengths are forgotten, since a response cut off at the old cap was not at its end; later
+        launches of their prompts are ignored. Raises `ValueError` for a smaller cap."""
         saved = from_plain(SavedWindow, state)
         if saved.cap != self._given_cap:
             if saved.cap is None or self._given_cap is None or saved.cap > self._given_cap:
@@ -275,7 +278,7 @@ class LengthWindow:
         return saved
 
     def _ignore(self, saved: SavedWindow) -> SavedWindow:
-        """Begins with no lengths; later launches of the saved window's prompts are ignored."""
+        """Keeps no lengths, and ignores later launches of the saved window's prompts."""
         known = [one.prompt for step in saved.steps for one in step.prompts]
         known += [prompt for step in saved.steps for prompt in step.ignored]
         known += [one.prompt for one in saved.new]
@@ -346,8 +349,8 @@ class LengthWindow:
 
 
 def _tail_is_dark(prompts: Sequence[PromptLengths]) -> bool:
-    """Whether a fit could not be trusted: no response is complete, or too many samples were stopped
-    beyond the longest complete one."""
+    """Whether these prompts do not allow a fit: no response is complete, or more than a share
+    `MAX_UNSEEN` of the samples were stopped beyond the longest complete one."""
     longest = max((max(p.finished) for p in prompts if p.finished), default=None)
     if longest is None:
         return True
@@ -359,7 +362,7 @@ def _tail_is_dark(prompts: Sequence[PromptLengths]) -> bool:
 def _thin_out(
     prompts: dict[PromptId, PromptLengths], most: int
 ) -> tuple[dict[PromptId, PromptLengths], list[PromptId]]:
-    """Splits the prompts into at most `most`, evenly spread over their order, and all others."""
+    """Splits a step's prompts into at most `most`, evenly spread over their order, and a rest."""
     if len(prompts) <= most:
         return prompts, []
     names = list(prompts)

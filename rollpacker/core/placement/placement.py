@@ -36,7 +36,7 @@ _MOST_HOSTS = 4
 
 
 def plan_placement(hosts: Sequence[Host], request: PlacementRequest) -> Placement:
-    """The plan that gives every role its devices. Raises `PlacementError` if there is none."""
+    """Returns a plan that gives every role its devices, or raises `PlacementError`."""
     _check_lines(hosts, request)
     fill = _Fill(hosts, request)
     for role, wanted in _in_order(request):
@@ -63,7 +63,7 @@ class _Fill:
     def __init__(
         self, hosts: Sequence[Host], request: PlacementRequest, *, endless: bool = False
     ) -> None:
-        """`endless`: the memory of hosts and devices counts as unlimited."""
+        """`endless`: memory counts as unlimited, to see whether a plan fails for lack of memory."""
         self.hosts, self.request, self.endless = hosts, request, endless
         sizes = [host.num_devices(request.kind) for host in hosts]
         self.host_of = [number for number, size in enumerate(sizes) for _ in range(size)]
@@ -76,7 +76,8 @@ class _Fill:
         """For each host, the number of its devices that each role has, by the role's name."""
 
     def place(self, role: Role, wanted: int | None) -> int:
-        """Places up to `wanted` units of the role (None: all that fit). Returns their number."""
+        """Places up to `wanted` units (engines, training replicas or judges) of this role. None:
+        all that fit. Returns the number placed."""
         placed = 0
         for devices in self._tries(role):
             while wanted is None or placed < wanted:
@@ -113,8 +114,8 @@ class _Fill:
 
     def _tries(self, role: Role) -> Iterator[list[int]]:
         """Yields lists of devices from which a unit may be made, the best first: on one host, those
-        used by roles that take turns with this one; then all of one host; then, if the role allows
-        it, all of all hosts."""
+        used by roles that take turns with this one; then all of one host; then all of all hosts, if
+        allowed."""
         devices = list(role.pinned or range(len(self.on)))
         if role.count is not None and not role.pinned and self._is_after_all(role):
             devices.reverse()
@@ -133,7 +134,8 @@ class _Fill:
         return any(one.count is None and not self.request.shares(one, role) for one in before)
 
     def _unit(self, role: Role, devices: Sequence[int]) -> tuple[int, ...] | None:
-        """The first of these devices that make one unit of the role. None: they are too few."""
+        """Numbers of the first of these `devices` that can make one unit (engine, training replica
+        or judge) of the role. None: too few of them are free and have memory."""
         found: list[int] = []
         on_host: Counter[int] = Counter()
         for device in devices:
@@ -146,7 +148,8 @@ class _Fill:
         return None
 
     def _is_free(self, role: Role, device: int) -> bool:
-        """Whether no role has the device but those that take turns with this one."""
+        """Whether this role may have the device: no role has it, or only roles that share devices
+        with this one by taking turns (`colocate`)."""
         turns = self.request.colocate if role.name in self.request.colocate else frozenset()
         return role.name not in self.on[device] and self.on[device] <= turns
 
@@ -163,9 +166,9 @@ class _Fill:
         return self.request.load(counts) <= self.hosts[number].left_bytes
 
     def _together(self, role: Role, device: int) -> set[str]:
-        """Names of the roles for which the device must have memory at once: those on the device,
-        this one, and those that could come to share it, since roles placed first must not take the
-        room of later ones."""
+        """Names of the roles for which the device's memory must suffice: those placed on it, this
+        one, and all roles that may share devices with this one, since roles placed first must not
+        take the memory that later ones need."""
         names = self.on[device] | {role.name}
         if role.name in self.request.colocate and not role.pinned:
             names |= {one.name for one in self.request.roles

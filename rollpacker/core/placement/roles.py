@@ -43,12 +43,13 @@ class Host:
 
 
 class Need(NamedTuple):
-    """Bytes of memory that a role takes on each of its devices."""
+    """Bytes of memory that a role takes on each device. Roles on one device may work by turns:
+    `stays` is taken always, `turn` only while the role works."""
 
     stays: int
-    """Bytes held all the time, also while other roles have their turn."""
+    """Bytes held all the time, also while another role on the device works."""
     turn: int
-    """Bytes held besides while the role works. Of roles that share devices one works at a time."""
+    """Bytes held besides while the role works. Of roles on one device only one works at a time."""
     of: str = ""
     """Name of the part of the role, such as "stage 1", that takes this much, the most of all parts.
     Empty: all parts take the same."""
@@ -63,7 +64,8 @@ NOTHING = Need(0, 0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """One kind of unit to be placed: engines, training replicas, or a judge."""
+    """A role that devices can have (engine, training replica or judge). What is placed are units,
+    such as one engine, each of `per_unit` devices."""
 
     name: str
     """Name of the role, which is also its key in the `placement` part of the configuration."""
@@ -105,16 +107,17 @@ class PlacementRequest:
 
     roles: tuple[Role, ...]
     colocate: frozenset[str] = frozenset()
-    """Names of roles that may share devices, where they take turns. Other roles share none."""
+    """Names of roles that may share devices, since only one of them works at a time. Each other
+    role has its devices for itself."""
     kind: DeviceKind = "cpu"
 
     def shares(self, one: Role, other: Role) -> bool:
         return one.name == other.name or {one.name, other.name} <= self.colocate
 
     def load(self, counts: Mapping[str, int]) -> int:
-        """Bytes that roles need together in one memory, where `counts` has each role's number of
-        devices there: all that stays, what roles without turns take while they work, and the
-        largest of those that take turns."""
+        """Bytes of memory that roles need together in one device or host, where `counts` has each
+        role's number of devices. It is the sum of what stays, of what roles with devices of their
+        own take while they work, and of the largest that a role takes in its turn."""
         total = most = 0
         for role in self.roles:
             count, need = counts.get(role.name, 0), role.need
@@ -175,7 +178,7 @@ class Placement:
     devices: tuple[PlacedDevice, ...]
     hosts: tuple[PlacedHost, ...]
     unknown: tuple[str, ...]
-    """Names of roles whose memory is not known, and counted as nothing."""
+    """Names of roles whose use of memory is not known, so that the plan counts 0 bytes for each."""
 
     def of(self, role: str) -> tuple[Unit, ...]:
         """Units of the role with this name, in the order of their first devices."""
@@ -200,14 +203,15 @@ def as_ranges(devices: Sequence[int]) -> str:
 
 
 def as_line(devices: Literal["all"] | int | Sequence[int]) -> str:
-    """Text of a role's config line: `all`, a number, or ranges (a single device is `3-3`)."""
+    """Text of a role's devices as in its config line: `all`, a number of devices, or ranges of
+    device numbers. A single device number is `3-3`, since `3` would be a number of devices."""
     if isinstance(devices, str | int):
         return str(devices)
     return f"{devices[0]}-{devices[0]}" if len(devices) == 1 else as_ranges(devices)
 
 
 def text_of_bytes(size_bytes: int) -> str:
-    """The size as text, in the largest unit that fits."""
+    """Text of a number of bytes, in the largest unit of KiB, MiB and GiB that fits."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
         if size_bytes >= unit:
             return f"{size_bytes / unit:.1f} {name}"

@@ -27,9 +27,9 @@ class DynamicSamplingConfig:
 
     enabled: bool = False
     max_refills: int = 3
-    """Maximum number of further rounds (refills) with which a step replaces groups that it leaves
-    out; it may still lack some, and reports so. There are no refills while an epoch's or the run's
-    last prompts are used."""
+    """Maximum number of further rounds ("refills") by which a step replaces the groups that it
+    leaves out. If they do not suffice, the step trains on fewer groups. There are no refills for
+    the last prompts of an epoch or of the run."""
 
     def __post_init__(self) -> None:
         if self.max_refills < 0:
@@ -39,7 +39,7 @@ class DynamicSamplingConfig:
 def split_by_signal(
     groups: Iterable[Group], has_signal: Callable[[Group], bool]
 ) -> tuple[tuple[Group, ...], list[Drop]]:
-    """The groups whose rewards differ, by `has_signal`, and `Drop` commands for the others."""
+    """Returns groups whose rewards differ (`has_signal`), and `Drop` commands for the others."""
     groups = tuple(groups)
     drops = [Drop(prompt=g[0].prompt, reason=NO_SIGNAL) for g in groups if not has_signal(g)]
     return tuple(group for group in groups if has_signal(group)), drops
@@ -53,18 +53,20 @@ class StepGroups:
         """Number of groups that the step should train on."""
         self.groups: list[tuple[SampleId, ...]] = []
         self.lengths: list[int] = []
-        """Tokens of each sample of `groups`, in their order; empty if no lengths are needed."""
+        """Number of tokens of each sample of `groups`, in their order. Empty if neither loss
+        weights nor factors depend on lengths."""
         self.num_refills = 0
         self.streamed: tuple[int, str] = (0, "")
-        """Number of samples with gradients begun early, and why the last round had none."""
+        """Number of samples whose gradients were begun before their round was over, and, in words,
+        why the last round had none."""
 
     @property
     def missing(self) -> int:
         return self.target - len(self.groups)
 
     def may_refill(self, config: DynamicSamplingConfig) -> bool:
-        """Whether another round is to replace missing groups, if prompts are left. A request to
-        stop changes nothing here: the step is the one that an uninterrupted run would make."""
+        """Whether the step lacks groups and may replace them by a further round, if prompts are
+        left. A request to stop the run changes nothing here, so the step is the same."""
         return config.enabled and self.num_refills < config.max_refills and self.missing > 0
 
     def add(self, groups: Iterable[tuple[SampleId, ...]], lengths: Iterable[int]) -> None:
@@ -74,9 +76,9 @@ class StepGroups:
     def train_on(
         self, step: int, weights: Iterable[float] | None, *, says_missing: bool
     ) -> TrainOn:
-        """The command that trains on this step's groups. `weights`: loss weights of the samples, in
-        the order of `lengths`; None: all 1. `says_missing`: whether the command reports the number
-        of missing groups."""
+        """The `TrainOn` command of this step's groups. `weights`: loss weight of each sample, in
+        the order of `lengths`; None: all are 1. `says_missing`: the command has the number of
+        groups that the step lacks (else 0)."""
         by_group = None
         if weights is not None:
             flat = iter(weights)
@@ -92,13 +94,14 @@ class StepGroups:
         )
 
     def note_streamed(self, num_samples: int, why_not: str) -> None:
-        """Adds a round's number of samples with gradients begun early; `why_not`: why none were."""
+        """Adds `num_samples`, the number of samples of a round whose gradients were begun before it
+        was over. `why_not`: why there were none, in words; empty if there were some."""
         self.streamed = (self.streamed[0] + num_samples, why_not)
 
 
 def updates_of(num_groups: int, num_updates: int) -> tuple[int, ...]:
-    """Number, from 0, of the optimizer step that trains on each group, where a training step
-    consists of `num_updates` such steps. Groups are dealt out in turn, so that counts differ by at
-    most one. A step short of groups has fewer optimizer steps rather than empty ones."""
+    """Number, from 0, of the optimizer step in which each group is trained on, where a training
+    step makes `num_updates` optimizer steps. Groups are dealt out in turn, so that counts differ by
+    at most one. With fewer groups there are fewer optimizer steps."""
     assert num_groups >= 0 and num_updates >= 1, (num_groups, num_updates)
     return tuple(group % num_updates for group in range(num_groups))

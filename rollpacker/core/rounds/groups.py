@@ -17,15 +17,15 @@ UNDER_WAY = -1
 
 
 class CarriedLength(NamedTuple):
-    """What an earlier launch of a prompt left of one response: its number of tokens."""
+    """Number of tokens that an earlier launch (submission to an engine) left of one response."""
 
     tokens: int
     whole: bool
     """True if these tokens are a complete response, rather than the start of one."""
 
     def under(self, cut_off_at: int | None) -> CarriedLength:
-        """This length, marked as incomplete if the response had been cut off at `cut_off_at`
-        tokens, an earlier cap that has grown since. None: the cap has not grown."""
+        """Returns this length, marked as incomplete if the response has at least `cut_off_at`
+        tokens. `cut_off_at`: former limit on responses; None: it was not raised."""
         is_over = cut_off_at is not None and self.tokens >= cut_off_at
         return CarriedLength(self.tokens, whole=False) if is_over else self
 
@@ -41,9 +41,10 @@ class Waiting(NamedTuple):
 
     prompt: PromptId
     attempt: int = 0
-    """How often the prompt was launched and left unfinished; this numbers its next launch."""
+    """Number of earlier launches of the prompt, each of which left it unfinished; the next launch's
+    samples have this number as `SampleId.attempt`."""
     carried: tuple[CarriedLength, ...] = ()
-    """What earlier launches left of each response, by its index; empty if nothing is kept."""
+    """Number of tokens that earlier launches left of each response, by index. Empty: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,33 +65,34 @@ class RoundPlan:
     race: Race = "generated"
     tail: TailBatchingConfig
     max_retries: int = 2
-    """Maximum number of replacements per prompt for samples that the engine failed on, or whose
-    environment raised or was too slow; per failed sample, if an environment's process was lost."""
+    """How often a failed sample is replaced at most. Replacements are counted per prompt if the
+    engine failed on the sample, or its environment raised or was too slow, and per sample if the
+    environment's process was lost."""
     tensor_parallel: int = 1
     speculate: bool = False
     min_verdicts: int = 2
-    """Fewest verdicts with which a group is trained on, rather than dropped: 2 where samples are
-    compared with each other, else 1."""
+    """Least number of samples with a verdict of the rewards for a group (a prompt's samples) to be
+    trained on, rather than dropped: 2 where samples are compared with each other, else 1."""
     defers_to: int = 0
     """Number, from 0, of the further round that takes unfinished prompts and keeps the first to
     finish (its "tier"). A number beyond the last: they wait for a long round."""
 
 
 class Quota:
-    """Prompts that compete for the same places in a step's training: all, or those of one
-    source."""
+    """Prompts that compete for the same places among those that a step trains on: all prompts of
+    the round, or with `balance_sources` those of one source."""
 
     __slots__ = ("groups", "num_awaited", "num_missing")
 
     def __init__(self, num_missing: int) -> None:
         self.num_missing = num_missing
         self.num_awaited = 0
-        """Places kept for groups, not done yet, that the round must wait for (`Group.awaited`)."""
+        """Places reserved for unfinished groups that the round waits for (`Group.awaited`)."""
         self.groups: list[Group] = []
 
     def join(self, group: Group) -> None:
         """Adds a group that competes for this quota's places in training. One that must be awaited
-        has a place kept for it; if all places are kept already, it is not awaited after all."""
+        gets a reserved place; if none is left, its `awaited` becomes False."""
         group.quota = self
         self.groups.append(group)
         group.awaited = group.awaited and self.num_awaited < self.num_missing
@@ -120,26 +122,24 @@ class Group:
     def __init__(self, waiting: Waiting, awaited_after: int | None) -> None:
         self.prompt, self.attempt, self.carried = waiting
         self.awaited = awaited_after is not None and self.attempt >= awaited_after
-        """True if the round must wait for this group, since earlier rounds left it unfinished too
-        often."""
+        """True if the round must wait for this group, deferred too often by earlier rounds."""
         self.quota: Quota
         self.places: list[int] = []
-        """Number that fixes each sample's random numbers and carried-over tokens: its own index, or
-        that of the failed sample that it replaces."""
+        """For each sample the index of its random numbers and its tokens from earlier launches: its
+        own index or, if it replaces a failed sample, that sample's entry here."""
         self.kept_tokens: list[int | None] = []
-        """For each sample how many tokens of an earlier launch came out the same. None: not
-        compared."""
+        """For each sample the number of tokens from an earlier launch that were sampled again as
+        they were. None: not compared."""
         self.samples: list[SampleId] = []
         self.states: list[SampleState] = []
         self.lengths: list[int] = []
-        """Tokens of each sample when it left the engine; `UNDER_WAY` for one that has not left."""
+        """Tokens that each sample had when it left the engine; `UNDER_WAY` if it has not left."""
         self.whole: list[bool] = []
         """Whether each response is complete, rather than stopped by an abort."""
         self.values: list[float | None] = []
-        """Reward of each sample. None while it is not judged, and where judging failed."""
+        """Reward of each sample. None: the sample has no verdict yet, or judging it failed."""
         self.finished: list[int] = []
-        """Indices of the samples that finished first, in the order in which they did; never more
-        than the group needs."""
+        """Indices of the first samples to finish, in order; at most as many as the group needs."""
         self.num_generating = 0
         self.num_unscored = 0
         """Number of samples that are generated and have no verdict yet."""
@@ -163,9 +163,9 @@ class Group:
         return samples
 
     def take_retry(self, index: int, most: int, *, of_place: bool) -> bool:
-        """Counts a replacement of this failed sample, and returns whether it is allowed: the prompt
-        has `most` of them. With `of_place`, for the failure of something that several prompts
-        share, each sample has `most` of its own instead, which do not count for the prompt."""
+        """Counts a replacement of the failed sample `index`, and returns whether it is allowed: a
+        prompt may have `most`. With `of_place` (what failed serves several prompts) each sample may
+        have `most` of its own instead, which do not count for the prompt."""
         if of_place:
             failed = [n for n, state in enumerate(self.states) if state is SampleState.FAILED]
             return sum(self.places[n] == self.places[index] for n in failed) <= most
@@ -173,18 +173,16 @@ class Group:
         return self.num_retries <= most
 
     def kept(self) -> list[int]:
-        """Indices, ascending, of the samples that finished first and have a verdict: those to train
-        on."""
+        """Indices, ascending, of the samples to train on: first to finish, and with a verdict."""
         values = self.values
         return sorted([index for index in self.finished if values[index] is not None])
 
     def most_carried(self) -> int:
-        """Tokens of the prompt's longest response that an earlier launch left; 0: none was left."""
+        """Tokens of the prompt's longest response that an earlier launch left. 0: none is left."""
         return max([carried.tokens for carried in self.carried], default=0)
 
     def carried_at(self, index: int) -> CarriedLength:
-        """Tokens of an earlier launch that this sample began with. A sample that replaces a failed
-        one began with none."""
+        """Tokens of an earlier launch that this sample began with: none if it is a replacement."""
         if index < len(self.carried) and self.places[index] == index:
             return self.carried[index]
         return NOTHING_CARRIED
@@ -196,8 +194,8 @@ class Group:
         return self.lengths[index] - (self.carried_at(index).tokens if kept is None else kept)
 
     def to_carry(self) -> tuple[CarriedLength, ...]:
-        """Tokens that each response of an unfinished group leaves to its next launch, indexed by
-        the numbers in `places`."""
+        """Number of tokens that each response of an unfinished group leaves to the prompt's next
+        launch. Indices are those in `places`: a replacement stands in a failed sample's place."""
         left = [NOTHING_CARRIED] * (max(self.places) + 1)
         for index, place in enumerate(self.places):
             if self.states[index] is not SampleState.FAILED:
@@ -211,13 +209,11 @@ class Group:
         return CarriedLength(tokens, whole)
 
     def observed(self, *, complement: bool) -> tuple[list[int], list[int]]:
-        """Lengths in tokens of complete responses, and those that stopped responses had reached.
-
-        A response that was carried over from an earlier launch, but came out differently, counts
-        with its length in that launch: only slow prompts are launched again, so the new length is
-        biased. With `complement` (responses never end before the place where they were cut off, so
-        that the new length is not biased) one that had been cut off counts with its new length.
-        """
+        """Lengths in tokens of complete responses, and those that stopped responses had reached. A
+        response that an earlier launch had left, but that came out differently now, counts with its
+        length in that launch: only slow prompts are launched again, so the new length is biased.
+        With `complement` (a response never ends before the length at which it was cut off, so that
+        the new length is not biased) one that had been cut off counts with its new length."""
         ends: tuple[list[int], list[int]] = ([], [])
         for index, state in enumerate(self.states):
             if state is SampleState.FAILED:
@@ -230,7 +226,8 @@ class Group:
         return ends
 
     def settle(self, kept: Collection[int]) -> None:
-        """Marks samples with these indices as trained on, and other generated ones as dropped."""
+        """Marks the samples with the indices `kept` as trained on, and other samples that are
+        generated or judged as dropped."""
         states = self.states
         for index, state in enumerate(states):
             if index in kept:
@@ -242,9 +239,9 @@ class Group:
 
 
 def share_out(plan: RoundPlan, groups: Collection[Group]) -> int:
-    """Gives every group its quota (prompts that compete for the same places in training), and
-    returns how many quotas have places. With `balance_sources` each source has a quota in
-    proportion to its prompts; remainders go to the largest fractions."""
+    """Gives every group its quota: the prompts with which it competes for places among those that
+    the step trains on. Returns the number of quotas with at least one place. With `balance_sources`
+    each source has a quota in proportion to its prompts, otherwise there is one for all."""
     if not plan.tail.balance_sources:
         shares = {"": plan.prompts_needed}
     else:

@@ -73,21 +73,19 @@ class Queues:
         self.prompts_per_step = config.prompts_per_step
         self.samples_per_prompt = config.samples_per_prompt
         self.races = tuple(tier.factors for tier in tail.tiers if tail.enabled)
-        """For each tier (a further round of unfinished prompts that keeps the first to finish) its
-        factors: launched over needed prompts and samples."""
+        """Factors (launched over needed prompts and samples) of each tier: a further round of
+        unfinished prompts that keeps the first to finish."""
         self.long: deque[Waiting] = deque()
         self.tiers: tuple[deque[Waiting], ...] = tuple(deque() for _ in self.races)
         self.fresh: list[PromptId] = []
         self.draining = False
-        """True while an epoch or the run ends: no prompts are fetched before the queues are
-        empty."""
+        """True while an epoch or the run ends: nothing is fetched before the queues are empty."""
         self.without_races = not tail.enabled
         self._pooled = tail.pooled
         self._carries = tail.carries
         self._max_response_tokens = config.max_response_tokens
         self.cut_off_at: int | None = None
-        """Cap on responses, in tokens, in the restored state, if the cap has grown since; else
-        None."""
+        """Former limit on responses, in tokens, if it was raised at a resume. None: it was not."""
 
     def __len__(self) -> int:
         """Number of deferred prompts (left unfinished by an earlier round), in all queues."""
@@ -163,11 +161,11 @@ class Queues:
         return to_plain(saved)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores the queues from the job's saved state, under today's configuration. Prompts of a
+        """Restores the queues from the job's saved `state`, by the configuration now. Prompts of a
         tier (a further round that keeps the first to finish) that no longer exists wait for a long
-        round. If tail batching is off now, deferred prompts come before all fresh ones.
-        Carried-over tokens are dropped if tokens are no longer carried, and responses that a
-        smaller cap cut off count as incomplete."""
+        round. If tail batching is off now, deferred prompts come before all fresh ones. Tokens of
+        earlier launches are dropped if the configuration keeps none, and responses that a smaller
+        limit cut off count as incomplete."""
         saved = part_of(SavedQueues, state)
         before, now = saved.max_response_tokens, self._max_response_tokens
         if before is not None and (now is None or before < now):

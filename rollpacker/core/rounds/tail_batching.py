@@ -43,15 +43,15 @@ class Factors(NamedTuple):
 
 
 AUTO_START = Factors(1.25, 1.125)
-"""Factors of the first short rounds with "auto", until the run's own lengths are known."""
+"""Factors of the first short rounds with "auto", until the run knows its responses' lengths."""
 NO_RACE = Factors(1.0, 1.0)
 """Factors of a round that launches nothing beyond what is needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
-    """Factors of a further race (round that keeps the first to finish) for prompts that the one
-    before left unfinished (`tail_batching.tiers`)."""
+    """Factors of one further round for prompts that the round before left unfinished, which again
+    keeps the first to finish (`tail_batching.tiers`)."""
 
     prompt_factor: float = 1.25
     """Number of prompts that the round launches, as a multiple of those that a step trains on."""
@@ -72,26 +72,23 @@ class Tier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TailBatchingConfig:
-    """Launch more than needed, keep the first to finish, and gather the rest in rounds of their own
-    (`tail_batching.*`)."""
+    """Launch more than needed, keep the first to finish, and gather the rest in later rounds."""
 
     enabled: bool = True
-    """Whether rounds launch more than needed and keep the first to finish. False: every round waits
-    for all that it launches."""
+    """Whether rounds launch more than needed and keep the first to finish. False: none does."""
     selection: Selection = field(default="none", metadata=absent("published"))
-    """Whether short responses are favoured. none: they are not, only the order of training changes;
-    a sample keeps its random numbers when its prompt is deferred (left for a later round), and no
-    response is thrown away. published: as in the RollPacker paper, they are: surplus samples race,
-    and deferred prompts are sampled afresh."""
+    """Whether rounds select which responses are trained on. none: no response is thrown away, and
+    only the order of training changes; a sample keeps its random numbers when its prompt is
+    deferred (left for a later round). published: as in the RollPacker paper, surplus samples are
+    thrown away and deferred prompts are sampled afresh, which favours short responses."""
     prompt_factor: Factor | None = None
     """eta_p: for a step of P0 prompts a short round launches ceil(prompt_factor * P0). "auto": the
-    run chooses it for its own lengths, and anew as they change; only with selection=published,
-    where sample_factor is "auto" too. The choice goes by measured seconds, so such a run does not
-    repeat bit by bit. None: 1.5, or 1.25 with selection=published."""
+    run chooses the factor by its own lengths and measured seconds, again and again, so it does not
+    repeat bit by bit; only with selection=published, and sample_factor must be "auto" too. None:
+    1.5, or 1.25 with selection=published."""
     sample_factor: Factor | None = None
     """eta_r: where R0 samples of each prompt are needed, a short round launches ceil(sample_factor
-    * R0). None: 1 with selection=none, which allows no other value, and 1.25 with
-    selection=published."""
+    * R0). None: 1, the only value with selection=none, or 1.25 with selection=published."""
     carry: Carry | None = field(default=None, metadata=absent("none"))
     """What becomes of the tokens of a deferred prompt. exact: its next launch samples all of them
     anew in one pass, with the same random numbers, keeps those before the first that differs, and
@@ -100,16 +97,17 @@ class TailBatchingConfig:
     ratio; not exact. none: they are dropped. Not set (None): exact, or none with
     selection=published."""
     stragglers: Stragglers = field(default="queue", metadata=OMIT_DEFAULT)
-    """Where deferred prompts wait. queue: until they fill a long round of their own, which awaits
-    them all. pool: they race on in the next round, beside so many fewer fresh prompts; faster where
-    the policy moves so little between rounds that carried responses come out the same."""
+    """Where deferred prompts (left unfinished by a round) wait. queue: until they fill a long
+    round, which waits for all of them. pool: they join the next short round, which starts fewer
+    fresh prompts; faster where the policy changes so little between rounds that tokens of an
+    earlier launch are sampled again as they were."""
     max_deferrals: int = field(default=16, metadata=absent(16))
     """With stragglers=pool: after so many deferrals of a prompt its next round waits for it."""
     complement: bool = field(default=True, metadata=absent(True))
-    """Whether carry=exact keeps lengths unbiased. Under newer weights a response that had been cut
-    off then does not end before that place, and one that had ended before its siblings were cut off
-    does not grow beyond their place; samples that would are drawn once more. Otherwise every
-    deferral would be another chance to be short, or to be long."""
+    """Whether carry=exact keeps lengths unbiased: otherwise each deferral would be another chance
+    to be short, or to be long. Under newer weights, a response that had been cut off must not end
+    before that length, and one that had ended before its siblings were cut off must not grow beyond
+    their length; a response that would is sampled once more."""
     tiers: tuple[Tier, ...] = ()
     """Further races: prompts that the short round leaves unfinished race again with these factors,
     and only those left by the last race wait for a long round. There are then fewer long rounds,
@@ -120,16 +118,15 @@ class TailBatchingConfig:
     a prompt into a long round, and runs are no longer repeatable bit by bit."""
     balance_sources: bool = False
     """Whether each source of prompts (`PromptId.source`) keeps its share of the step's prompts, so
-    that one with slow rewards or long answers is not left out where the first to finish are
-    kept."""
+    that slow rewards or long answers do not leave it out where the first to finish are kept."""
     debias: DebiasMethod = "none"
-    """Loss weights of samples, so that training sees the policy's own lengths, not only those that
-    won a race. none: all are 1. moments: weights by length that restore the mean length."""
+    """Loss weights of samples, so that training sees the policy's own response lengths where the
+    first to finish are kept. none: all weights are 1. moments: weights that depend on the length
+    and restore the mean length."""
     max_length_shift: float | None = None
-    """Where the run chooses its factors ("auto"): the share by which trained responses may be
-    shorter, on average, than the policy's own, at most (0.35 is 35 %). With debias it bounds
-    nothing: the weights undo the shift. None: 0.02 with selection=none, 0.35 with
-    selection=published."""
+    """Bound on the factors where the run chooses them ("auto"): trained responses may be shorter,
+    on average, than the policy's own by at most this share. With debias there is no bound, since
+    loss weights undo the shift. None: 0.02 with selection=none, 0.35 with selection=published."""
     flush_each_epoch: bool = True
     """Whether unfinished prompts are trained on at the end of every epoch, not only of the run."""
 
@@ -156,7 +153,8 @@ class TailBatchingConfig:
         self._check_order_only()
 
     def _set(self, name: str, value: object) -> None:
-        """Sets a key that was left at None to what that means, so that a saved config shows it."""
+        """Sets a key that the user left at None to the value that None means, so that a saved
+        configuration shows that value."""
         object.__setattr__(self, name, value)
 
     def _check_factors(self) -> None:
@@ -225,12 +223,13 @@ class TailBatchingConfig:
 
     @property
     def awaited_after(self) -> int | None:
-        """Number of deferrals of a prompt after which a round waits for it. None: none does."""
+        """Number of times that a prompt may be left unfinished: the next round with it then waits
+        for its samples. None: no limit."""
         return self.max_deferrals if self.pooled else None
 
     def noise_of(self, sample: SampleId) -> SampleId:
-        """The sample whose random numbers this one draws its tokens with: that of the prompt's
-        first launch with the same index, or, with selection=published, the sample itself."""
+        """Returns the id of the sample whose random numbers this sample uses: that of the prompt's
+        first launch with the same index or, with selection=published, the sample's own."""
         if self.selection == "published" or not sample.attempt:
             return sample
         return SampleId(sample.prompt, sample.index, 0)

@@ -47,17 +47,17 @@ class TurnRound(Round):
         acting: Acting,
         stream: StreamPlan,
     ) -> None:
-        """`stream`: plan of early gradients, told here of samples that end without an engine."""
+        """`stream`: plan of gradients before the round's end, which hears of each sample's end."""
         super().__init__(plan, rewards, late)
         self._acting = acting
         self._stream = stream
         self._begins = acting.config.begins
         self._ended: list[tuple[int, bool]] = []
-        """Tokens, and completeness, of each sample ended since the stream plan was last told."""
+        """Tokens of each sample ended since `stream` was last told, and whether it was complete."""
         self._num_told = 0
-        """Number of launched samples that the stream plan was told of."""
+        """Number of launched samples that `stream` knows of."""
         self.num_acting = 0
-        """Number of samples whose environment is to answer, or is to give the prompt first."""
+        """Number of samples that wait for their environment: for an answer, or for the prompt."""
 
     def launch(self) -> list[Command]:
         """Commands that start the round. Where environments give the prompts, these ask for them,
@@ -130,13 +130,15 @@ class TurnRound(Round):
         return self._told([*commands, *self._start_waiting(sample)])
 
     def on_scored(self, event: SampleScored) -> list[Command]:
-        """Handles a verdict, as `Round.on_scored`, and ranks the prompt's waiting samples anew."""
+        """Handles a verdict as `Round.on_scored` does. The prompt may need fewer samples now, so
+        those that wait for environments are put in order again."""
         commands = super().on_scored(event)
         self._acting.look_again(event.sample.prompt)
         return commands
 
     def on_aborted(self, event: SampleAborted) -> list[Command]:
-        """Handles a stopped sample, as `Round.on_aborted`, with the tokens of all of its turns."""
+        """Handles a stopped sample as `Round.on_aborted` does; its tokens are those of all its
+        turns (messages and answers), not only of the last."""
         episode, start = self._in_engine(event)
         if episode.retracing.stopped(start, event.num_tokens, event.num_kept):
             episode.tokens = start + event.num_tokens
@@ -185,9 +187,9 @@ class TurnRound(Round):
         return commands
 
     def _lost(self, event: Acted, group: Group, index: int) -> list[Command]:
-        """Fails the sample of a lost episode. A replacement has other random numbers if the
-        environment raised or was too slow, as it would be so again for the same messages. There is
-        none if the prompt is at fault, since it is for all of its samples."""
+        """Fails the sample of a lost episode, and replaces it if that is allowed. If the
+        environment raised or was too slow, the replacement has other random numbers, since the same
+        messages would end alike. If the prompt is unusable, no sample of it is replaced."""
         self._leave_engine(event.sample, 0, 0)
         self._ended.append((0, False))
         if event.cause == "prompt":
@@ -248,8 +250,8 @@ class TurnRound(Round):
     def _told(
         self, commands: list[Command], num_tokens: int | None = None, *, is_complete: bool = True
     ) -> list[Command]:
-        """Tells `stream` of all ended samples, and of one with `num_tokens` tokens if given.
-        Returns `commands`, and a `Release` if devices are to be released now."""
+        """Reports to `stream` all samples that ended, and one more with `num_tokens` tokens (None:
+        no other). Returns `commands`, and `Release` if devices are to be released now."""
         if num_tokens is not None:
             self._ended.append((num_tokens, is_complete))
         ended, self._ended = self._ended, []
@@ -268,7 +270,8 @@ class TurnRound(Round):
     def _in_engine(
         self, event: SampleGenerated | SampleAborted | SampleFailed
     ) -> tuple[Episode, int]:
-        """The episode of a sample that an engine has, and the number of tokens before its turn."""
+        """Returns the episode of a sample that an engine has, and the trajectory's tokens before
+        the message that the engine generates. Raises `StrayEventError` for any other sample."""
         episode = self._acting.episodes.get(event.sample)
         if episode is None:
             raise self._stray(event.sample)
@@ -278,9 +281,8 @@ class TurnRound(Round):
 
 
 def _let_go(episode: Episode, group: Group, index: int) -> tuple[int, int | None]:
-    """Number of tokens that a stopped trajectory keeps, up to the last sampled one, and how many of
-    them came out as an earlier launch left them. None: they were not compared, so that all of the
-    earlier launch's tokens stay."""
+    """Returns the number of tokens of a stopped trajectory that can be kept, and how many of these
+    equal those of an earlier launch. None: not compared, and all of the earlier ones are kept."""
     kept = episode.retracing.kept
     if kept is None and episode.retracing.carried:
         return group.carried_at(index).tokens, None

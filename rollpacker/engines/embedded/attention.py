@@ -26,8 +26,7 @@ class UnsupportedModelError(ValueError):
 
 
 class Scores(NamedTuple):
-    """How an attention layer makes scores from products of queries and keys: factor, window,
-    bound."""
+    """The factor, sliding window and soft cap with which attention scores queries against keys."""
 
     scaling: float
     sliding_window: int | None
@@ -37,14 +36,14 @@ class Scores(NamedTuple):
 
 
 class RolloutStep(Protocol):
-    """One forward pass of the engine, which gives the attention layers their cached keys and
-    values."""
+    """A forward pass of the engine, which gives attention layers the cached keys and values."""
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores
     ) -> Tensor:
-        """Return the attention's output [rows, tokens, heads, head_dim]. Query, key and value are
-        [rows, heads, tokens, head_dim]; key and value have the key-value heads."""
+        """Return the output [rows, tokens, heads, head_dim] of attention layer number `layer`.
+        `query`, `key` and `value` of the new tokens are [rows, heads, tokens, head_dim]; key and
+        value have the key-value heads."""
         ...
 
 
@@ -154,8 +153,8 @@ def causal_attention(
     softcap: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Causal attention where each row's keys and values are those of this very pass, from the row's
-    first token on. Returns [rows, heads, tokens, head_dim], the shape of the query."""
+    """Causal attention over the keys and values of this pass alone, which begins at each row's
+    first token. Returns [rows, heads, tokens, head_dim], the shape of the query."""
     num_tokens = query.shape[2]
     window = num_tokens if sliding_window is None else min(sliding_window, num_tokens)
     windowed = window < num_tokens

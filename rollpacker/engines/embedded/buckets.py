@@ -52,9 +52,9 @@ def plan_buckets(lengths: np.ndarray, call_cost: float) -> list[Bucket]:
 
 
 def least_moves(order: np.ndarray, buckets: list[Bucket]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows to move, and for each the row whose place it takes, so that every row lies in
-    the bucket where sorting the rows by `order` would put it. Rows that are in the right bucket
-    stay where they are: moving all rows to their sorted places would copy far more."""
+    """Return the indices of the rows to move, and for each the row whose place it takes. Afterwards
+    each row is in the bucket that it would be in if the rows were sorted by `order` (row indices,
+    shortest row first). Rows already in the right bucket stay, which spares most of the copies."""
     held = np.repeat(np.arange(len(buckets)), [stop - start for start, stop, _, _ in buckets])
     wanted = np.empty_like(held)
     wanted[order] = held

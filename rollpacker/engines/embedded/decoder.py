@@ -1,8 +1,8 @@
 """The model's side of the embedded engine: prefill, decode steps, and the cache of each row (sample
 being decoded).
 
-There are no threads and no queue here. A step computes exactly the live rows, and each width bucket
-is exactly as wide as its longest row.
+There are no threads and no queue here. A step computes exactly the live rows, and each bucket
+(range of rows that attend over one width) is exactly as wide as its longest row.
 """
 
 from __future__ import annotations
@@ -55,8 +55,7 @@ class KeptPrompt:
 
 @dataclass(slots=True)
 class WidthPlan:
-    """Buckets (ranges of the live rows) for several decode steps, while all rows grow by a token
-    each."""
+    """Buckets (ranges of live rows) for some decode steps, while all rows grow by a token each."""
 
     buckets: list[Bucket]
     age: int = 0
@@ -95,7 +94,7 @@ class Decoder:
         self.read_model()
 
     def read_model(self) -> None:
-        """Look at the model's modules again: they may have changed since the last sample ran."""
+        """Build the faster forward pass (plain_forward.py) anew if the model's tensors moved."""
         if not self._may_be_plain:
             return
         plain, old = plain_forward(self.model), self._plain
@@ -145,8 +144,7 @@ class Decoder:
         self._plan = None
 
     def forget_plan(self) -> None:
-        """Drop the plan of buckets. Called after rows grew or shrank other than by a decode
-        step."""
+        """Drop the plan of buckets, as rows grew or shrank other than by a decode step."""
         self._plan = None
 
     def forget_prompt(self) -> None:
@@ -163,7 +161,8 @@ class Decoder:
 
     def reserve(self, entries: Sequence[Pending], beside: int = 0) -> None:
         """Reserve cache slots for these requests, as wide as the longest row may become. `beside`:
-        positions of the memory budget that dialogues kept between turns (kept_rows.py) use."""
+        number of cache positions used by dialogues kept between turns (kept_rows.py), which count
+        against the same memory budget."""
         num_rows = self.rows.num_rows + len(entries)
         width = max(entry.width for entry in (*self.rows.pending, *entries))
         keeps = any(entry.request.keep for entry in entries)
@@ -184,8 +183,8 @@ class Decoder:
         self.draw_first(first, kept.logits.expand(len(entries), -1), noise)
 
     def _prefill_batches(self, groups: list[list[Pending]]) -> Iterable[list[list[Pending]]]:
-        """Yield batches of these groups of equal prompts, sorted by prompt length. No batch exceeds
-        the limits on padded tokens and on logits, unless it is a single group."""
+        """Yield batches of these groups (requests of one prompt each), sorted by prompt length. No
+        batch exceeds the limits on padded tokens and on logits, unless it is a single group."""
         budget = PREFILL_TOKENS.get(self._device.type, PREFILL_TOKENS_ACCELERATOR)
         max_kept = max(1, PREFILL_LOGITS // self.rows.vocabulary_size)
         batch: list[list[Pending]] = []
@@ -223,8 +222,9 @@ class Decoder:
         self.draw_first(first, logits.index_select(0, prompt_of_row), noise)
 
     def _prompt_logits(self, padded: np.ndarray, ends: np.ndarray, step: PrefillStep) -> Tensor:
-        """Logits [prompts, vocabulary] after the last token of each prompt; `ends` [prompts] are
-        the positions of these last tokens."""
+        """Prefill the prompts `padded` [prompts, tokens], right-padded, and return the logits
+        [prompts, vocabulary] after each one's last token. `ends` [prompts]: positions of these
+        tokens. `step` stores keys and values."""
         tokens = torch.from_numpy(padded).to(self._device)
         if self._plain is not None:
             return self._plain.prefill(tokens, torch.from_numpy(ends).to(self._device), step)
@@ -239,8 +239,8 @@ class Decoder:
         return logits[prompt_index, torch.from_numpy(kept_of_prompt).to(self._device)]
 
     def draw_first(self, first: int, logits: Tensor, noise: Tensor) -> None:
-        """Draw the first tokens of the rows from `first` on, from the logits [rows, vocabulary]
-        after their prompts and from these random numbers (`noise`)."""
+        """Draw the first token of each row from index `first` on. `logits` [rows, vocabulary] are
+        those after the prompts; `noise` are the rows' random numbers for this token."""
         rows = slice(first, self.rows.num_rows)
         column = self.rows.device_column
         tokens, log_probs = draw(
@@ -303,8 +303,8 @@ class Decoder:
         return logits if wanted is None else logits.index_select(0, wanted)
 
     def _make_plan(self) -> list[Bucket]:
-        """Plan the buckets for the live rows. The rows are sorted by length first if that pays
-        within a few steps."""
+        """Return the buckets for the live rows. First sorts the rows by length, if what that saves
+        within `SORT_HORIZON_STEPS` steps exceeds the cost of moving them."""
         lengths = self.rows.host_column("position") + 1
         num_rows, width = len(lengths), int(lengths.max())
         one_bucket = [Bucket(0, num_rows, width)]

@@ -65,9 +65,9 @@ _PRIOR = (0.3, 0.5, 0.5, 0.7, 0.85, 0.9)
 """Chance that a drafted token is right before anything was drafted, by the class (`_SIZE_CLASS`) of
 the match that the draft follows: somewhat below what `benchmarks/drafts.py` finds."""
 _PRIOR_TOKENS = 8.0
-"""Number of drafted tokens that count as much as the chances in `_PRIOR`."""
+"""Weight of `_PRIOR` against what is counted, as a number of drafted tokens."""
 NOTES_PER_LOOK = 8
-"""Number of drafts after which `Acceptance` computes its expected numbers of tokens again."""
+"""Number of drafts after which `Acceptance.expected_tokens` is computed from the counts anew."""
 _SIZE_CLASS = (0, 0, 1, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 4, 4, 4, 4, 5)
 """Class of a match, by its number of equal tokens. Longer matches are of the last class."""
 _SEPARATOR = chr(0x10FFFF)
@@ -104,8 +104,8 @@ class RowText(Text):
         return _size_class(self.matched)
 
     def go_on(self, new: str) -> None:
-        """Append new tokens of the row, and move on by as many in the text that its draft is copied
-        from. If the two differ, only tokens after the last difference count as matched."""
+        """Append the row's `new` tokens to its text, and skip as many in the source text, where its
+        next draft begins. If the two differ, only tokens after the last difference match."""
         self.text += new
         self.num_seen += len(new)
         if self.source is None:
@@ -121,7 +121,7 @@ class RowText(Text):
 
     def ahead(self, num_tokens: int) -> str:
         """Return up to `num_tokens` next tokens of the text that the row's draft is copied from. If
-        that text is the row's own, the repetition found there is continued."""
+        that is the row's own text and it ends before, its end is repeated."""
         if self.source is None:
             return ""
         part = self.source.text[self.place : self.place + num_tokens]
@@ -165,8 +165,8 @@ class Acceptance:
     _num_notes: int = 0
 
     def note(self, kind: int, size: int, num_drafted: int, num_right: int) -> None:
-        """Note a draft (kind of text, class of match, number of tokens) and its right first
-        tokens."""
+        """Count one tried draft of `num_drafted` tokens, of which the first `num_right` were right.
+        `kind`: index in `KINDS`. `size`: class of its match's length."""
         self.right[kind, size] += num_right
         self.tried[kind, size] += num_right + (num_right < num_drafted)
         if self.tried[kind, size] > RECENT_TOKENS:
@@ -202,7 +202,8 @@ class Pacing:
     num_steps: int = 0
 
     def looks(self, num_rows: int) -> bool:
-        """Count a step over `num_rows` live rows, and return whether to look for drafts for it."""
+        """Return whether to look for drafts for the coming step over `num_rows` live rows. To be
+        called once for every step, as each step earns time for looks or shortens a pause."""
         if self.pause:
             self.pause -= 1
             return False
@@ -232,7 +233,8 @@ class Pacing:
 
 
 class Drafter:
-    """Makes drafts for the live rows of one engine. Rows are known by `Pending.sequence`."""
+    """Makes drafts for the live rows of one engine. A row's text is kept under the number of its
+    submission (`Pending.sequence`), since rows change places."""
 
     def __init__(self, max_tokens: int) -> None:
         self.num_drafted = 0
@@ -308,9 +310,9 @@ class Drafter:
     def _best_length(
         self, rows: RowTable, which: Sequence[int], num_rows: int
     ) -> tuple[int, list[RowText], list[str]]:
-        """For these rows, return how many tokens to draft per row (0 if a plain step is better),
-        the rows' texts, and the tokens that may follow each row. The number to draft assumes that
-        all `num_rows` live rows are like those of `which`."""
+        """Return the number of tokens to draft for each row (0 if a plain step is better), and for
+        the rows `which` their texts and the tokens that may follow. The number is chosen as if all
+        `num_rows` live rows were like these."""
         texts = self._read(rows, which)
         expected = self.acceptance.expected_tokens()
         groups: dict[PromptId, list[RowText]] = {}
@@ -334,7 +336,8 @@ class Drafter:
         return (int(self._lengths[best]) if gains[best] >= MIN_GAIN else 0), texts, ahead
 
     def judge(self, num_new: np.ndarray) -> None:
-        """Note the outcome of the drafted step: each row has got `num_new` [rows] tokens."""
+        """Count which drafts of the last `propose` were right, now that their step has given each
+        live row `num_new` tokens [rows]."""
         for (kind, size, num_drafted), new in zip(self._proposed, num_new.tolist(), strict=True):
             if num_drafted:
                 self.acceptance.note(kind, size, num_drafted, new - 1)
@@ -346,9 +349,9 @@ class Drafter:
         self._pacing.took_step(num_tokens, num_rows * float(self._costs[num_rows, place]))
 
     def _point(self, text: RowText, siblings: Sequence[RowText], chance: np.ndarray) -> None:
-        """Set the source of the row's draft to the longest match, unless its present source is
-        likelier to be right. `siblings`: rows of the same prompt. `chance` of each kind of text and
-        class of match."""
+        """Set the source of a row's draft to the longest match, unless its present source is
+        likelier to be right. `siblings`: texts of the prompt's live rows. `chance` [kind of text,
+        class of match]: expected tokens of a step with a draft of one token."""
         kept = text.source
         found = self._longest_match(text, siblings)
         if found is None:
@@ -408,8 +411,8 @@ def _text(tokens: Sequence[int] | np.ndarray) -> str:
 
 
 def _row_text(entry: Pending, tokens: Sequence[int], redraw: int) -> RowText:
-    """The text of a row that was not seen before. If the sample had more tokens before it was
-    aborted than the row has now, the row's draft is copied from them."""
+    """Make the text of a row that has none yet, from its response's `tokens` so far. If the sample
+    had more tokens before it was aborted, the row's draft is copied from them."""
     request = entry.request
     text = RowText(
         text=_text(request.prompt_tokens) + _text(tokens),
@@ -425,7 +428,7 @@ def _row_text(entry: Pending, tokens: Sequence[int], redraw: int) -> RowText:
 
 def _step_costs(lengths: np.ndarray) -> np.ndarray:
     """Cost of a drafted step as a multiple of a plain step's: [number of live rows, index in
-    `lengths`]."""
+    `lengths`]. `lengths`: numbers of tokens that a row's draft may have."""
     plain, overhead, per_row, per_token = STEP_COST
     rows = np.arange(MAX_ROWS + 1)[:, None]
     costs: np.ndarray = overhead + per_row * rows + per_token * rows * (1 + lengths)

@@ -1,5 +1,4 @@
-"""Finds where a response ends: at an end token, a stop string, its length limit, or logits that are
-not numbers."""
+"""Finds where a response ends: at an end token, stop string, length limit, or logits with a NaN."""
 
 from __future__ import annotations
 
@@ -59,15 +58,16 @@ class Endings:
     def among(
         self, rows: RowTable, drawn_for: np.ndarray, tokens: np.ndarray, log_probs: np.ndarray
     ) -> np.ndarray:
-        """Whether each of these tokens [rows, tokens], drawn for the rows `drawn_for`, ends its row
-        regardless of limits and stop strings: it is an end token, or its log-probability is NaN."""
+        """Whether each of these tokens [rows, tokens], drawn for the rows with indices `drawn_for`,
+        ends its row, whatever limits and stop strings say: it is an end token or has a NaN
+        log-probability."""
         may_stop = rows.host_column("may_stop")[drawn_for]
         ends: np.ndarray = self._is_end[tokens] & may_stop[:, None] | np.isnan(log_probs)
         return ends
 
     def num_until_end(self, rows: RowTable, row: int, start: int) -> int | None:
-        """Length of the response up to and with the first token that ends it, looking from token
-        number `start` on. None: the response goes on."""
+        """Length of a row's response up to and with the first token that ends it; None if none
+        does. Only tokens from index `start` of the response on are looked at."""
         count, limit = (int(rows.host_column(name)[row]) for name in ("count", "limit"))
         found = limit if count >= limit else None
         broken = rows.first_broken(row, start)

@@ -136,7 +136,8 @@ class TorchEngine(LoopEngine):
         return outputs
 
     def _step(self) -> int:
-        """Make one decode step, with drafts if any, and return the number of tokens generated."""
+        """Make one decode step, with drafts (guessed next tokens) if they pay, and return the
+        number of tokens generated."""
         rows = self._decoder.rows
         drafts = self._drafter.propose(rows) if self._drafter is not None else None
         if self._drafter is None or drafts is None:
@@ -205,8 +206,8 @@ class TorchEngine(LoopEngine):
         return outputs
 
     def _carrying(self, row: int) -> dict[str, Any]:
-        """Return the fields of a row's event about carried tokens (kept from before an abort): how
-        many came out the same, and how often later tokens were drawn again."""
+        """Return an event's fields about the row's carried tokens (generated before an abort): how
+        many were drawn again just as they were, and how often later ones were with new noise."""
         column = self._decoder.rows.host_column
         num_kept = int(column("num_kept")[row])
         return {
@@ -291,8 +292,9 @@ class TorchEngine(LoopEngine):
         return self._settle(kept, outputs) if kept else outputs
 
     def _keep(self, gone: list[int], outputs: list[Numbered]) -> list[SampleId]:
-        """Of the rows in `gone`, copy the keys and values where the turn ended with "stop" and the
-        request asks for it (`GenerationRequest.keep`). Returns the samples of the copied rows."""
+        """For later turns of dialogues, copy the keys and values of those rows in `gone` that ended
+        with "stop" and whose requests ask for it (`GenerationRequest.keep`). Returns the rows'
+        samples."""
         kept = []
         for row, (_, output) in zip(gone, outputs, strict=True):
             request, response = self._decoder.rows.pending[row].request, output.response
@@ -303,8 +305,9 @@ class TorchEngine(LoopEngine):
         return kept
 
     def _settle(self, kept: list[SampleId], outputs: list[Numbered]) -> list[Numbered]:
-        """Drop copies of keys and values that lack memory, now that the ended rows have left.
-        Returns the outputs, with the numbers of kept tokens and the room left in their events."""
+        """Drop copies of keys and values for which there is no memory, now that the ended rows have
+        left. Returns `outputs`, whose events now tell how many tokens are kept (`num_held`) and how
+        many more could be (`room`)."""
         self._kept.settle(kept, *self._decoder.would_have(()))
         num_rows, width = self._decoder.would_have(self._waiting)
         room, keeping = self._kept.room(num_rows * width), set(kept)

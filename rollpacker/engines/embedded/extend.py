@@ -34,10 +34,9 @@ from rollpacker.engines.embedded.sampling import draw
 from rollpacker.engines.engine import Carried
 
 MAX_REDRAWS = 16
-"""Most times that tokens of one response are drawn again by the rule in `draw_again`."""
+"""Most times that tokens of one response are drawn again for its length (`draw_again`)."""
 MAX_GUESS = 255
-"""Most tokens of a guess. Longer guesses are cut: a response that differs early then costs one
-short pass."""
+"""Most tokens of a guess. Longer ones are cut: an early difference then costs one short pass."""
 EXTEND_SCORES = {"cpu": 1 << 24}
 EXTEND_SCORES_ACCELERATOR = 1 << 27
 """Most attention scores of one head (elements of the mask) in a pass, on any device but a CPU."""
@@ -78,7 +77,7 @@ class Extender:
     def extend(self, rows: np.ndarray, guesses: Sequence[Guess]) -> np.ndarray:
         """Extend each of these rows by at least one token, and by more as far as its guess is
         right. A row's newest token is then the first that differs from the guess, the token after
-        the whole guess, or the token that ended the row. Returns the number of each row's new
+        the whole guess, or the token that ended the row. Returns each row's number of new
         tokens."""
         before, positions = (self._rows.host_column(name)[rows] for name in ("count", "position"))
         max_tokens = min(self._max_tokens, self._max_logits)
@@ -160,7 +159,8 @@ class Extender:
         self._pass(rows, [Guess(())] * len(rows), np.ones(len(rows), np.int64))
 
     def _cut_at_strings(self, rows: np.ndarray, num_new: np.ndarray) -> None:
-        """Remove tokens that lie beyond a stop string; row rows[i] has num_new[i] new tokens."""
+        """Remove the tokens after a stop string from rows whose newest `num_new` tokens contain
+        one. `rows` and `num_new` are [rows]."""
         for place in np.flatnonzero(self._rows.host_column("has_stop_strings")[rows]):
             row, count = rows[place], int(self._rows.host_column("count")[rows[place]])
             end = self._endings.num_until_end(self._rows, row, count - num_new[place])
@@ -213,9 +213,9 @@ class Extender:
     # -- what was carried --------------------------------------------------------------------------
 
     def take_up(self, first: int) -> int:
-        """Continue the rows from `first` on that have carried tokens (generated before an abort and
-        kept). These rows have just drawn their first tokens. Returns the number of new
-        tokens of all rows from `first` on, in which the carried tokens kept are not counted."""
+        """Let the rows from `first` on keep their carried tokens (generated before an abort): all,
+        or if they are to be verified, as far as they are drawn again. These rows have just drawn a
+        first token. Returns how many tokens of all rows from `first` on are not carried ones."""
         carrying = [
             row for row in range(first, self._rows.num_rows) if self._rows.pending[row].has_carried
         ]
@@ -274,9 +274,9 @@ class Extender:
         return next(differs, min(len(tokens), len(carried)))
 
     def _guess(self, row: int, count: int) -> Guess:
-        """Return the guess made of the row's tokens from before an abort, from number `count` on.
-        It holds only tokens that one set of noise (random numbers) was used for, without the last
-        of them: the token after a guess is drawn with the same noise."""
+        """Return the row's carried tokens (from before an abort) from index `count` on as a guess.
+        It ends before the last token that was drawn with one set of random numbers: the token after
+        a guess is drawn with that set, too."""
         redraw, end = self._rows.pending[row].carried_redraw(count)
         self._rows.draw_with(row, count, redraw)
         size = MAX_GUESS if end is None else min(MAX_GUESS, end - count - 1)
@@ -284,14 +284,14 @@ class Extender:
         return Guess(carried.tokens[part], None if carried.verify else carried.log_probs[part])
 
     def draw_again(self, rows: np.ndarray) -> np.ndarray:
-        """Refuse the length of rows that have just stopped or passed their ceiling, if need be, and
-        return which rows go on: bool [rows].
+        """Draw tokens again in rows whose length is not allowed, and return which of `rows` go on:
+        bool [rows]. Each row has just stopped or passed its ceiling (longest allowed length).
 
-        This is for responses that do not come out as their carried tokens (from before an abort).
-        A response that was cut off at some length must not end before that length; one that had
-        ended before its siblings were cut off must not grow longer than they. If it does, all
-        tokens after the first different one are drawn again, with new noise (random numbers). If
-        the different token ended the response, it is drawn again itself.
+        Bounds are set for responses that differ from their carried tokens (from before an abort). A
+        response that was cut off at some length must not end before that length; one that had ended
+        before its siblings were cut off must not grow longer than they. If it does, the tokens
+        after the first different one are drawn again, with new noise (random numbers). If the
+        different token ended the response, it is drawn again itself.
         """
         column = self._rows.host_column
         count = column("count")[rows]

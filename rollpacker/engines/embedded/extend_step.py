@@ -100,8 +100,8 @@ class ExtendStep:
         return joined.unsqueeze(0)
 
     def _flat_places(self, num_kv_heads: int) -> Tensor:
-        """Return the index of every head of every token in a layer's storage of keys or values,
-        seen as a list of vectors [head_dim]."""
+        """Return the index in a layer's keys or values, seen as a list of vectors [head_dim], for
+        every head of every token of the pass: [tokens x heads]."""
         flat = self._flat.get(num_kv_heads)
         if flat is None:
             lines = self._row_of_token[:, None] * num_kv_heads + np.arange(num_kv_heads)
@@ -126,8 +126,7 @@ class _SpanStep:
         place = np.minimum(np.arange(span.num_tokens), lengths[:, None] - 1)
         self._last_columns = slots.width - 1 - (starts[:, None] + place)
         self._padded: Tensor | None = None
-        """Index of the token at each place of the padded rows [rows x tokens]. None: no row is
-        padded."""
+        """Index of the token at each place of padded rows [rows x tokens]. None: none is padded."""
         self._real: Tensor | None = None
         """Indices of the real tokens in the padded rows [rows x tokens]. None: no row is padded."""
         real = np.arange(span.num_tokens) < lengths[:, None]
@@ -169,7 +168,7 @@ class _SpanStep:
 
     def _bias(self, sliding_window: int | None, groups: int) -> Tensor:
         """The attention bias [rows, 1, groups x tokens, width]: 0 where a token may look, else
-        minus infinity."""
+        minus infinity. `groups`: number of query heads per key head."""
         bias = self._biases.get(sliding_window)
         if bias is None:
             lines = self._slots.bias_line(sliding_window).unfold(0, self._width, 1)

@@ -40,15 +40,15 @@ class KeptRows:
         return len(self._rows[sample].tokens) if sample in self._rows else 0
 
     def keep(self, sample: SampleId, tokens: tuple[int, ...], row: int) -> None:
-        """Copy the keys and values that the cache holds for `tokens` in its row `row`. Whether the
-        copy can stay is decided by `settle`."""
+        """Copy the keys and values of `tokens` out of the cache's slot number `row`. The caller
+        must then call `settle`, which drops the copy if memory is short."""
         self.let_go([sample])
         self._rows[sample] = KeptRow(tokens, self._slots.snapshot(row, len(tokens)))
         self.num_tokens += len(tokens)
 
     def take(self, sample: SampleId, prompt: tuple[int, ...]) -> KeptRow | None:
-        """Remove the keys and values kept of a sample, and return those of the tokens with which
-        its new prompt begins, without the prompt's last. None: nothing fits."""
+        """Remove and return the keys and values kept of a sample, cut to the tokens with which
+        `prompt` begins, without its last token, which must be fed. None: no tokens are left."""
         kept = self._rows.get(sample)
         if kept is None:
             return None
@@ -63,7 +63,7 @@ class KeptRows:
         return KeptRow(kept.tokens[:size], cache) if size else None
 
     def let_go(self, samples: Iterable[SampleId]) -> None:
-        """Drop the keys and values kept of these samples. Other samples are ignored."""
+        """Drop the keys and values kept of these samples. Samples that have none are ignored."""
         for sample in samples:
             kept = self._rows.pop(sample, None)
             if kept is not None:
@@ -75,9 +75,9 @@ class KeptRows:
         self.num_tokens = 0
 
     def settle(self, new: Sequence[SampleId], num_rows: int, width: int) -> None:
-        """Drop copies of the samples in `new`, the last ones first, until the memory suffices for
-        the copies beside the slots. The slots are shrunk first if the live rows, `num_rows` rows of
-        at most `width` positions, use no more than half of them."""
+        """Drop copies of the samples in `new`, the last ones first, until slots and copies fit the
+        memory budget. The slots are shrunk first if the live rows, `num_rows` rows of at most
+        `width` positions, use no more than half of them."""
         if self._is_over and self._is_wasteful(num_rows * width):
             self._slots.shrink(num_rows, width)
         for sample in reversed(new):

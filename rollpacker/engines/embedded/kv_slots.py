@@ -77,9 +77,9 @@ class KVSlots:
         return num_slots * width * self.bytes_per_token <= self.budget_bytes
 
     def reserve(self, num_slots: int, width: int, beside: int = 0) -> bool:
-        """Make room for `num_slots` rows of `width` positions, whose content is kept. Returns
-        whether the storage moved. Other slots and positions are kept only if they fit the memory
-        budget, of which `beside` positions are used for something else."""
+        """Make room for `num_slots` slots of `width` positions each, and keep what is stored.
+        Returns whether new tensors were allocated. Neither number shrinks, unless the memory budget
+        is too small: `beside` positions of it are used by other things."""
         if num_slots <= self.num_slots and width <= self.width:
             return False
         most = self.budget_tokens - beside
@@ -120,18 +120,18 @@ class KVSlots:
         self.keys, self.values, self._row_offsets, self._bias_lines = {}, {}, {}, {}
 
     def _zeros(self, size: tuple[int, ...]) -> Tensor:
-        """Zeros, since uninitialized memory may hold NaN: a masked position contributes 0 times its
-        value, and 0 x NaN is NaN. On a CPU the memory comes from the system as zero pages, which
-        cost nothing until they are touched: a slot as wide as its sample may become takes memory
-        only as the sample grows."""
+        """Return zeros for keys or values of this shape. Uninitialized memory may hold NaN, and a
+        masked position contributes 0 times its value, which would be NaN. On a CPU the zero pages
+        cost nothing until they are touched, so a wide slot takes memory as its sample grows."""
         if self.device.type != "cpu":
             return torch.zeros(size, dtype=self.dtype, device=self.device)
         num_bytes = math.prod(size) * self.dtype.itemsize
         return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(self.dtype).view(size)
 
     def flat_positions(self, positions: Tensor) -> dict[int, Tensor]:
-        """Indices of position `positions[r]` of each row r in the flattened storage, one for each
-        of its heads. The mapping's keys are the layers' different numbers of key-value heads."""
+        """For each number of key-value heads that a layer has, the indices of position
+        `positions[r]` of each row r in such a layer's storage, seen as a list of vectors: [rows x
+        heads]."""
         num_rows, column = positions.shape[0], positions.unsqueeze(1)
         return {
             heads: (offsets.narrow(0, 0, num_rows) + column).view(-1)
@@ -139,8 +139,9 @@ class KVSlots:
         }
 
     def bias_line(self, sliding_window: int | None) -> Tensor:
-        """A vector [2 x width - 1] of minus infinities around zeros, part of which is every row's
-        attention bias. A row's bias begins at index width - 1 - (position of its newest token)."""
+        """A vector [2 x width - 1] of minus infinities around zeros. A row's attention bias is the
+        part of it that begins at index width - 1 - (position of the row's newest token).
+        `sliding_window`: number of tokens that a token sees, or None for all."""
         line = self._bias_lines.get(sliding_window)
         if line is None:
             size = (2 * self.width - 1,)
@@ -189,8 +190,8 @@ class KVSlots:
 
 class PrefillStep:
     """A forward pass over right-padded prompts, which fills the slots of their samples.
-    `prompt_of_row` [new rows] is the index of each row's prompt in the batch, for the rows from
-    `first_row` on."""
+    `prompt_of_row` [new rows] is the index of each row's prompt in the batch; the first row is
+    `first_row`."""
 
     def __init__(self, slots: KVSlots, first_row: int, prompt_of_row: Tensor) -> None:
         self._slots = slots

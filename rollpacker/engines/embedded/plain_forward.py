@@ -80,8 +80,8 @@ class _Layer:
 
 def plain_forward(model: PreTrainedModel) -> PlainForward | None:
     """The plain forward pass of `model`, or None if the model has any part that is not known here.
-    It reads the weights in place at every call. It must be made again when a parameter gets other
-    storage, that is when `addresses` differ."""
+    The pass reads the weights in place at every call. It must be made again when a parameter gets
+    other storage, that is when `addresses` differ."""
     family = next(
         (
             part
@@ -105,7 +105,8 @@ def plain_forward(model: PreTrainedModel) -> PlainForward | None:
 
 
 def _is_as_built(model: PreTrainedModel, family: object) -> bool:
-    """Whether every module is transformers' own or peft's plain adapter, without any hooks."""
+    """Whether every module is the transformers class for the model's `family` (a module of
+    transformers) or peft's plain adapter, without any hooks."""
     name = type(model).__name__.removesuffix("ForCausalLM")
     known = {getattr(family, name + part) for part in _PARTS} | _TORCH_PARTS
     modules = list(model.modules())
@@ -153,7 +154,7 @@ class PlainForward:
         )
 
     def reserve(self, width: int) -> None:
-        """Compute the rotary embedding's rotations for positions below `width`."""
+        """Compute the rotary embedding's rotations for rows of up to `width` positions."""
         old_width = len(self._rotations)
         if width <= old_width:
             return
@@ -180,9 +181,9 @@ class PlainForward:
     def extend(
         self, tokens: Tensor, positions: Tensor, wanted: Tensor | None, step: RolloutStep
     ) -> Tensor:
-        """Return logits after some of the `tokens` [tokens] at `positions` [tokens]: [wanted,
-        vocabulary], for the tokens whose indices are in `wanted` (None: for all). `step` sees one
-        row."""
+        """Feed one sequence of `tokens` [tokens] at `positions` [tokens], and return the logits
+        [wanted, vocabulary] after those whose indices are in `wanted` (None: after all). `step` may
+        hold several rows' tokens in the sequence."""
         hidden = self._hidden(tokens, positions, 1, step)
         return self._logits(hidden if wanted is None else hidden.index_select(0, wanted))
 
@@ -192,8 +193,8 @@ class PlainForward:
     def _hidden(
         self, tokens: Tensor, positions: Tensor, num_rows: int, step: RolloutStep
     ) -> Tensor:
-        """Hidden states [tokens, width] after the last layer; the tokens of `num_rows` rows of
-        equal length lie one row after the other."""
+        """Hidden states [tokens, hidden size] after the last layer. The tokens of `num_rows` rows
+        of equal length lie one row after the other."""
         hidden: Tensor = self._embedding.index_select(0, tokens)
         rotations = self._rotations.index_select(0, positions)
         cos, sin = rotations.narrow(1, 0, 1), rotations.narrow(1, 1, 1)
@@ -215,7 +216,8 @@ class PlainForward:
         num_rows: int,
         step: RolloutStep,
     ) -> Tensor:
-        """Outputs of all heads of a layer's attention side by side: [tokens, heads x head_dim]."""
+        """Outputs of all heads of a layer's attention side by side, [tokens, heads x head_dim], for
+        the normed hidden states. `step` reads and writes the cache."""
         head_dim, num_heads = self._head_dim, layer.num_heads
         value = _project(normed, layer.value)
         # Query and key heads are normed and rotated together.
@@ -253,8 +255,8 @@ def _normalize(hidden: Tensor, norm: _Norm) -> Tensor:
 
 def _scale_to_unit(hidden: Tensor, norm: _Norm) -> Tensor:
     """Divide each vector along the last dimension by its root mean square, in the roundings of
-    transformers' RMSNorm. The sum of squares comes from a vector norm: on a CPU that takes half the
-    time of a mean."""
+    transformers' RMSNorm. The sum of squares comes from a vector norm: half the time of a mean on a
+    CPU."""
     is_wide = hidden.dtype == torch.float32
     wide = hidden if is_wide else hidden.float()
     length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)

@@ -56,12 +56,13 @@ _HOST_COLUMNS = {
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A request that the engine has taken on. `sequence` numbers the engine's requests."""
+    """A request that the engine has taken on. `sequence`: its number in the order of submission."""
 
     request: GenerationRequest
     sequence: int
     redraws: list[tuple[int, int]] = field(default_factory=list)
-    """The sets of random numbers used for the tokens generated so far, as in `Response.redraws`."""
+    """Pairs (token's number, set of random numbers that it and later tokens are drawn with), as in
+    `Response.redraws`. Empty: all tokens are drawn with set 0."""
 
     @property
     def limit(self) -> int:
@@ -69,8 +70,8 @@ class Pending:
 
     @property
     def width(self) -> int:
-        """Number of cache positions that the row can need: one a token, but for the last response
-        token."""
+        """Number of cache positions that the row can need: one for each token of its prompt and of
+        its longest response but the last, which is never fed."""
         return len(self.request.prompt_tokens) + self.limit - 1
 
     @property
@@ -111,10 +112,10 @@ class RowTable:
 
     Columns [slots]: token is the newest token, log_prob its log-probability, and position its
     place, where the next step writes its key and value. num_kept is the number of carried tokens
-    (generated before an abort) that came out the same (-1: not compared), num_reused the number of
-    prompt tokens whose keys and values were kept from an earlier turn. floor and ceiling bound the
-    length as `Carried.floor` says, and redraw counts how often tokens were drawn with new noise for
-    that.
+    (generated before an abort) that were drawn again just as they were (-1: not compared),
+    num_reused the number of prompt tokens whose keys and values were kept from an earlier turn.
+    A response may not end with floor tokens or fewer, nor become longer than ceiling; redraw counts
+    how often its tokens were drawn with new noise for that reason.
     """
 
     def __init__(self, device: torch.device, vocabulary_size: int) -> None:
@@ -132,7 +133,8 @@ class RowTable:
         self._noise_column = 0
         self._is_uneven = False
         """Whether rows have got different numbers of tokens since the block of noise (random
-        numbers) was made. The block is then of no use, and soon perhaps the next."""
+        numbers for several steps) was made. The block's rest is then useless, and the next block is
+        kept short."""
         self._free_stores: list[int] = []
         self._tokens = np.zeros((0, 0), np.int64)
         self._log_probs = np.zeros((0, 0), np.float32)
@@ -161,7 +163,7 @@ class RowTable:
         self._noise_column = steps
 
     def device_column(self, name: str) -> Tensor:
-        """The column of this name for all rows, as a tensor on the device. It may only be read."""
+        """The column of this name over all slots, used or not, as a device tensor for reading."""
         return self._seen_as_tensors[name].to(self.device)
 
     def host_column(self, name: str) -> np.ndarray:
@@ -183,7 +185,7 @@ class RowTable:
 
     def next_noise(self) -> Tensor:
         """Return every slot's noise (random numbers to draw with) for the next step, float64
-        [slots, size] on the device."""
+        [slots, `noise_size`] on the device."""
         num_steps = self._noise.shape[1]
         if self._noise_column >= num_steps:
             self._noise_column = max(0, num_steps - NOISE_BLOCK_UNEVEN) if self._is_uneven else 0
@@ -195,7 +197,7 @@ class RowTable:
 
     def noise_ahead(self, rows: slice | np.ndarray, count: int) -> Tensor:
         """Noise (random numbers) for the next `count` tokens of these rows, float64 [rows, count,
-        size] on the device."""
+        `noise_size`] on the device."""
         keys, counts = (
             torch.from_numpy(column[rows]).to(self.device)
             for column in (self._columns["key"].view(np.int64), self._columns["count"])
@@ -203,8 +205,8 @@ class RowTable:
         return exponentials(keys, counts, count, self._noise.shape[2])
 
     def _fill_noise(self, rows: slice | np.ndarray) -> None:
-        """Make the noise (random numbers) of these rows for the remaining steps of the block,
-        beginning with the token number in their column `count`."""
+        """Make the noise (random numbers) of these rows for the remaining steps of the block. The
+        first is for each row's next token."""
         left = self._noise.shape[1] - self._noise_column
         if left > 0:
             where = rows if isinstance(rows, slice) else torch.from_numpy(rows).to(self.device)
@@ -213,7 +215,8 @@ class RowTable:
     # -- rows come, advance, go --------------------------------------------------------------------
 
     def add(self, new: list[Pending]) -> Tensor:
-        """Append rows without tokens. Returns their first random numbers, float64 [new, size]."""
+        """Append rows without tokens. Returns the random numbers for each row's first token,
+        float64 [new rows, random numbers that one draw takes]."""
         first, self.num_rows = self.num_rows, self.num_rows + len(new)
         rows = slice(first, self.num_rows)
         self.pending.extend(new)
@@ -247,7 +250,7 @@ class RowTable:
         return self.noise_ahead(rows, 1)[:, 0]
 
     def record(self, tokens: np.ndarray, log_probs: np.ndarray, first: int = 0) -> None:
-        """Append one token to each row from `first` on."""
+        """Append one token to each row from index `first` on: `tokens`, `log_probs` are [rows]."""
         rows = slice(first, self.num_rows)
         store, count = self._columns["store"][rows], self._columns["count"][rows]
         while len(count) and count.max() >= self._tokens.shape[1]:
@@ -285,9 +288,9 @@ class RowTable:
         self._is_uneven = True
 
     def cut(self, rows: np.ndarray, counts: Sequence[int]) -> None:
-        """Shorten row rows[i] to its first counts[i] tokens; later tokens get the random numbers of
-        the row's present key. The cache of removed tokens stays as garbage. A row left without
-        tokens feeds its prompt's last token again."""
+        """Shorten row rows[i] to its first counts[i] tokens, and make the random numbers of the
+        next ones. Keys and values of removed tokens stay in the cache as garbage. A row left
+        without tokens feeds its prompt's last token again."""
         for row, count in zip(rows.tolist(), counts, strict=True):
             store, prompt = self._columns["store"][row], self.pending[row].request.prompt_tokens
             assert count <= self._columns["count"][row]
@@ -300,13 +303,13 @@ class RowTable:
         self._fill_noise(rows)
 
     def redraw_from(self, row: int, start: int) -> None:
-        """Let the row's tokens from number `start` on be drawn with random numbers that were not
-        used yet. Call this before `cut`, which makes them."""
+        """Let the row's tokens from index `start` on be drawn with a set of random numbers that was
+        not used yet. Only takes effect with the next `cut`, which makes the random numbers."""
         self._columns["redraw"][row] += 1
         self._columns["key"][row] = self.pending[row].redraw_from(start)
 
     def draw_with(self, row: int, start: int, redraw: int) -> None:
-        """Let the row's tokens from `start` on be drawn with random numbers of the set `redraw`."""
+        """Draw the row's tokens from index `start` on with random numbers of set `redraw`."""
         self._columns["key"][row] = self.pending[row].draw_with(start, redraw)
 
     def _widen_outputs(self) -> None:
@@ -328,8 +331,7 @@ class RowTable:
         return tokens
 
     def first_broken(self, row: int, start: int) -> int | None:
-        """Number of the row's first token from `start` on with a NaN log-probability. None: no
-        token."""
+        """Index of the row's first token from `start` on with a NaN log-probability, or None."""
         count, store = int(self._columns["count"][row]), self._columns["store"][row]
         broken = np.flatnonzero(np.isnan(self._log_probs[store, start:count]))
         return start + int(broken[0]) if len(broken) else None

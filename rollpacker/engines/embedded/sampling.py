@@ -29,8 +29,7 @@ WIDE_VOCABULARY = 64
 """Largest vocabulary that is drawn from in one round. A larger one takes two: group, then token."""
 AT_ONCE = 1 << 18
 """Most logits drawn from together on a CPU, per torch thread: as float64 these are 2 MiB, which
-stay in the thread's cache. All rows of a wide vocabulary at once would need new memory at each
-token."""
+stay in the thread's cache. All rows of a wide vocabulary would need new memory at each token."""
 # The constants of SplitMix64 (Steele, Lea and Flood 2014), as signed numbers.
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
@@ -54,7 +53,7 @@ def num_groups(vocabulary_size: int) -> int:
 
 
 def noise_size(vocabulary_size: int) -> int:
-    """Number of exponentials that one draw takes: one per group, then one per token of a group."""
+    """Number of random numbers that one draw takes: one a group, then one a token of the group."""
     groups = num_groups(vocabulary_size)
     return groups if groups == vocabulary_size else groups - (-vocabulary_size // groups)
 
@@ -63,7 +62,7 @@ def exponentials(keys: Tensor, first: Tensor, count: int, size: int) -> Tensor:
     """Noise (random numbers) for the tokens first[i] ... first[i] + count - 1 of sample i, whose
     key (int64) is keys[i]. Returns standard exponentials, float64 [samples, count, size]. A token's
     number and key are hashed in two rounds of the SplitMix64 finalizer, the key entering before
-    each; a third round hashes the result with each place."""
+    each; a third round hashes the result with each of the `size` indices."""
     counter = first[:, None] + torch.arange(1, count + 1, device=keys.device)
     key = keys[:, None]
     token = _mix(_mix(counter * _GAMMA + key) ^ key)
@@ -87,8 +86,8 @@ def _shifted(bits: Tensor, by: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class DrawMode:
-    """Which parts of `draw` the rows of a batch need. A row that does not need a part gets the same
-    result with and without it, bit for bit."""
+    """Whether any row of a batch is greedy, has another temperature than 1, or is truncated: `draw`
+    leaves out the parts that none needs. Other rows get the same with and without them."""
 
     greedy: bool = False
     tempered: bool = False

@@ -36,8 +36,9 @@ def base_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def adapter_arguments(model: PreTrainedModel, *, on_cpu: bool) -> dict[str, Any]:
-    """Arguments of vLLM's start that describe the model's adapter; empty for a model without one.
-    Raises `UnsupportedModelError` for an adapter or a dtype of it that vLLM cannot run."""
+    """Arguments for vLLM's start that describe the model's adapter; empty for a model without one.
+    `on_cpu`: whether vLLM runs on a CPU. Raises `UnsupportedModelError` if vLLM cannot run an
+    adapter of this rank, or of this dtype on a GPU."""
     if not has_adapter(model):
         return {}
     from vllm.config.lora import MaxLoRARanks
@@ -73,8 +74,8 @@ def lora_request(model: PreTrainedModel) -> LoRARequest | None:
 
 
 def load_adapter(model: PreTrainedModel, vllm: LLMEngine) -> None:
-    """Replace vLLM's adapter by the model's. Raises `EngineError` if vLLM has no place for the
-    adapter of some module, or the files cannot be written."""
+    """Replace vLLM's adapter by the model's. Raises `EngineError` if vLLM can have no adapter on a
+    module that has one in the model, or if the files cannot be written."""
     from vllm.lora.request import LoRARequest
 
     (places,) = {frozenset(found) for found in vllm.apply_model(_places)}
@@ -132,6 +133,6 @@ def _places(model: torch.nn.Module) -> set[str]:
 
 
 def _is_one_of(name: str, places: frozenset[str]) -> bool:
-    """Whether this name, or a longer one that ends with it, is among the places: where vLLM's code
-    handles images too, the names have a prefix."""
+    """Whether this name of a module is in `places` (`_places`), or is the end of one there: vLLM's
+    code for models that handle images too adds a prefix."""
     return name in places or any(place.endswith(f".{name}") for place in places)

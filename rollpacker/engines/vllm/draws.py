@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from vllm.v1.sample.logits_processor import LogitsProcessor
 
 NUMBER, DRAW = "rollpacker", "rollpacker_draw"
-"""Names of the extra arguments of a vLLM request: the request's number, and its `Draw`, of which a
-worker in a process of its own keeps a copy."""
+"""Names of the extra arguments that a vLLM request carries: its number in the engine, and its
+`Draw`, of which a worker in a process of its own keeps a copy."""
 
 
 class Anew:
@@ -37,8 +37,7 @@ class Anew:
     __slots__ = ("keys", "log_probs", "tokens")
 
     def __init__(self, keys: Sequence[int]) -> None:
-        """`keys`: 64-bit key of the noise (random numbers) of each token to be drawn again, in
-        order."""
+        """`keys`: 64-bit key of the noise (random numbers) of each token that is drawn again."""
         self.keys = [_signed(key) for key in keys]
         self.tokens: list[int] = []
         """The tokens drawn so far in place of those generated before the abort."""
@@ -63,7 +62,7 @@ class Draw:
         self.tokens: Sequence[int] = ()
         """vLLM's own list of the tokens that it generated for the request, which grows."""
         self.log_probs: list[float] = []
-        """Log-probabilities of `tokens`, and maybe of one more token that vLLM threw away."""
+        """Log-probabilities of `tokens`, and maybe of one drawn in a prompt not read to its end."""
 
 
 class Draws:
@@ -76,8 +75,8 @@ class Draws:
 
 
 def drawing_with(draws: Draws) -> type[LogitsProcessor]:
-    """The class of a logits processor that draws tokens for these requests, to be given to vLLM as
-    `EngineArgs.logits_processors`."""
+    """The class of a logits processor that draws tokens as the `Draw` of each request in `draws`
+    says. Give it to vLLM as `EngineArgs.logits_processors`."""
     from vllm.v1.sample.logits_processor import LogitsProcessor
     from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
@@ -140,9 +139,10 @@ class Settings:
     def draw(
         self, logits: Tensor, keys: Tensor, places: Tensor, requests: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Draw one token per row of logits [rows, vocabulary], with the random numbers of keys[row]
-        at response token places[row] (int64 [rows]). Returns tokens and log-probabilities [rows].
-        `requests` int64 [rows]: index of each row's request; None: row i is of request i."""
+        """Draw one token per row of logits [rows, vocabulary], with the random numbers of key
+        keys[row] for the response token of index places[row] (both int64 [rows]). Returns tokens
+        and log-probabilities [rows]. `requests` int64 [rows]: index of each row's request; None:
+        row i is of request i."""
         noise = exponentials(keys, places, 1, self._noise_size)[:, 0]
         temperature, top_k, top_p = (
             column if requests is None else column[requests] for column in self._columns

@@ -159,9 +159,8 @@ class VllmEngine(LoopEngine):
         return outputs
 
     def _add(self, entry: Pending) -> Numbered | None:
-        """Hand a request to vLLM. Returns its output if nothing is to be generated for it, because
-        it can never run or its carried tokens (from before an abort) are a whole response; else
-        None."""
+        """Hand a request to vLLM. Returns None; or its output if there is nothing to generate, as
+        it can never run, or its carried tokens (from before an abort) are a whole response."""
         reason = self._why_impossible(entry)
         if reason is not None:
             return failure(entry, reason)
@@ -173,7 +172,7 @@ class VllmEngine(LoopEngine):
         return None
 
     def _begin_live(self, live: Live) -> None:
-        """Hand a response to vLLM, which continues it after the tokens that it has."""
+        """Hand a live response to vLLM, with the tokens that it has as the end of the prompt."""
         entry, given = live.entry, live.begin()
         # What comes from the prefix cache is not read, and so not drawn anew.
         draws_anew = live.draw.anew is not None
@@ -188,8 +187,8 @@ class VllmEngine(LoopEngine):
         self._live[entry.sequence] = live
 
     def _hand_over(self, number: int, draw: Draw, prompt: list[int], **sampling: Any) -> Request:
-        """Hand vLLM a request with this prompt, these sampling parameters, and `draw`, which draws
-        its tokens. Returns vLLM's record of the request."""
+        """Hand vLLM a request under this number. `draw` tells how its tokens are drawn, and takes
+        their log-probabilities; `sampling` are further parameters. Returns vLLM's record of it."""
         from vllm import SamplingParams as VllmSamplingParams
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
@@ -288,9 +287,9 @@ class VllmEngine(LoopEngine):
         return outputs
 
     def _look(self) -> dict[int, int]:
-        """Compare the carried tokens (from before an abort) with the tokens drawn in their places,
-        where vLLM has read them all. Returns the numbers of the requests that vLLM cannot continue
-        because a token came out differently, each with the number of tokens that are kept."""
+        """Compare carried tokens (from before an abort) with those drawn in their places, in the
+        requests whose prompt vLLM has now read. Returns the requests' numbers where a token
+        differs, each with the number of tokens to keep: vLLM cannot go on with these requests."""
         seen = [
             live
             for live in self._live.values()
@@ -313,8 +312,8 @@ class VllmEngine(LoopEngine):
         return [one for one in broken if one in self._live and self._live[one].is_broken]
 
     def _end(self, live: Live, reason: str | None) -> Numbered | None:
-        """The output of a response that vLLM has ended for this reason (None: it was taken out of
-        vLLM). Returns None if the response is not over: it is then handed to vLLM again."""
+        """Return the output of a response that has left vLLM, or hand it to vLLM again and return
+        None if it is not over. `reason`: why vLLM ended it; None if it was taken out of vLLM."""
         if reason not in (None, "stop", "length"):
             return failure(live.entry, f"vLLM ended it: {reason}")
         if live.first_broken is not None:
@@ -348,8 +347,8 @@ class VllmEngine(LoopEngine):
         ]
 
     def _take_out(self, numbers: Sequence[int], unended: Sequence[int]) -> list[Live]:
-        """Take the responses of these requests out of vLLM and return them. `unended`: numbers of
-        the requests that vLLM has not ended by itself, which it is told to drop."""
+        """Take the responses of these requests out of vLLM and return them. `unended`: those of the
+        numbers that vLLM is still generating for, and must be told to drop."""
         states = self._vllm.output_processor.request_states
         for number in unended:
             state = states.get(self._live[number].request.request_id)

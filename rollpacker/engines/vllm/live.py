@@ -1,7 +1,7 @@
 """A response while vLLM generates it, perhaps in several requests to vLLM one after the other.
 
-    begin       vLLM gets the prompt and the response's tokens; carried tokens (of an earlier
-                launch) that are to be verified are drawn again (engines/vllm/verify.py)
+    begin       vLLM gets the prompt and the response's tokens; carried tokens (from before an
+                abort) that are to be verified are drawn again (engines/vllm/verify.py)
     look        once vLLM's first new token is there: how many carried tokens came out the same?
     leave       the response has left vLLM: its tokens are kept here
     cut, begin  once more, if a carried token came out differently, or the length is refused
@@ -37,7 +37,7 @@ class Live:
         self.entry = entry
         self.carried = carried
         self.given = list(carried.tokens)
-        """The response's tokens, without those that vLLM is generating in its present request."""
+        """The response's tokens when vLLM got its current request, which generates further ones."""
         self.log_probs = list(carried.log_probs)
         """Log-probability of each token in `given`."""
         self.num_kept: int | None = None
@@ -70,16 +70,15 @@ class Live:
 
     @property
     def first_broken(self) -> int | None:
-        """Number of the first token with a NaN log-probability (None: no token). Called after
-        `leave`."""
+        """Index of the first token with a NaN log-probability, or None. Called after `leave`."""
         return next((n for n, one in enumerate(self.log_probs) if math.isnan(one)), None)
 
     # -- vLLM gets it and gives it back ------------------------------------------------------------
 
     def begin(self) -> list[int]:
-        """Make the `Draw` with which vLLM is to go on, and return the response tokens that vLLM's
-        prompt is to end with. If carried tokens (from before an abort) are to be verified, the last
-        of them is left for vLLM's first step to generate, which so always has something to do."""
+        """Make the `Draw` for vLLM's next request, and return the response tokens that are to be
+        the end of its prompt. If carried tokens (from before an abort) are to be verified, all but
+        the last are: a request must generate something."""
         entry = self.entry
         if not self.is_unseen:
             key = entry.key(entry.redraws[-1][1] if entry.redraws else 0)
@@ -98,8 +97,8 @@ class Live:
         vLLM's first new token must be there.
 
         `ends(tokens, count)`: whether the first `count` tokens have just ended the response.
-        Returns the number of tokens to continue from in a new request, without vLLM's new ones;
-        None if vLLM can continue by itself.
+        Returns None if vLLM's request can go on; else the number of tokens that are kept, after
+        which a new request must begin.
         """
         anew, carried = self.draw.anew, self.carried.tokens
         assert anew is not None and len(anew.tokens) == len(carried) - 1
@@ -158,13 +157,14 @@ class Live:
 
     @property
     def is_too_long(self) -> bool:
-        """Whether the response is longer than `Carried.ceiling`, and may be drawn again."""
+        """Whether the response is longer than `Carried.ceiling` allows, and has not been drawn
+        again `MAX_REDRAWS` times yet."""
         return len(self.tokens) > self._ceiling and self.num_redraws < MAX_REDRAWS
 
     def draw_again(self, *, stopped: bool) -> bool:
-        """Cut a response that has left vLLM if its length is refused, as in `Extender.draw_again`.
-        Returns whether it was cut and must go on, with new random numbers. `stopped`: whether it
-        ended by itself."""
+        """Cut a response that has left vLLM if it is too short or too long, as in
+        `Extender.draw_again`. Returns whether it was cut and must go on, with new random numbers.
+        `stopped`: whether it ended by itself."""
         count = len(self.given)
         floor = self.carried.floor if self.carried.verify else 0
         is_wrong = (stopped and count <= floor) or count > self._ceiling

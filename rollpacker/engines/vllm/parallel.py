@@ -33,7 +33,7 @@ class Workers:
     """The worker processes of one vLLM engine that several devices share."""
 
     def __init__(self, engine: LLMEngine, model: PreTrainedModel) -> None:
-        """Takes shared memory for the weights. Raises `OSError`, or `ValueError` for lack of it."""
+        """Takes shared memory for the weights. Raises `OSError`, or `ValueError` for too little."""
         self._engine = engine
         self._buffer = WeightBuffer.create(base_weights(model))
         self._num_loads = 0
@@ -72,9 +72,8 @@ class Workers:
 
 
 def watch_processes(engine: LLMEngine, on_error: Callable[[EngineError], None]) -> threading.Event:
-    """Call `on_error`, in a thread of its own, when one of the engine's worker processes ends by
-    itself. The event that this returns is set to say that processes may end: then nothing is
-    called. vLLM's own watch would notice some ten seconds later."""
+    """Watch the engine's worker processes in a thread, and call `on_error` when one of them ends
+    unasked. Set the event that this returns before ending them. vLLM's own watch is 10 s slower."""
     executor: Any = engine.engine_core.engine_core.model_executor
     processes = [worker.proc for worker in executor.workers]
     family = [os.getpid(), *(one.pid for one in processes)]

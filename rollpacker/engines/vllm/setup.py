@@ -80,7 +80,7 @@ def open_vllm(
 ) -> LLMEngine:
     """Open a vLLM engine for this model's architecture in this process; with `tensor_parallel` > 1
     its devices have a worker process each. It draws tokens as `draws` says. Its weights are still
-    random.
+    random. `sleeps`: whether it must be able to free its GPU memory.
 
     Raises `MissingPackageError` if vLLM is not installed, `UnsupportedModelError` if vLLM cannot
     run the model here, lacks memory for it or runs it only with a model runner that is unknown
@@ -211,7 +211,7 @@ def _given(config: EngineConfig, known: type) -> dict[str, Any]:
 
 
 def _watch_runners(engine: LLMEngine, draws: Draws, tensor_parallel: int) -> None:
-    """Have each worker's model runner draw tokens from before an abort again (verify.py). If a
+    """Wrap each worker's model runner so that it draws carried tokens again (verify.py). If a
     runner is of an unknown class, shuts the engine down and raises `UnsupportedModelError`."""
     refusals = engine.collective_rpc(
         "watch" if tensor_parallel > 1 else lambda worker: watch(worker, draws)
@@ -292,8 +292,7 @@ def _check_head_size(model: PreTrainedModel) -> None:
 
 
 def check_hybrid(model: PreTrainedModel, *, on_cpu: bool) -> None:
-    """Raise `UnsupportedModelError` if this vLLM cannot run the model's layers that are not
-    attention."""
+    """Raise `UnsupportedModelError` if vLLM cannot run the model's layers other than attention."""
     config, name = model.config.get_text_config(), type(model).__name__
     kind = config.model_type
     if kind in _NEED_TORCHVISION and find_spec("torchvision") is None:
@@ -325,8 +324,8 @@ def check_hybrid(model: PreTrainedModel, *, on_cpu: bool) -> None:
 @contextmanager
 def _environment(settings: Mapping[str, str]) -> Iterator[None]:
     """Set these environment variables while vLLM is imported and set up. Afterwards restore what
-    vLLM changes in the process: the environment (child processes would preload libraries), torch's
-    function to set its thread count, which vLLM disables, and the states of random numbers."""
+    vLLM changes in the process: environment variables, the function `torch.set_num_threads`, which
+    vLLM disables, and the random number generators."""
     before, set_num_threads = dict(os.environ), torch.set_num_threads
     of_python, of_numpy = random.getstate(), np.random.get_state()
     os.environ.update(settings)

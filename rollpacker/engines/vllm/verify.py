@@ -28,9 +28,9 @@ RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 def watch(worker: Any, draws: Draws) -> str | None:
-    """Make the model runner of one of vLLM's workers draw the carried tokens (from before an abort)
-    of these requests again. Returns None, or a sentence that says why that cannot be done: the
-    runner is of another class than this code is written for."""
+    """Make the model runner of one of vLLM's workers draw again the carried tokens (from before an
+    abort) of the requests in `draws`. Returns None, or a sentence that says why that cannot be
+    done: the runner is of another class than this code is written for."""
     runner = worker.model_runner
     classes = [f"{one.__module__}.{one.__qualname__}" for one in type(runner).__mro__]
     if RUNNER not in classes:
@@ -52,9 +52,9 @@ def watch(worker: Any, draws: Draws) -> str | None:
 def _draw_anew(
     runner: Any, draws: Draws, hidden_states: Tensor, num_scheduled: Mapping[str, int]
 ) -> None:
-    """Draw again the tokens from before an abort that this step has read, from the hidden states
-    before them. `hidden_states` is [tokens of the step, hidden]; `num_scheduled` is the number of
-    the step's tokens by request."""
+    """Draw again the carried tokens (from before an abort) that vLLM's step has read, from the
+    hidden states before them. `hidden_states` [tokens of the step, hidden]. `num_scheduled`: vLLM
+    request's id to the number of its tokens in the step."""
     found: list[_Piece] = []
     for name, num_tokens in num_scheduled.items():
         state = runner.requests[name]
@@ -84,7 +84,7 @@ class _Piece(NamedTuple):
     """Index in the response of the first of these tokens."""
     num_tokens: int
     row: int
-    """Index in the step's hidden states of the state that the first of them is drawn from."""
+    """Index in the step's hidden states of the one that gives the first of these tokens' logits."""
 
 
 def _draw_all(runner: Any, found: list[_Piece], hidden_states: Tensor) -> None:

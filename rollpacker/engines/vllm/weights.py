@@ -25,8 +25,8 @@ PROBE_TOKENS = 16
 """Number of tokens in the fixed prompt whose log-probabilities both sides compute."""
 TOLERANCE = {torch.float32: 1e-3}
 TOLERANCE_HALF = 1.0
-"""Largest allowed difference between both sides' log-probabilities: `TOLERANCE` in float32, this in
-any shorter format."""
+"""Largest allowed difference of a token's log-probability between vLLM and the transformers module
+for weights in other formats than float32, for which it is `TOLERANCE`."""
 
 
 class Copy:
@@ -42,8 +42,8 @@ class Copy:
         forget: Callable[[Sequence[int]], None],
     ) -> None:
         """`workers`: the worker processes if several devices share the engine, else None.
-        `hand_over` and `forget` are the engine's methods: to hand a request to vLLM, and to drop
-        what is noted of requests that have ended."""
+        `hand_over`: the engine's method that hands a request to vLLM; `forget`: the one that drops
+        the `Draw`s of ended requests."""
         self._model = model
         self._vllm = vllm
         self._workers = workers
@@ -53,8 +53,8 @@ class Copy:
 
     @torch.no_grad()
     def load(self) -> None:
-        """Copy the model's weights into vLLM, and raise `EngineError` if vLLM then computes
-        something else. After the first time only an adapter, if there is one, is copied."""
+        """Copy the model's weights into vLLM: all at first, and later only the adapter if there is
+        one. Raises `EngineError` if vLLM then gives a fixed prompt other log-probabilities."""
         if not (self._has_base and has_adapter(self._model)):
             self._load_base()
             self._has_base = True
@@ -83,9 +83,9 @@ class Copy:
         self._vllm.sleep(level=1)
 
     def wake_up(self) -> None:
-        """Undo `sleep`, in two stages between which nothing may run, since the cache is missing.
-        Raises `EngineError` if some of vLLM's memory is not there afterwards, or vLLM computes
-        something else than the model."""
+        """Undo `sleep`: bring back the weights, then allocate an empty cache. Raises `EngineError`
+        if some of vLLM's memory is missing, or it computes other log-probabilities than the
+        model."""
         for stage in ("weights", "kv_cache"):
             is_whole = self._vllm.wake_up(tags=[stage])
         if not is_whole or self._vllm.is_sleeping():

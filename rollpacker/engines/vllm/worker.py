@@ -42,13 +42,13 @@ class Extension:
         return [(one.tokens, one.log_probs) for one in found if one is not None]
 
     def watch(self: Any) -> str | None:
-        """Watch this worker's model runner (see `verify.watch`); called once, before there are
-        requests. Returns a sentence if the runner cannot be watched, else None."""
+        """Have this worker's model runner draw carried tokens again (`verify.watch`). Called once,
+        before any request. Returns a sentence if the runner is of an unknown class, else None."""
         return watch(self, _draws)
 
     def load_shared(self: Any, source: WeightSource) -> None:
-        """Load this worker's part of these weights. Raises `StaleWeightsError` if the source holds
-        another version by now."""
+        """Load this worker's part of the weights in the shared memory that `source` names. Raises
+        `StaleWeightsError` if another version is there by now."""
         with _reader.reading(source) as weights:
             self.reload_weights(weights_iterator=iter(weights.items()))
         self.apply_model(pack_output_layer)

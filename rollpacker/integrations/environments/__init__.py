@@ -28,13 +28,15 @@ PACKAGES = {
     "reasoning-gym": "reasoning_gym",
     "verifiers": "verifiers",
 }
-"""Names of the adapters' modules in this package, by the name before the colon."""
+"""Names of the adapters' modules in this package, by the package's name as the config
+writes it before the colon."""
 
 __all__ = ["PACKAGES", "AdapterError", "is_adapted", "load", "rows"]
 
 
 def is_adapted(name: str) -> bool:
-    """Whether `name` is `package:NAME` with a package of `PACKAGES`, not `module:function`."""
+    """Whether `name` is `package:NAME` with one of the `PACKAGES` that have an adapter. Else it is
+    a user's `module:function`."""
     package, colon, rest = name.partition(":")
     return bool(colon and rest) and package in PACKAGES
 
@@ -50,9 +52,10 @@ def load(name: str, arguments: Mapping[str, Any]) -> Callable[[], Environment]:
 
 
 def rows(name: str, arguments: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The rows that the package's environment provides, so that a run needs no dataset. A row is
-    given to `reset`, with a `seed`. None: it has no rows of its own. `arguments` and errors are
-    those of `load`; `num_rows` is the number of rows if that is not fixed."""
+    """The rows that the package's environment provides, so that a run needs no dataset. Each
+    is given to `reset`, with a `seed`. None: it has no rows of its own. `arguments` are as
+    in `load`; `num_rows` is the number of rows if the environment does not fix that. Raises
+    the same errors as `load`."""
     module, rest = _module_of(name)
     return module.rows(rest, dict(arguments))  # type: ignore[no-any-return]
 

@@ -79,7 +79,8 @@ class GemEnvironment:
 
 
 def _with_affixes(observation: str, info: Mapping[str, Any]) -> str:
-    """The observation between the prefix and the suffix that GEM's `info` holds for it."""
+    """The observation for the model, with the prefix before it and the suffix after it
+    that GEM's `info` may hold."""
     body = observation if not observation or observation.endswith("\n") else observation + "\n"
     return str(info.get("prefix", "")) + body + str(info.get("suffix", ""))
 

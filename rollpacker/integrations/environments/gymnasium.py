@@ -71,7 +71,7 @@ class Settings:
 
 
 class GymnasiumEnvironment:
-    """One episode of a Gymnasium environment. It closes the environment at its end."""
+    """One episode of a Gymnasium environment, which `close` ends."""
 
     deterministic = True
 
@@ -92,8 +92,8 @@ class GymnasiumEnvironment:
     def step(
         self, message: Message
     ) -> tuple[Sequence[Message], float | None, bool, bool, dict[str, Any]]:
-        """Play one step. Returns Gymnasium's five values; the last is empty. A message that names
-        no action is answered without a step."""
+        """Play one step. Returns Gymnasium's five values, with an empty `info`. A message that
+        names no action is answered with the list of actions, and the environment is not stepped."""
         action = text_of(message) if self._is_text else self._action(text_of(message))
         if action is None:
             return said(f"That names no action. {self._choices()}"), None, False, False, {}
@@ -105,7 +105,8 @@ class GymnasiumEnvironment:
         self._env.close()
 
     def _action(self, text: str) -> int | None:
-        """The action that the text names last, by name or number. None: it names none."""
+        """Return the number of the action that the text names last, by name or number. None:
+        the text names no action."""
         known = {one.casefold(): index for index, one in enumerate(self._names)}
         known |= {one.casefold(): index for index, one in enumerate(self._settings.actions)}
         longest_first = sorted(known, key=len, reverse=True)
@@ -139,7 +140,8 @@ def _settings(name: str, arguments: dict[str, Any]) -> tuple[Settings, dict[str,
 
 
 def _make(name: str, arguments: Mapping[str, Any]) -> Any:
-    """Make a new environment, which draws itself in text if it can. Raises `AdapterError`."""
+    """Make a new Gymnasium environment, with the render mode "ansi" (drawings as text) if it has
+    that. Raises `AdapterError` if it cannot be made."""
     ident = _check_name(name)
     import gymnasium
     from gymnasium.envs.registration import load_env_creator

@@ -31,7 +31,7 @@ class OwnArguments:
 
     def take(self, key: str, default: Any, *kinds: type) -> Any:
         """Remove and return the argument `key`, or `default` if it is not set. Raises
-        `AdapterError` if its value is not of these kinds."""
+        `AdapterError` if its value is of none of the types `kinds`."""
         self._own.append(key)
         value = self._arguments.pop(key, default)
         wrong = isinstance(value, bool) and bool not in kinds
@@ -41,8 +41,8 @@ class OwnArguments:
         return value
 
     def take_num_rows(self) -> int:
-        """Remove and return the argument `num_rows`. Raises `AdapterError` if it is no positive
-        whole number."""
+        """Remove and return the argument `num_rows` (`DEFAULT_NUM_ROWS` if it is not set). Raises
+        `AdapterError` if it is no positive whole number."""
         number: int = self.take("num_rows", DEFAULT_NUM_ROWS, int)
         if number < 1:
             raise AdapterError(f"{self._name}: num_rows is {number}; it must be at least 1.")
@@ -58,12 +58,13 @@ class OwnArguments:
 
 
 def numbered_rows(number: int) -> list[dict[str, Any]]:
-    """Rows for an environment that needs only a seed: their single column is a number."""
+    """Return `number` rows for an environment that needs only a seed. A row's single column,
+    `episode`, is its index."""
     return [{"episode": index} for index in range(number)]
 
 
 def seed_of(row: Mapping[str, Any]) -> int:
-    """The row's seed, below 2**31 as every package requires."""
+    """Return the row's `seed` modulo 2**31, which all packages accept; 0 if the row has none."""
     return int(row.get("seed", 0)) % 2**31
 
 
@@ -90,7 +91,8 @@ def text_of(message: Message) -> str:
 
 
 def plain(value: Any) -> Any:
-    """The value for JSON: arrays and scalars of numpy become lists and numbers."""
+    """Return the value in a form that JSON can hold: arrays and scalars of numpy
+    become lists and numbers."""
     if isinstance(value, Mapping):
         return {str(key): plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -107,9 +109,9 @@ _random_lock = threading.Lock()
 
 
 class OwnRandomness:
-    """The random numbers of the process (`random`, `numpy.random`), for one episode alone. Some
-    packages seed them and draw from them; episodes in one process would otherwise disturb each
-    other. Every call into the package is made within `drawn_from`, one at a time."""
+    """Keeps an episode's own state of the process's random numbers (`random`, `numpy.random`). Some
+    packages seed these and draw from them, so episodes in one process would disturb each other.
+    Calls into the package are made in the context `drawn_from`, one at a time."""
 
     def __init__(self) -> None:
         self._states: tuple[Any, Any] | None = None

@@ -111,7 +111,8 @@ def _require() -> None:
 
 
 def _check_server(url: str) -> None:
-    """Raise `AdapterError` if no server answers at this address."""
+    """Raise `AdapterError` if no OpenEnv server answers at this address, or if it
+    is no address over HTTP."""
     if not url.startswith(("http://", "https://")):
         raise AdapterError(f"openenv:{url}: write openenv:http://HOST:PORT, where its server is.")
     try:

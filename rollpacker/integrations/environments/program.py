@@ -35,9 +35,10 @@ from rollpacker.serving.http import LOOPBACK
 from rollpacker.workers.child import Child
 
 MAX_ROW_BYTES = 96 << 10
-"""Most bytes of a row in an environment variable. Systems allow a little more."""
+"""Most bytes of a row for which the program gets the row in an environment variable. Operating
+systems allow a little more for one variable."""
 MAX_LINE_BYTES = 64 << 10
-"""Number of bytes that are kept of a program's latest output."""
+"""Number of bytes that are kept of the end of a program's output, and of its error output."""
 MAX_ERROR_CHARS = 600
 _LOOK_S = 0.005
 
@@ -54,7 +55,8 @@ def rows(name: str, arguments: dict[str, Any]) -> None:
 
 
 class Programs:
-    """Makes the episodes of one program, which share its command and the endpoint that it calls."""
+    """Makes an episode's environment for one program when it is called. All these episodes share
+    the program's command and the endpoint at which programs call the model."""
 
     is_quick = True
 
@@ -140,10 +142,11 @@ class Program:
 
 
 class _Process:
-    """A running program: its latest output, and how it ends."""
+    """The running program of one episode. Keeps the end of its output, and reports how it ended."""
 
     def __init__(self, command: Sequence[str], variables: Mapping[str, str]) -> None:
-        """Starts the program. Raises `OSError`."""
+        """Start the program with these environment variables. Raises `OSError`
+        if it cannot be started."""
         output, errors = _Tail(), _Tail()
         try:
             self._child = Child.start(
@@ -163,10 +166,12 @@ class _Process:
             os.close(errors.writer)
         self._output, self._errors = output, errors
         self.ended: asyncio.Future[str] = asyncio.ensure_future(self._end())
-        """Future for how the program ended, such as "exit status 0", after all output was read."""
+        """Future that is done when the program has ended and all its output was read. Its result
+        says how, such as "exit status 0"."""
 
     def reward(self) -> Any:
-        """The reward in the program's last line of output. None: there is none in it."""
+        """The reward in the program's last line of output, a JSON object with `reward`. None:
+        that line has no reward."""
         try:
             told = json.loads(self._output.last_line())
         except (ValueError, RecursionError):
@@ -234,7 +239,8 @@ class _Tail:
 
 
 def _command(name: str) -> list[str]:
-    """The words of a command, the first of them a path. Raises `AdapterError`."""
+    """Split a command into words, the first of which becomes the path of its program. Raises
+    `AdapterError` if that is not possible."""
     try:
         words = shlex.split(name)
     except ValueError as error:

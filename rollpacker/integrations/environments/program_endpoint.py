@@ -34,20 +34,23 @@ from rollpacker.serving.http import (
 )
 
 _IN_VAIN = {"x-should-retry": "false"}
-"""Headers of an error, by which OpenAI's clients know not to repeat the request."""
+"""HTTP headers of the endpoint's error responses, which tell OpenAI's clients not to
+send the request again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A program's call of the model."""
+    """A call of the model by a user's program, which the environment's
+    `reset` or `step` returns."""
 
     messages: tuple[dict[str, Any], ...]
-    """The messages that the call adds behind the model's last message."""
+    """The messages that the call adds to the dialogue after the model's last message; in a first
+    call, all of its messages."""
     tools: tuple[dict[str, Any], ...]
 
 
 class Session:
-    """The dialogue of one program with the model."""
+    """The dialogue of one episode's program with the model, from the endpoint's side."""
 
     def __init__(self, row: Mapping[str, Any]) -> None:
         self.token = secrets.token_urlsafe(24)
@@ -58,11 +61,13 @@ class Session:
         """Future that gets the program's next call, or a `ProgramError` if the program did
         something that cannot be trained on."""
         self._said: list[str] = []
-        """All messages so far, the model's included, each as text from `chat.as_said`."""
+        """All messages of the dialogue so far, the model's included, each as a text (from
+        `chat.as_said`) that shows whether a later call has changed it."""
         self._tools: tuple[dict[str, Any], ...] = ()
         self._pending: asyncio.Future[dict[str, Any]] | None = None
         self._asked: list[str] = []
-        """The messages of the program's latest call, as text."""
+        """All messages of the program's latest call, each as text, by which a
+        repeated request is recognized."""
         self._num_turns = 0
         self._failure: ProgramError | None = None
 
@@ -155,7 +160,8 @@ class ProgramEndpoint:
         self._port: asyncio.Future[int] | None = None
 
     async def enter(self, row: Mapping[str, Any]) -> tuple[Session, str]:
-        """Open a session. Returns the session, and the base URL for its program."""
+        """Open a session for an episode with this row of the data set. Returns the session, and the
+        base URL at which its program calls the model."""
         session = Session(row)
         self._sessions[session.token] = session
         if self._server is None:
@@ -186,7 +192,8 @@ class ProgramEndpoint:
         return api(routes, error_headers=_IN_VAIN)
 
     def _session(self, request: Request) -> Session:
-        """The session that a request's token belongs to. Raises `ApiError` if it is over."""
+        """The session that a request's token belongs to. Raises `ApiError` if that session is
+        closed, as its episode is over."""
         session = self._sessions.get(token_of(request))
         if session is None:
             raise ApiError("the episode is over", status=410)

@@ -97,8 +97,8 @@ class ReasoningGymEnvironment:
 def _split(
     name: str, arguments: dict[str, Any]
 ) -> tuple[Settings, ReasoningGymConfig, tuple[int, int], dict[str, Any]]:
-    """Split the config's arguments. Returns the adapter's settings, the scorer's config, the number
-    and the seed of the rows, and the options of the task."""
+    """Split the config's arguments. Returns the adapter's settings, the config of the reward that
+    scores answers, the number and the seed of the rows, and the options of the task."""
     require("reasoning_gym", extra="gym", what="an environment of reasoning-gym")
     own = OwnArguments(f"reasoning-gym:{name}", arguments)
     settings = Settings(

@@ -59,8 +59,8 @@ def rows(name: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 class Servers:
-    """The servers that verifiers needs for its episodes: its own endpoint, and tools that tasks
-    share. All episodes share them. They run while any episode is open."""
+    """Runs the servers that verifiers needs for its episodes: its own endpoint, and tools that
+    tasks share. All episodes use the same servers, which run while any episode is open."""
 
     def __init__(self, config: Any) -> None:
         self._config = config
@@ -181,8 +181,8 @@ class VerifiersEnvironment:
         return self._what_is_new(call.messages), None, False
 
     def _what_is_new(self, messages: list[dict[str, Any]]) -> list[Message]:
-        """The messages since the model's last one. Raises `RuntimeError` if an earlier message was
-        changed."""
+        """The messages that verifiers added to the dialogue after the model's last message. Raises
+        `RuntimeError` if it changed an earlier message."""
         number = len(self._seen)
         behind = number + 1 if number else 0  # the model's own message, which its caller has
         is_extended = messages[:number] == self._seen and (
@@ -228,8 +228,8 @@ def _tools_of(config: Any, name: str) -> tuple[ToolSchema, ...]:
 
 
 def _reward_of(episode: Any) -> float:
-    """The reward of an episode. Raises `RuntimeError` if it failed, since an error is no reward of
-    zero."""
+    """The reward of an episode of verifiers. Raises `RuntimeError` if the episode failed, since a
+    failure must not count as a reward of zero."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok:
         said = f"{errors[-1].type}: {errors[-1].message}" if errors else "no reason is given"

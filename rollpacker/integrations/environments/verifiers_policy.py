@@ -35,7 +35,7 @@ sys.modules.setdefault(HARNESS_ID.replace("-", "_"), sys.modules[__name__])
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of the model by verifiers."""
+    """A call of the model by verifiers, which waits for its answer."""
 
     messages: list[dict[str, Any]]
     """The whole dialogue so far, as messages of OpenAI's API."""
@@ -45,7 +45,8 @@ class Call:
 
 
 class PolicyHarness(Harness[HarnessConfig]):  # type: ignore[misc]
-    """A harness for a dialogue with the task's tools, up to a message without tool calls."""
+    """A harness (verifiers' program that holds a dialogue) which calls the model and its tools by
+    turns, until a message of the model has no tool calls."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
@@ -60,7 +61,7 @@ class PolicyHarness(Harness[HarnessConfig]):  # type: ignore[misc]
 
 
 class _PolicySession(HarnessSession):  # type: ignore[misc]
-    """One dialogue, over all turns of its (perhaps simulated) user."""
+    """One dialogue with the model, over all turns of its user, whom verifiers may simulate."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
@@ -147,7 +148,8 @@ class PolicyClient(Client):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self.called: asyncio.Future[Call] = asyncio.get_running_loop().create_future()
-        """Future that is done when the model is called. `step` then puts a new one here."""
+        """Future that is done when verifiers calls the model; its result is the call. `step` of the
+        environment then puts a new future here."""
 
     async def get_response(self, dialect: Any, body: dict[str, Any], *_: Any, **__: Any) -> Any:
         if self.called.done():

@@ -20,7 +20,7 @@ around it changes between versions. (1.15 cannot train on a CPU, so it was not t
 
 
 def check_version(found: str) -> None:
-    """Raise `ValueError` for a version of TRL that is not supported."""
+    """Raise `ValueError` if `found`, the installed version of TRL, is not supported."""
     if not SpecifierSet(SUPPORTED).contains(found):
         raise ValueError(
             f"rollpacker.integrations.trl works with trl {SUPPORTED}, and {found} is installed: "

@@ -1,4 +1,5 @@
-"""The order of the prompts, which is TRL's own, up to the last step of its training."""
+"""The order in which rows become prompts, which is that of TRL's own sampler. It
+ends with TRL's last step."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class SamplerCursor:
     def __init__(
         self, num_rows: int, *, prompts_per_step: int, num_steps: int, shuffle: bool, seed: int
     ) -> None:
-        """`num_steps`: number of times that TRL asks for responses."""
+        """`num_steps` is the number of times that TRL asks for responses, each time for
+        `prompts_per_step` prompts."""
         self._sampler = RepeatSampler(
             range(num_rows),
             mini_repeat_count=1,
@@ -38,8 +40,8 @@ class SamplerCursor:
         self._begin_epoch()
 
     def take(self, count: int) -> tuple[tuple[PromptId, ...], bool, bool]:
-        """Return up to `count` prompts, whether an epoch ended with them, and whether those
-        of all steps are taken."""
+        """Return the ids of up to `count` prompts, whether an epoch ended with them, and whether
+        the prompts of all steps have been taken."""
         if self.ended:
             return (), True, True
         count = min(count, self._left)
@@ -62,8 +64,8 @@ class SamplerCursor:
         return {"epoch": self._epoch, "position": self._position, "order": len(self._order)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a place that `state` returned. Only for a new cursor. Raises `ValueError`
-        if the data or the batch has another size."""
+        """Go on from a place that `state` returned. Only for a cursor that has not been used.
+        Raises `ValueError` if an epoch then had another number of prompts."""
         if state["order"] != len(self._order):
             raise ValueError(
                 f"cannot resume: an epoch had {state['order']} prompts, and now has "

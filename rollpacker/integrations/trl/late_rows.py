@@ -19,8 +19,8 @@ Row = dict[str, Any]
 
 class LateRows:
     """The rows of one generation (request for responses), chosen when the first of them is read.
-    For a batch that TRL draws and never reads no rows are chosen: TRL draws a batch once for each
-    time that it trains on it, but reads it once."""
+    TRL draws a batch once for each time that it trains on it, but reads it once; no rows are chosen
+    for a batch that is never read."""
 
     def __init__(self, count: int, decide: Callable[[], list[Row]]) -> None:
         self._count = count
@@ -36,8 +36,8 @@ class LateRows:
 
 
 class LateRow:
-    """A row as TRL and its rewards use it. Not a `Mapping`: the data loader would copy, and so
-    read, it."""
+    """A row as TRL and its rewards use it, which is chosen when it is first read. It is no
+    `Mapping`, since the data loader would copy one, and thereby read it too early."""
 
     __slots__ = ("_place", "_rows")
 

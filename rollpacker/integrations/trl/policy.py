@@ -21,13 +21,13 @@ from rollpacker.engines.engine import EngineConfig
 
 
 class LentModel:
-    """A trainer's model, and the engine that generates with it."""
+    """The model that a trainer owns, lent to an engine that generates with it, and this engine."""
 
     def __init__(
         self, model: Any, tokenizer: PreTrainedTokenizerBase, config: EngineConfig
     ) -> None:
-        """Makes the engine. `model` may be wrapped by peft. Raises `UnsupportedModelError` for an
-        architecture that cannot run in the engine."""
+        """Make the engine with `config`. `model` may be wrapped by peft. Raises
+        `UnsupportedModelError` for an architecture that cannot run in the engine."""
         self._model = _without_wrapper(model)
         with self.lent():
             self.engine = TorchEngine(model=self._model, tokenizer=tokenizer, config=config)

@@ -81,7 +81,8 @@ class RolloutFunction(TrainerCallback):
         engine: EngineConfig,
         generation_s: float,
     ) -> None:
-        """Takes the arguments of `rollout_function`, checked."""
+        """Check the arguments, which `rollout_function` describes, and raise `ValueError` if
+        they do not go with TRL."""
         if not isinstance(dataset, Dataset):
             raise ValueError(
                 f"rollout_function takes a datasets.Dataset, not a {type(dataset).__name__}: rows "
@@ -97,9 +98,10 @@ class RolloutFunction(TrainerCallback):
         self._lent: LentModel | None = None
         self._rollouts: Rollouts | None = None
         self._step: Groups = []
-        """The responses of the step that is generated or trained on, by prompt."""
+        """The responses that the present step trains on, in one list for each prompt."""
         self._drawn: list[Row] = []
-        """The rows of the step that is generated or trained on, one per response."""
+        """The rows that the present step trains on: a copy of the
+        prompt's row for each response."""
         self._trainer: Any = None
         self._num_evaluations = 0
 
@@ -147,7 +149,8 @@ class RolloutFunction(TrainerCallback):
         )
 
     def _decide(self) -> list[Row]:
-        """Generate the next step, and return its rows: one per response."""
+        """Generate the responses of the next step. Returns for each
+        response the row of its prompt."""
         if self._rollouts is None:
             raise ValueError(f"rollout_function is no callback of this trainer: {ALL_THREE}")
         assert self._lent is not None, "a job has an engine"
@@ -178,8 +181,8 @@ class RolloutFunction(TrainerCallback):
         }
 
     def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Note that the weights were updated. Raises `ValueError` if TRL has generated responses by
-        itself."""
+        """Note that the weights were updated, once all of a generation's updates are done. Raises
+        `ValueError` if TRL generates responses by itself, without asking this object."""
         if self._trainer is None:
             self._close()
             raise ValueError(
@@ -192,7 +195,8 @@ class RolloutFunction(TrainerCallback):
             self._trainer._metrics["train"][f"rollpacker/{name}"].append(value)
 
     def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Save the prompts that were put off to a later step, beside TRL's checkpoint."""
+        """Save the state of the rollouts, with the prompts that were put off to a later step,
+        beside TRL's checkpoint."""
         if self._rollouts is not None and state.is_world_process_zero:
             self._rollouts.save(_checkpoint(args, state.global_step))
 
@@ -205,7 +209,8 @@ class RolloutFunction(TrainerCallback):
     # -- what a user may ask -----------------------------------------------------------------
 
     def report(self) -> str:
-        """How many seconds of the training went where, in one line."""
+        """Return a line of text with the seconds of the training by cause, such
+        as decoding and training."""
         assert self._rollouts is not None, "there was no training"
         return self._rollouts.report()
 
@@ -288,9 +293,9 @@ def _checkpoint(args: Any, step: int) -> Path:
 def _job(
     config: JobConfig, cursor: SamplerCursor, args: Any, step: int
 ) -> tuple[Job, KeptByPrompt | None]:
-    """Return the state of a new training (`Job`) and None, or with `step` > 0 the state saved with
-    TRL's checkpoint of that step and the tokens kept of its deferred prompts. Raises `ValueError`
-    if the checkpoint has none."""
+    """Return the state (`Job`) with which a training begins, and the tokens kept of prompts put off
+    to a later step. `step` 0 is a new training, which has no such tokens (None); else both are read
+    from TRL's checkpoint of that step. Raises `ValueError` if nothing was saved there."""
     if not step:
         return Job(config), None
     found = restore(_checkpoint(args, step), config, cursor)
@@ -326,8 +331,8 @@ def _sampling(args: Any) -> SamplingParams:
 
 
 def _check_tail_batching(config: TailBatchingConfig) -> None:
-    """Raise `ValueError` for settings that need something of the trainer or the rewards that TRL
-    does not do."""
+    """Raise `ValueError` for settings of tail batching that need the trainer or the rewards
+    to do what TRL's do not."""
     if config.carries and config.carry == "weighted":
         raise ValueError("carry=weighted needs token weights in the loss: not with TRL; use exact")
     if config.debias != "none":
@@ -337,7 +342,8 @@ def _check_tail_batching(config: TailBatchingConfig) -> None:
 
 
 def _check_context(args: Any, model: Any, prompts: Prompts) -> None:
-    """Raise `ValueError` if the first prompt and its longest response exceed the context."""
+    """Raise `ValueError` if the first prompt with the longest response allowed does not fit
+    into the model's context."""
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     num_prompt = len(prompts[0].tokens)
     if context is not None and num_prompt + args.max_completion_length > context:

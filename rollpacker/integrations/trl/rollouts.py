@@ -80,7 +80,7 @@ TOKENIZER = "that of the checkpoint"
 
 LIMIT = "generation_s of rollout_function"
 LOOKS = 20
-"""Number of times, per deadline, that the engine is checked for a sign of life."""
+"""Number of times per deadline at which it is checked whether the engine has decoded further."""
 
 Groups = list[list[Response]]
 """The responses of each prompt, in the order in which they were submitted."""
@@ -88,8 +88,8 @@ Found = queue.SimpleQueue[Groups | BaseException]
 
 
 class Rollouts:
-    """The rollouts of one training. Belongs to the thread that trains; outputs arrive in the
-    engine's thread."""
+    """The rollouts of one training. Its methods are called in the thread that trains; the engine's
+    outputs arrive in the engine's thread."""
 
     def __init__(
         self,
@@ -102,12 +102,15 @@ class Rollouts:
         generation_s: float,
         waiting: KeptByPrompt | None = None,
     ) -> None:
-        """`prompts`: the prompt of each row. `waiting`: tokens kept of deferred prompts (put off to
-        a later step) in a checkpoint; None in a new training."""
+        """Begin rollouts from the state `job`. `prompts` has the prompt of each row of the data
+        set. `waiting` are tokens generated for prompts that were put off to a later step, from
+        a checkpoint; None in a new training. `generation_s` is the longest time without a sign
+        of life from the engine."""
         self.engine = engine
         self.cursor = cursor
         self.waiting: KeptByPrompt = waiting or {}
-        """Tokens kept of deferred prompts (put off to a later step) after the last trained step."""
+        """Tokens generated for prompts that are put off to a later step, as they were when the
+        last step's training ended."""
         self._history = History()
         self._history.last_step = job.step
         self._time = TimeBook(slots=None)
@@ -156,7 +159,8 @@ class Rollouts:
         return wait_for(self._found, self.engine, self._generation_s, job.waiting_for)
 
     def trained(self) -> dict[str, float]:
-        """Note that the step was trained on and the weights are new. Returns the step's metrics."""
+        """Report to the core that the step was trained on and that the weights are new.
+        Returns the step's metrics."""
         job = self.bus.job
         self.bus.take(Trained(time_s=0.0, step=job.step + 1, version=job.version + 1))
         return self._metrics()
@@ -177,8 +181,8 @@ class Rollouts:
 
     def save(self, checkpoint: Path) -> None:
         """Save the job (the state of these rollouts) and the prompts put off to a later step beside
-        TRL's checkpoint. Does nothing between the updates of one generation, from where a training
-        cannot resume."""
+        TRL's checkpoint. Saves nothing if TRL has yet to train again on the last generation, since
+        a training cannot resume there."""
         job, folder = self.bus.job, checkpoint / FOLDER
         if job.phase is not Phase.COMMITTING:
             return
@@ -293,9 +297,9 @@ and gradients; between_steps is its evaluations, logs and checkpoints."""
 
 
 def wait_for(found: Found, engine: Engine, limit_s: float, what: Callable[[], str]) -> Groups:
-    """Wait for the groups that the engine's thread puts into `found`, as long as the engine shows
-    signs of life. Raises `DeadlineExceeded` after `limit_s` seconds without one, and any exception
-    put there."""
+    """Wait for the responses that the engine's thread puts into `found`, and return them. Raises
+    `DeadlineExceeded` after `limit_s` seconds without a decode step of the engine, with the text
+    that `what` returns (what is waited for), and any exception put into `found`."""
     steps, last_sign = -1, time.monotonic()
     while True:
         try:
@@ -316,7 +320,8 @@ def collect(
     engine: Engine, requests: Sequence[GenerationRequest], generation_s: float
 ) -> list[Response]:
     """Generate responses without tail batching, for an evaluation, and return them in the order of
-    the requests. Raises like `next_step`."""
+    the requests. Raises `DeadlineExceeded` after `generation_s` seconds without a decode step, and
+    `EngineError` for a sample that the engine cannot generate."""
     responses: dict[SampleId, Response] = {}
     found = Found()
 
@@ -336,8 +341,8 @@ def collect(
 
 
 def at_once(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine that has nothing to wait for. No event loop is used, since in a notebook one
-    runs already."""
+    """Run a coroutine that never has to wait, up to its end. No event loop is used, since in a
+    notebook one runs already. Raises `AssertionError` if it would wait."""
     try:
         coroutine.send(None)
     except StopIteration:

@@ -63,7 +63,7 @@ class _Sent(NamedTuple):
 
 
 class DirectSender:
-    """Sends tensors to a neighbouring stage over torch.distributed. It keeps them until sent."""
+    """Sends tensors to a neighbouring stage over torch.distributed. Keeps each until it is sent."""
 
     def __init__(
         self,
@@ -84,7 +84,8 @@ class DirectSender:
         self._thread.start()
 
     def send(self, number: int, tensor: Tensor, *, posted_s: float | None = None) -> None:
-        """Begin to send tensor `number` (see `Sender.send`). Raises `LinkLost` on a lost link."""
+        """Begin to send message `number`, counted from 0, and return at once. `posted_s`: the time
+        to record for the call; None: now. Raises `LinkLost` on a lost link."""
         assert number == self._num_posted, f"message {number} after {self._num_posted - 1}"
         assert fits(tensor), f"no message holds {tensor.ndim} dimensions of {tensor.dtype}"
         self._loss.check()
@@ -105,7 +106,7 @@ class DirectSender:
         self._sent.put(_Sent([work for work in works if work is not None], all_, number, posted_s))
 
     def _run(self) -> None:
-        """Wait, message after message, until its tensors are sent, and release them."""
+        """Wait for each message in the queue until it is sent, and release it. None ends this."""
         while (sent := self._sent.get()) is not None:
             started_s = time.monotonic()
             try:
@@ -147,7 +148,7 @@ class DirectReceiver:
         on_arrival: OnArrival,
         on_lost: OnLost,
     ) -> None:
-        """Start the receiver's thread. `group`: made by `direct_group`, for this receiver alone."""
+        """Start the receiver's thread. `group`: from `direct_group`, for it alone."""
         self._border = border
         self._group = group
         self._on_arrival = on_arrival

@@ -59,9 +59,9 @@ logger = logging.getLogger(__name__)
 class _Connection:
     socket: socket.socket
     place: int
-    """Number of this connection among the sender's, from 0; also of one that replaces it."""
+    """The sender's number of this connection, from 0. A connection made anew keeps its number."""
     greeting: int
-    """Number of connections that the sender had made before this one, lost ones included."""
+    """Number of the sender's earlier connections: of two with one `place`, the later is valid."""
 
     def interrupt(self) -> None:
         with contextlib.suppress(OSError):
@@ -72,7 +72,7 @@ class _Connection:
 
 
 class HostReceiver:
-    """Receives tensors from a stage over TCP. At most one per connection waits to be delivered."""
+    """Receives tensors from a stage over TCP. Per connection, one at most waits for delivery."""
 
     def __init__(
         self,
@@ -85,9 +85,9 @@ class HostReceiver:
         max_bytes: int = MAX_BYTES,
         patience: Patience | None = None,
     ) -> None:
-        """Listen on these addresses (`hosts`) of this machine; the sender may use any. Received
-        tensors are put on `device`. Raises `OSError` for an address that is not this machine's, and
-        `ValueError` for one such as 0.0.0.0 that stands for all of its addresses."""
+        """Listen on these addresses (`hosts`) of this machine; the sender may use any. Tensors are
+        put on `device` and given to `on_arrival`. Raises `OSError` for an address that is not this
+        machine's, and `ValueError` for one such as 0.0.0.0 that stands for all of its addresses."""
         self._border = border
         self._on_arrival = on_arrival
         self._device = device

@@ -79,7 +79,7 @@ class HostSender:
         """Begin to connect in the background, to the first route (address of the receiver) that
         answers. A connection is added when there are more messages than connections: a message
         takes one for `t` seconds until it is acknowledged, so a stage that sends a message every
-        `f` seconds gets ceil(t / f) connections."""
+        `f` seconds gets ceil(t / f) connections, at most `max_connections`."""
         assert 0 < max_connections <= MAX_CONNECTIONS and routes
         self._border = border
         self._routes = routes
@@ -109,7 +109,8 @@ class HostSender:
         thread.start()
 
     def send(self, number: int, tensor: Tensor, *, posted_s: float | None = None) -> None:
-        """Begin to send tensor `number` (see `Sender.send`). Raises `LinkLost` on a lost link."""
+        """Begin to send message `number`, counted from 0, and return at once. `posted_s`: the time
+        to record for the call; None: now. Raises `LinkLost` on a lost link."""
         assert number == self._num_posted, f"message {number} after {self._num_posted - 1}"
         assert fits(tensor), f"no message holds {tensor.ndim} dimensions of {tensor.dtype}"
         self._loss.check()
@@ -169,7 +170,7 @@ class HostSender:
                     connection.close()
 
     def _connected(self, place: int, first_route: int) -> _Connection | None:
-        """Return a connection that the receiver has accepted. None: the link is closed or lost."""
+        """Connect, first over this route, until the receiver accepts. None: link closed or lost."""
         since = time.monotonic()
         for attempt in itertools.count():
             if self._loss.over.is_set():
@@ -191,8 +192,8 @@ class HostSender:
         raise AssertionError("unreachable")
 
     def _welcomed(self, place: int, place_of_route: int) -> _Connection:
-        """Return a new connection over this route that the receiver has accepted. Raises `OSError`,
-        `LineEnded` or `_PeerClosed` if it does not, and `ValueError` for a wrong answer."""
+        """Return a new connection, number `place`, that the receiver has accepted over this route.
+        Raises `OSError`, `LineEnded` or `_PeerClosed`, and `ValueError` for a wrong answer."""
         route, patience = self._routes[place_of_route], self._patience
         with self._changed:
             greeting = GREETING.pack(place, next(self._greetings))
@@ -288,7 +289,7 @@ class _Connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def wait_for_welcome(self, within_s: float) -> int:
-        """Wait until the receiver accepts. Returns the number of the next message that it wants."""
+        """Wait up to `within_s` for the receiver. Returns the next message number it wants."""
         self._socket.setblocking(False)
         until = time.monotonic() + within_s
         while time.monotonic() < until:
@@ -328,8 +329,8 @@ class _Connection:
                     self._poll.modify(self._socket, select.POLLIN)
 
     def _delivered(self, if_ended: str) -> list[int]:
-        """Read the receiver's answers. Returns, for each acknowledgement among them, the lowest
-        number not delivered yet. Other answers only show that the receiver is there."""
+        """Read the receiver's answers. Returns the lowest number not delivered yet for each
+        acknowledgement; others only show that it lives. Raises `ConnectionError(if_ended)`."""
         with contextlib.suppress(BlockingIOError):
             said = self._socket.recv(4096)
             if not said:

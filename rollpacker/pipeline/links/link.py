@@ -2,8 +2,8 @@
 next or back: one direction over one border between two stages.
 
 Messages are numbered from 0 in the order in which they are sent. Each arrives once, in that order,
-bit for bit. A link that cannot keep this up is *lost*: it reports so once, and carries nothing
-more.
+bit for bit. A link that can no longer deliver them so is *lost*: it reports the loss once, and
+carries nothing more.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ at this end. It must not close the link, since it runs in one of the link's thre
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Border:
-    """One direction between two stages and the process at its other end, for logs and errors."""
+    """The two stages that a link connects, and the process at its other end, for messages."""
 
     stages: tuple[int, int]
     """Numbers of the sending stage and of the receiving stage."""

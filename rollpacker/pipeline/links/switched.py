@@ -33,7 +33,7 @@ class SwitchedSender:
         self._kind = kind
 
     def send(self, number: int, tensor: Tensor, *, posted_s: float | None = None) -> None:
-        """Begin to send tensor `number` over the link in use, as `Sender.send` does."""
+        """Begin to send message `number`, counted over both kinds of links (see `Sender.send`)."""
         assert number == self._num_sent.total(), f"message {number} is out of order"
         self._links[self._kind].send(self._num_sent[self._kind], tensor, posted_s=posted_s)
         self._num_sent[self._kind] += 1
@@ -74,7 +74,7 @@ class SwitchedReceiver:
         """Use this kind of link, direct or host, from the next message on."""
         self._kind = kind
         self._before = self._num_arrived.total() - self._num_arrived[kind]
-        """Number of messages that came so far over the kinds of links that are not in use."""
+        """Number of messages that arrived over the other kind of link; added to this kind's."""
 
     def times(self) -> list[ArrivalTimes]:
         """Return the times of messages arrived since the last call, numbered over both links."""

@@ -92,7 +92,7 @@ class StageState:
     peak_live_tokens: int = 0
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Add micro-batches with these numbers of tokens to the sweep."""
+        """Add micro-batches with these numbers of tokens, behind the earlier ones."""
         assert not self.closed, "a closed sweep takes no more micro-batches"
         self.tokens += tokens
 
@@ -113,7 +113,7 @@ class StageState:
 
     @property
     def finished(self) -> bool:
-        """Whether the sweep is closed and all its ops are done."""
+        """Whether all ops are done on this stage, and no more micro-batches will come."""
         return self.closed and self.num_w == len(self.tokens)
 
     def ready(self, kind: Kind) -> bool:
@@ -147,7 +147,7 @@ class StageState:
 
 
 class Chooser(Protocol):
-    """Chooses which op (F, I or W of a micro-batch) one stage runs next, in one sweep."""
+    """Chooses the op (F, I or W of a micro-batch) that one stage runs next, in one sweep."""
 
     def choose(self, state: StageState) -> Op | None:
         """Return the op that the stage is to run now. None: the stage waits for a message or for
@@ -162,8 +162,8 @@ class FixedOrder:
         self._order = list(order)
 
     def extend(self, order: Sequence[Op]) -> None:
-        """Append a stage's ops for micro-batches that were added to an open sweep. The
-        micro-batches' numbers go on from the earlier ones."""
+        """Append `order`, the stage's ops for micro-batches added while the sweep runs. The
+        micro-batches are numbered on from the earlier ones."""
         self._order += order
 
     def choose(self, state: StageState) -> Op | None:
@@ -195,8 +195,8 @@ class ReadyFirst:
         quotas: Sequence[int] | None = None,
         caps: Sequence[int | None] | None = None,
     ) -> None:
-        """By stage, `quotas` are the forward passes before its first backward pass (None: 0), and
-        `caps` the most tokens whose activations it keeps (None: any number)."""
+        """Choose for one stage. By stage, `quotas`: forward passes before its first backward pass
+        (None: 0), `caps`: most tokens whose activations it keeps (None: any number)."""
         before = range(stage + 1)
         self._quota = min(quotas[s] for s in before) if quotas is not None else 0
         given = [caps[s] for s in before] if caps is not None else []
@@ -205,8 +205,8 @@ class ReadyFirst:
         """The lowest of the `caps` of this stage and all stages before it; infinity without any."""
         self._known = 0
         self._reachable = 0
-        """How many of the forward passes before the first backward pass have at most `_lowest`
-        tokens together, as computed when the sweep had `_known` micro-batches."""
+        """How many forward passes can run before the first backward pass: `_quota`, or as many as
+        have at most `_lowest` tokens together, of `_known` micro-batches."""
 
     def choose(self, state: StageState) -> Op | None:
         """Return the next op that has its input: a backward for inputs, else a forward, else a
@@ -245,9 +245,9 @@ def check_caps(caps: Sequence[int | None], tokens: Sequence[int]) -> None:
 def live_token_caps(
     live_tokens: int | Literal["auto"], *, num_stages: int, longest: int
 ) -> list[int]:
-    """Return by stage the most tokens whose activations it may keep, from
-    `train.pipeline.live_tokens`. auto: two micro-batches of `longest` tokens (the largest one) for
-    each stage from this one to the last. Raises `ValueError` for a number below `longest`."""
+    """Return for each stage the most tokens whose activations it may keep: `live_tokens` for all.
+    auto: a stage with n stages after it may keep 2 (n + 1) micro-batches of `longest` tokens (those
+    of the largest one). Raises `ValueError` for a number below `longest`."""
     if live_tokens == "auto":
         return [2 * (num_stages - stage) * longest for stage in range(num_stages)]
     if longest > live_tokens:
@@ -262,7 +262,7 @@ def live_token_caps(
 
 
 def even_quotas(num_stages: int, most: int) -> list[int]:
-    """Return by stage how many forward passes it runs before its first backward pass (ADAPTRA):
+    """Return for each stage the number of forward passes before its first backward pass (ADAPTRA):
     evenly falling from `most` (what memory holds) on the first stage to 1 on the last."""
     assert num_stages >= 1 and most >= 1
     quotas = [most]

@@ -25,7 +25,7 @@ from rollpacker.pipeline.plan.watch import LinkWatch, WatchConfig
 from rollpacker.pipeline.plan.work import Link, Load, OpCost, StageCost, Work, constant
 
 MIN_GAIN = 0.1
-"""Least share of the time of a sweep or a step that another layout must save to be proposed."""
+"""Least share of a sweep's (layers) or step's time (devices) that a new layout must save."""
 
 Pair = tuple[int, int]
 """Numbers of two places (devices of the trainer's ranks), the lower one first."""
@@ -55,8 +55,8 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewSplit:
-    """Another split of the layers among stages, and the predicted seconds of a sweep with the
-    present split (`before_s`) and with this one (`after_s`)."""
+    """Another split of the layers among stages. `before_s` and `after_s`: predicted seconds of a
+    sweep (all micro-batches once through the stages) with the present split and with this one."""
 
     layers: tuple[int, ...]
     before_s: float
@@ -72,9 +72,9 @@ def faster_split(
     head_layers: float = 0.0,
     bytes_per_token: float = 0.0,
 ) -> NewSplit | None:
-    """Return the split of the layers that is predicted to shorten a sweep by more than `MIN_GAIN`
-    of its time. None: there is none. `costs` were measured with the present split, `layers`. The
-    last stage also has the output layer, which is the work of `head_layers` layers."""
+    """Return the split of the layers that is predicted to save more than `MIN_GAIN` of a sweep of
+    micro-batches of sizes `loads`, or None. `costs` were measured with the present split, `layers`.
+    The last stage also has the output layer, the work of `head_layers` layers."""
     if not loads:
         return None
     work = Work.of(costs, loads, bytes_per_token=bytes_per_token)
@@ -122,7 +122,7 @@ def _sum(ops: Sequence[OpCost], factor: float) -> OpCost:
 
 
 def shard_pairs(places: Sequence[int], num_stages: int) -> Iterator[Pair]:
-    """Yield the pairs of devices in the same stage, which exchange weights and gradients."""
+    """Yield the pairs of devices in the same stage. `places`: the device of each rank, by stage."""
     size = len(places) // num_stages
     for first in range(0, len(places), size):
         for one, other in itertools.combinations(places[first : first + size], 2):
@@ -130,7 +130,7 @@ def shard_pairs(places: Sequence[int], num_stages: int) -> Iterator[Pair]:
 
 
 def link_pairs(places: Sequence[int], num_stages: int) -> Iterator[Pair]:
-    """Yield the pairs of devices in neighbouring stages that exchange hidden states."""
+    """Yield the pairs of devices that a link connects. `places`: each rank's device, by stage."""
     size = len(places) // num_stages
     for one, other in zip(places, places[size:], strict=False):
         yield _pair(one, other)
@@ -139,9 +139,9 @@ def link_pairs(places: Sequence[int], num_stages: int) -> Iterator[Pair]:
 def better_places(
     places: Sequence[int], num_stages: int, *, slow: Collection[Pair], fast: Collection[Pair]
 ) -> tuple[int, ...] | None:
-    """Return another assignment of devices to ranks, with fewer `slow` pairs in the same stage;
-    among such, the one that needs the fewest connections not known to be `fast`. None: there is
-    none. Rank 0 stays. Pairs are swapped while that helps, so most others stay where they are."""
+    """Return another assignment of devices to ranks than `places`, with fewer `slow` pairs in a
+    stage; among such, one with the fewest connections not known to be `fast`. None: there is none.
+    Rank 0 keeps its device; pairs are swapped while that helps, so most others do, too."""
 
     def cost(order: Sequence[int]) -> tuple[int, int]:
         inside, between = (list(of(order, num_stages)) for of in (shard_pairs, link_pairs))
@@ -184,8 +184,8 @@ class ShardTimes:
 
 
 class PairWatch:
-    """Finds devices of the same stage between which the network turned slow. Message times are
-    judged as `LinkWatch` judges those of links, scaled to the bytes of a training step."""
+    """Finds devices of the same stage between which the network turned slow, as `LinkWatch` does
+    for links between stages. The times of test messages are scaled to a step's bytes."""
 
     def __init__(self, config: WatchConfig | None = None) -> None:
         self._config = WatchConfig() if config is None else config
@@ -216,8 +216,8 @@ class PairWatch:
         return [pair for pair, watch in self._watches.items() if watch.mark.slow]
 
     def lost_s(self, pair: Pair) -> float:
-        """Return the seconds per step that messages between these two devices take longer than
-        usual; if they always were that slow, all their seconds."""
+        """Return the seconds per step by which messages between these two devices exceed the usual;
+        of a pair that was slow from the first step on, all their seconds."""
         return max(self._lost_s[pair], 0.0)
 
 
@@ -246,7 +246,7 @@ class MeasuredSweep:
 
 
 class Relayouts:
-    """Judges each step's times, and proposes another layout of the pipeline when a switch pays."""
+    """Judges each step's times, and proposes a layout that saves more than the switch costs."""
 
     def __init__(self, layout: Layout, *, head_layers: float = 0.0) -> None:
         self.layout = layout
@@ -254,7 +254,7 @@ class Relayouts:
         self._pairs = PairWatch()
         self._wait_steps = 0
         self._for: list[MeasuredSweep] = []
-        """Sweeps of the last steps in a row in which another split would have been faster."""
+        """The last steps' sweeps, while another split would have been faster in each of them."""
         self._proposed: set[Layout] = set()
 
     def observe(
@@ -266,9 +266,9 @@ class Relayouts:
         left_steps: float,
         switch_s: float,
     ) -> Proposal | None:
-        """Judge a step. Returns a layout that saves more in the `left_steps` of the run than the
-        `switch_s` seconds of a switch, or None. `slow_links`: devices between which a link of two
-        stages is slow. A layout is proposed once, until there was a switch."""
+        """Judge a step (`sweep`, `shards`: None if not measured). Returns a layout that saves more
+        in the run's `left_steps` steps than a switch takes (`switch_s`), once until a switch; or
+        None. `slow_links`: devices in neighbouring stages between which a link is slow."""
         if shards is not None:
             self._pairs.observe(shards)
         if sweep is None or self._other_layers(sweep) is None:
@@ -341,7 +341,7 @@ class Relayouts:
         return Proposal(layout=replace(self.layout, places=order), why=why, saved_s=saved_s)
 
     def _link_s(self, sweep: MeasuredSweep | None, num_bytes: int) -> dict[Pair, float]:
-        """Return a message's seconds there and back by linked pair; empty if `sweep` is None."""
+        """Return a message's seconds there and back by linked devices; empty without `sweep`."""
         if sweep is None:
             return {}
         places, stages = self.layout.places, len(self.layout.layers)

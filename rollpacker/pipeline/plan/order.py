@@ -32,7 +32,7 @@ def check_orders(
 ) -> None:
     """Raise `ValueError`, which names the place, unless every stage runs every op once, each kind
     in the order of the micro-batches, and no stages wait for each other for ever. With `tokens` by
-    micro-batch and `caps` by stage, no stage may keep activations of more tokens."""
+    micro-batch and `caps` by stage, none may keep activations of more tokens than its cap."""
     if len(orders) != num_stages:
         raise ValueError(f"the plan has {len(orders)} stages, but there are {num_stages}")
     for stage, order in enumerate(orders):
@@ -74,7 +74,7 @@ def _check_progress(
     tokens: Sequence[int] | None,
     caps: Sequence[int | None] | None,
 ) -> None:
-    """Step through the orders, and raise `ValueError` for a deadlock or more tokens than `caps`."""
+    """Step through the orders. Raises `ValueError` for a deadlock or tokens beyond `caps`."""
     stages = len(orders)
     states = [StageState(stage, stages) for stage in range(stages)]
     for state in states:
@@ -131,9 +131,9 @@ def orders_to_csv(orders: Sequence[Sequence[Op]]) -> str:
 def orders_from_csv(
     text: str, *, num_stages: int, num_micro_batches: int | None = None
 ) -> list[Order]:
-    """Return the orders by stage that a CSV file's text describes, after checking them. With
-    `num_micro_batches` None, they are for as many as the text names. Raises `ValueError` that names
-    the line, or what `check_orders` finds."""
+    """Return the orders by stage that a CSV file's text describes, after checking them.
+    `num_micro_batches`: how many they must be for; None: as many as the text names. Raises
+    `ValueError` that names the line, or what `check_orders` finds."""
     rows = [row for row in csv.reader(io.StringIO(text)) if any(cell.strip() for cell in row)]
     orders = [tuple(_ops(row, stage)) for stage, row in enumerate(rows)]
     if num_micro_batches is None:

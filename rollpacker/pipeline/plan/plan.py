@@ -34,14 +34,14 @@ Caps = Sequence[int | None] | None
 def ready_choosers(
     num_stages: int, *, quotas: Sequence[int] | None = None, caps: Caps = None
 ) -> list[ReadyFirst]:
-    """Return a `ReadyFirst` chooser for each stage, which runs whatever op has its input."""
+    """Return a `ReadyFirst` chooser for each stage, with these `quotas` and `caps`."""
     return [ReadyFirst(stage, quotas=quotas, caps=caps) for stage in range(num_stages)]
 
 
 def plan_order(name: str, work: Work, links: Sequence[Link], *, caps: Caps = None) -> list[Order]:
-    """Return by stage the order of ops that this name stands for (one of `ORDERS` but `ready`), for
-    a sweep with the times of `work` and `links`. Raises `ValueError` if a micro-batch alone exceeds
-    one of `caps`, which 1f1b heeds no further."""
+    """Return by stage the order of ops called `name` (one of `ORDERS` but `ready`) for times of ops
+    (`work`) and links. `caps`: by stage, the most tokens to keep activations of; 1f1b ignores it.
+    Raises `ValueError` if one micro-batch exceeds a cap."""
     if name == "1f1b":
         return plan_1f1b(work.num_stages, work.num_micro_batches)
     if name == "zero-bubble":
@@ -78,8 +78,8 @@ def plan_zero_bubble(work: Work, *, caps: Caps = None) -> list[Order]:
 def plan_adapted(
     work: Work, links: Sequence[Link], *, caps: Caps = None, search_ops: int = SEARCH_OPS
 ) -> list[Order]:
-    """Return by stage the best orders that a search finds for these times and links. Raises
-    `ValueError` if a micro-batch alone exceeds one of `caps`."""
+    """Return by stage the best order that a search finds for these times of ops and links, after
+    `search_ops` simulated ops. Raises `ValueError` if one micro-batch exceeds one of `caps`."""
     check_caps(caps or (), work.tokens)
     first = run(ready_choosers(work.num_stages, caps=caps), work, constant(links))
     return improve(first.orders, work, links, caps=caps, budget_ops=search_ops)

@@ -32,8 +32,8 @@ def improve(
     caps: Sequence[int | None] | None = None,
     budget_ops: int,
 ) -> list[Order]:
-    """Return `orders` (valid ops by stage) after exchanges that make the sweep no longer. The
-    search ends after `budget_ops` simulated ops, or with nothing left to exchange."""
+    """Exchange neighbouring ops in `orders` (by stage, within `caps`), and return the best orders
+    found. The search ends after `budget_ops` simulated ops, or with nothing left to exchange."""
     sweep = _Sweep(work, links)
     current: _Ops = [list(order) for order in orders]
     length_s, chain = sweep.longest_chain(current)
@@ -104,7 +104,7 @@ came last. None: the other op waited for nothing."""
 
 
 class _Sweep:
-    """Computes the seconds of a sweep with given orders of ops, faster than `virtual_time.run`."""
+    """Computes the seconds of a sweep with given orders, faster than `virtual_time.run` does."""
 
     def __init__(self, work: Work, links: Sequence[Link]) -> None:
         self._num_stages = work.num_stages
@@ -116,8 +116,8 @@ class _Sweep:
         self._leaves_s = [[link.leaves_s(size) for size in work.message_bytes] for link in links]
 
     def longest_chain(self, orders: _Ops) -> tuple[float, list[OpPlace]]:
-        """Return the seconds of the sweep, and the places of the ops that make it so long, first to
-        last. If the orders deadlock: infinity and no places."""
+        """Return the seconds until all ops are done, and the longest chain of ops that waited for
+        each other, first to last. If the orders deadlock: infinity and no places."""
         num_stages, count = self._num_stages, self._count
         causes: list[list[Cause]] = [[None] * len(order) for order in orders]
         at, free_s = [0] * num_stages, [0.0] * num_stages
@@ -127,11 +127,11 @@ class _Sweep:
         senders: dict[str, list[list[Cause]]] = {
             kind: [[None] * count for _ in orders] for kind in ("F", "I")
         }
-        """The op whose message decided when each op's input arrives."""
+        """By kind, stage and micro-batch, the op that decided when the input arrives."""
         left: dict[str, list[tuple[float, Cause]]] = {
             kind: [(-1.0, None)] * num_stages for kind in ("F", "I")
         }
-        """By link, the second at which it has sent its last message, and that message's op."""
+        """By direction and link, the second after its last message, and the op that made that."""
         waiting = list(range(num_stages))
         while waiting:
             stage = waiting.pop()

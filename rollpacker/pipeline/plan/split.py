@@ -13,7 +13,7 @@ from rollpacker.pipeline.plan.virtual_time import run
 from rollpacker.pipeline.plan.work import Link, Load, StageCost, Work, constant
 
 BUDGET_FACTOR = 1.2599210498948732
-"""Factor between two numbers of tokens that are tried: the third root of 2, three per doubling."""
+"""Factor between two numbers of tokens that `plan_budget` tries: three of them per doubling."""
 MOST_MICRO_BATCHES = 16
 """Number of micro-batches per stage from which no smaller micro-batches are tried: filling and
 draining the pipeline then cost less than a tenth."""
@@ -64,9 +64,9 @@ def _least(
     joined: Callable[[float, float], float],
     cost: Callable[[int, int, int], float],
 ) -> tuple[float, list[int]]:
-    """Return the least cost of a split of the layers, and the first layer of each stage but the
-    first. `cost` is called with stage, first layer and end, and `joined` adds a stage's cost to
-    that of the stages before. Exact, O(stages x layers^2)."""
+    """Return the least cost of a split of `count` layers, and the first layer of each stage but the
+    first. `cost(stage, first, end)` is the cost of one stage with layers `first` to `end - 1`, and
+    `joined` adds it to that of the stages before. Exact, O(stages x layers^2)."""
     table = [math.inf] * (count + 1)
     table[0] = 0.0
     choices: list[list[int]] = []
@@ -104,8 +104,8 @@ def check_layers(layers: Sequence[int], *, num_layers: int, num_stages: int) -> 
 def layers_of_stages(
     given: Sequence[int], *, num_layers: int, num_stages: int, layer_work: float, last_work: float
 ) -> tuple[int, ...]:
-    """Return the number of layers of each stage: `given`, or if that is empty, the split of equal
-    layers with the least work (in any unit) on the slowest stage. The last stage has `last_work`
+    """Return the number of layers of each stage: `given`, or if that is empty, the split with the
+    least work on the slowest stage. A layer is `layer_work`; the last stage has `last_work`
     besides. Raises `ValueError` if `given` does not add up, or layers are fewer than stages."""
     if given:
         check_layers(given, num_layers=num_layers, num_stages=num_stages)
@@ -136,8 +136,8 @@ def plan_budget(
     most_tokens: int,
     packs: Callable[[Sequence[int], int], list[list[int]]] = plan_packs,
 ) -> int:
-    """Return the most tokens per micro-batch with which a sweep over rows of these lengths is
-    expected to be quickest, by simulation with `ReadyFirst`.
+    """Return the limit on a micro-batch's tokens with which rows (a prompt with its response each)
+    of these lengths are expected to pass the stages quickest, by simulation with `ReadyFirst`.
 
     `packs` (lengths, budget) returns the rows of each micro-batch, by number. Small micro-batches
     fill and drain the pipeline fast and are even in size; each op has a fixed cost, which large

@@ -51,7 +51,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """The ops and messages of a simulated sweep, and their times."""
+    """The ops and messages of a simulated sweep (all micro-batches once), with their times."""
 
     spans: tuple[tuple[Span, ...], ...]
     """By stage, the ops in the order in which the stage ran them, with their times."""
@@ -75,7 +75,7 @@ class Timeline:
 
     @property
     def bubble_share(self) -> float:
-        """Share of all stages' time, until the sweep's end, in which they computed nothing."""
+        """Share of all stages' time, until the last op ends, in which they computed nothing."""
         whole = self.makespan_s * len(self.spans)
         busy = math.fsum(self.busy_s(stage) for stage in range(len(self.spans)))
         return 1.0 - busy / whole if whole > 0 else 0.0
@@ -90,9 +90,9 @@ def run(
     added_s: Sequence[float] | None = None,
     start_s: float = 0.0,
 ) -> Timeline:
-    """Simulate one sweep from second `start_s` on. `added_s`: rising seconds at which micro-batches
-    are added to the sweep; None: all are there at the start. Raises `ValueError`, which names the
-    stages and what they have done, if the choosers wait for each other for ever."""
+    """Simulate a sweep (all micro-batches once) from second `start_s` on. `added_s`: rising seconds
+    at which micro-batches are added; None: all are there at the start. Raises `ValueError`, which
+    names the stages and what they have done, if the choosers wait for each other for ever."""
     return _Run(choosers, work, links, sends, added_s, start_s).to_the_end()
 
 
@@ -104,14 +104,12 @@ def replay(
     sends: Sends = "free",
     start_s: float = 0.0,
 ) -> Timeline:
-    """Simulate a sweep with fixed orders of ops. Raises `ValueError` if they deadlock."""
+    """Simulate a sweep with a fixed order of ops by stage. Raises `ValueError` if they deadlock."""
     choosers = [FixedOrder(order) for order in orders]
     return run(choosers, work, links, sends=sends, start_s=start_s)
 
 
 class _Run:
-    """The state of a simulated sweep, in which ops and messages are events."""
-
     def __init__(
         self,
         choosers: Sequence[Chooser],
@@ -130,13 +128,12 @@ class _Run:
         stages = range(work.num_stages)
         self._states = [StageState(stage, work.num_stages) for stage in stages]
         self._running: list[Op | None] = [None for _ in stages]
-        """By stage, the op that it runs, or whose message it waits to have sent. None: it is
-        free."""
+        """By stage, the op that it runs, or whose message it is still sending. None: idle."""
         self._spans: list[list[Span]] = [[] for _ in stages]
         self._messages: list[Message] = []
         self._free_s = {(link, way): start_s for link in stages for way in ("down", "up")}
-        """By link and direction, the second from which nothing is being sent. With one channel,
-        "down" stands for both directions."""
+        """By link and direction, the second from which nothing is being sent. If both directions
+        share a channel, only "down" is used."""
         self._events: list[tuple[float, int, str, int]] = []
         """Coming events as (second, number, what happens, stage). Simultaneous ones are in the
         order of their numbers."""

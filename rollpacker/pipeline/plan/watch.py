@@ -47,9 +47,9 @@ class WatchConfig:
     clear: float = 0.8
     """Share of the limit for slow below which a slow link or stage counts as well again."""
     healthy_steps: int = 8
-    """Number of last steps without a slow link or stage with which a new step is compared."""
+    """Usual times are those of this many last steps in which the link or stage was not slow."""
     first_steps: int = 3
-    """Number of steps that must be measured before a step is compared with them."""
+    """Number of healthy steps that must be measured before another is compared with them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ class PipelineWatch:
         self._links = [LinkWatch(self.config) for _ in range(num_stages - 1)]
 
     def take_links(self, before: PipelineWatch) -> None:
-        """Take over the usual times of links from another watch of the same links."""
+        """Take over the links' usual times and state from another watch of the same links."""
         self._links = before._links
 
     @property
@@ -149,8 +149,8 @@ class _Mark:
         self._config = config
 
     def observe(self, level: float, *, beyond_chance: bool) -> bool:
-        """Judge a step by its level of slowness (above 1: slow, if `beyond_chance`). Returns
-        whether `slow` changed, which it does after enough steps in a row that contradict it."""
+        """Judge a step by its slowness over the limit (slow above 1, if `beyond_chance`). Returns
+        whether `slow` changed, as it does after `confirm_steps` steps against it."""
         against = level < self._config.clear if self.slow else level > 1 and beyond_chance
         self.num_against = self.num_against + 1 if against else 0
         if self.num_against < self._config.confirm_steps:
@@ -177,8 +177,8 @@ class _Healthy(Generic[Step]):
         self._num_unused = 0
 
     def add(self, step: Step) -> bool:
-        """Add a step's times. Returns whether to compute usual times anew: once there are enough
-        steps, and then when half of them are new, since that takes milliseconds."""
+        """Add a step in which nothing was slow. Returns whether to compute usual times anew: always
+        at first, then when half of the steps kept are new, since it takes milliseconds."""
         full = len(self.steps) == self._config.healthy_steps
         self.steps.append(step)
         self._num_unused += 1
@@ -237,7 +237,7 @@ class _StageWatch:
 Messages = Sequence[tuple[int, float]]
 """Bytes of each message between two stages, and the seconds that it took."""
 _MOST_FITTED = 128
-"""The most messages that a line is fitted to: all pairs of them are compared."""
+"""The most messages to which a line is fitted, since all pairs of them are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,9 +278,9 @@ class LinkWatch:
     def observe(
         self, both: tuple[Messages, Messages], whole_s: float, over: LinkKind
     ) -> tuple[bool, float | None]:
-        """Judge a step's messages in both directions. Returns whether the link turned slow or well,
-        and how many times longer than usual messages take (None: not known). `whole_s`: seconds of
-        a micro-batch's three ops on the slower of the link's two stages."""
+        """Judge a step's messages, down and up, over this kind of link. Returns whether it turned
+        slow or well, and how many times longer than usual messages take (None: not known).
+        `whole_s`: seconds of a micro-batch's three ops on the slower of the link's two stages."""
         if not all(both):
             return False, None
         total_s = math.fsum(map(_median_s, both))

@@ -77,7 +77,7 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Seconds of ops, tokens and message bytes of one sweep of N micro-batches through S stages."""
+    """Seconds of ops, tokens and message bytes of N micro-batches once through S stages."""
 
     f_s: tuple[tuple[float, ...], ...]
     """Seconds of the forward passes, [stage][micro-batch]. `i_s` and `w_s` are those of the
@@ -98,8 +98,8 @@ class Work:
     def of(
         cls, costs: Sequence[StageCost], loads: Sequence[Load], *, bytes_per_token: float = 0.0
     ) -> Work:
-        """Return the seconds, tokens and bytes of a sweep, for micro-batches of these sizes on
-        stages of these costs."""
+        """Return the work of micro-batches of sizes `loads` on stages with these costs.
+        `bytes_per_token`: those of a message."""
         return cls(
             f_s=tuple(tuple(cost.f(load) for load in loads) for cost in costs),
             i_s=tuple(tuple(cost.i(load) for load in loads) for cost in costs),
@@ -117,8 +117,8 @@ class Work:
         i_s: Sequence[float],
         w_s: Sequence[float],
     ) -> Work:
-        """Return the work of a sweep of equal micro-batches, of one token and no bytes each. `f_s`,
-        `i_s` and `w_s` are by stage the seconds of one op."""
+        """Return the work of equal micro-batches, of one token and no bytes each. `f_s`, `i_s` and
+        `w_s` are by stage the seconds of one op."""
         count = num_micro_batches
         return cls(
             f_s=tuple((seconds,) * count for seconds in f_s),
@@ -143,7 +143,7 @@ class Work:
         return self.i_s if kind == "I" else self.w_s
 
     def stage_s(self, stage: int) -> float:
-        """Return the seconds of all ops of this stage in the sweep, waits left out."""
+        """Return the seconds of all ops of all micro-batches on this stage, waits left out."""
         return math.fsum(sum(self.table(kind)[stage]) for kind in KINDS)
 
     def mean_s(self, kind: Kind) -> list[float]:

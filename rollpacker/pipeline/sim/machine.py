@@ -96,7 +96,7 @@ def check_pipeline(trainer: Trainer, *, longest_tokens: int) -> None:
 
 
 def split(trainer: Trainer) -> tuple[int, ...]:
-    """Return the number of layers of each stage, on the assumption that no stage is slow."""
+    """Return the number of layers of each stage: the config's, or else a split for equal speeds."""
     spec = trainer.train.pipeline
     assert spec is not None
     if spec.layers != "auto":
@@ -108,8 +108,8 @@ def split(trainer: Trainer) -> tuple[int, ...]:
 def _faster(
     trainer: Trainer, spec: PipelineSpec, layers: Sequence[int], latency: LatencyModel
 ) -> tuple[int, ...]:
-    """Return the number of layers by stage of a faster split, which a run that measures its stages
-    would find. Empty: none is faster."""
+    """Return the number of layers of each stage in a split faster than `layers`, such as a run that
+    measures its stages would find. Empty: there is none, or the config fixes the split."""
     if spec.layers != "auto" or spec.op_times is not None:
         return ()
     count = spec.micro_batches or NOMINAL_MICRO_BATCHES * spec.stages
@@ -162,8 +162,8 @@ def _given(times: OpTimes, stage: int, slower: float) -> StageCost:
 
 
 def _bytes_per_token(trainer: Trainer, spec: PipelineSpec) -> float:
-    """Return the bytes of hidden states per token. If op times do not depend on tokens, neither do
-    messages (0 bytes): they take the given delays alone."""
+    """Return a message's bytes per token: those of hidden states; 0 if the given op times do not
+    depend on tokens, so that messages take the given delays alone."""
     if spec.op_times is not None and spec.op_times.tokens is None:
         return 0.0
     return float(trainer.shape.hidden * DTYPE_BYTES[trainer.shape.dtype])

@@ -31,8 +31,8 @@ from rollpacker.pipeline.sim.spec import DrawnDelays, PipelineSpec
 from rollpacker.sim.draws import NormalPairs
 
 NUM_FORWARD_SWEEPS = 2
-"""Number of sweeps without gradients in a step: log-probs of the policy and of the reference model,
-as `TRAIN_FLOPS_PER_PARAM` counts them."""
+"""Number of sweeps (all micro-batches once through the stages) without gradients in a step:
+log-probs of the policy and of the reference model, as `TRAIN_FLOPS_PER_PARAM` counts them."""
 
 Caps = tuple[int | None, ...]
 
@@ -78,7 +78,7 @@ class PipelineMachine:
     bytes_per_token: float
     """Bytes of a message between two stages per token of its micro-batch."""
     relayout: tuple[int, ...] = ()
-    """Number of layers by stage of a faster split; empty: none is known."""
+    """Number of layers by stage in a faster split to propose to the user; empty: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +86,9 @@ class PipelineStep:
     """Simulated times of one training phase, which is the trainer's part of a step."""
 
     seconds: float
-    """Seconds that the slowest replica takes for all sweeps of the phase."""
+    """Seconds that the slowest replica takes for all passes of the phase."""
     sweep_s: float
-    """Seconds that the slowest replica takes for the sweep with gradients alone."""
+    """Seconds that the slowest replica takes for the passes with gradients alone."""
     idle_device_s: float
     """Seconds, summed over all GPUs, in which they waited for a message or another replica."""
     device_s: float
@@ -110,16 +110,16 @@ class PipelineResult:
     stages: int
     layers: tuple[int, ...]
     sweep_s: float
-    """Mean seconds of a phase's sweep with gradients, on its slowest replica."""
+    """Mean seconds of a phase's passes with gradients, on its slowest replica."""
     bubble_share: float
     """Idle GPU time as a share of the GPU time of all training phases."""
     num_micro_batches: int
-    """The fewest micro-batches that a replica had in any sweep."""
+    """The fewest micro-batches into which a replica's responses of a training phase were packed."""
     peak_live_tokens: tuple[int, ...]
     """By stage, the most tokens whose activations were kept, over all steps' slowest replicas."""
     caps: Caps
     relayout: tuple[int, ...]
-    """Number of layers by stage of a faster split; empty: none is known."""
+    """Number of layers by stage in a faster split to propose to the user; empty: none."""
     last: Timeline
     """Ops and messages of the slowest replica's last sweep with gradients."""
 
@@ -139,8 +139,8 @@ class PipelineResult:
 
 
 class Pipeline:
-    """Simulates a trainer's stages, phase by phase. A sweep is planned with the delays of messages
-    in the sweep before."""
+    """Simulates a trainer's stages, one training phase after the other. The order of ops is planned
+    for the delays that messages had in the phase before."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class Pipeline:
         orders: Sequence[Order] = (),
         seed: int = 0,
     ) -> None:
-        """Begin a run. `orders`: by stage, from the CSV file that `spec.order` names, if any."""
+        """Begin a run. `orders`: by stage, the ops in the CSV file of `spec.order`; else empty."""
         self._spec = spec
         self._machine = machine
         self._orders = orders
@@ -170,7 +170,7 @@ class Pipeline:
             else link
             for number, link in enumerate(self._links)
         ]
-        """Latency and rate of the links that the plan of the next sweep reckons with."""
+        """Latency and rate of each link for which the next sweep is planned, as last observed."""
         self._steps: list[PipelineStep] = []
 
     @property
@@ -249,7 +249,7 @@ class Pipeline:
         return "host" if any(slow) else "direct"
 
     def _forward_s(self, work: Work, kind: str, now_s: float) -> float:
-        """Return the seconds of a sweep without gradients over links of this kind."""
+        """Return the seconds of one sweep without gradients, over links of this kind."""
         free_s, link_free_s = [0.0] * self.stages, [0.0] * self.stages
         for m in range(work.num_micro_batches):
             there_s = 0.0
@@ -267,7 +267,7 @@ class Pipeline:
         return max(free_s)
 
     def _run(self, work: Work, kind: str, now_s: float) -> tuple[float, Timeline]:
-        """Return a replica's seconds in forward sweeps, and times of its sweep with gradients."""
+        """Return a replica's seconds without gradients, and its times of ops with gradients."""
         forward_s = NUM_FORWARD_SWEEPS * self._forward_s(work, kind, now_s)
         timeline = self._sweep(work, kind, now_s + forward_s)
         self._check_peaks(timeline)
@@ -307,7 +307,7 @@ class Pipeline:
         return replace(link, latency_s=link.latency_s + self._drawn(number, now_s))
 
     def _learn(self, timeline: Timeline, work: Work) -> None:
-        """Set each link's latency in the next plan to its median in this sweep."""
+        """Expect of each link, in the next plan, its messages' median latency in this sweep."""
         took_s: dict[int, list[float]] = {}
         for message in timeline.messages:
             leaves_s = self._links[message.link].leaves_s(work.message_bytes[message.micro_batch])
@@ -347,7 +347,7 @@ def _share(steps: Sequence[PipelineStep]) -> float:
 
 
 def merged(work: Work) -> Work:
-    """Return `work` with backwards for weights made part of those for inputs, as 1f1b has them."""
+    """Return `work` with the seconds of backwards for weights added to those for inputs (1f1b)."""
     both = tuple(
         tuple(i + w for i, w in zip(*rows, strict=True))
         for rows in zip(work.i_s, work.w_s, strict=True)

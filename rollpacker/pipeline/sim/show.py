@@ -21,8 +21,8 @@ _INK, _FAINT, _EMPTY = "#333333", "#777777", "#f1f1f1"
 
 
 def draw_sweep(axes: Axes, name: str, found: PipelineResult, *, until_s: float) -> None:
-    """Draw the slowest replica's last sweep, a lane per stage, stage 0 on top. What is not coloured
-    is idle. The time axis ends at `until_s` seconds, the end of the picture's longest sweep."""
+    """Draw the slowest replica's last sweep (all micro-batches once), a lane per stage, stage 0 on
+    top. What is not coloured is idle. The time axis ends at `until_s`, the longest sweep's end."""
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 
@@ -52,7 +52,7 @@ def began_s(sweep: Timeline) -> float:
 
 
 def longest_s(found: Mapping[str, PipelineResult]) -> float:
-    """Return the seconds of the longest among the last sweeps of these simulated systems."""
+    """Return the seconds of the longest of the systems' last sweeps, for a common time axis."""
     return max(one.last.makespan_s - began_s(one.last) for one in found.values())
 
 
@@ -62,8 +62,8 @@ def pipelines_of(results: Mapping[str, SystemResult]) -> dict[str, PipelineResul
 
 
 def pipeline_tables(results: Mapping[str, SystemResult]) -> list[list[list[str]]]:
-    """Return a table of the systems' sweeps with gradients, as rows of cells, in a list; an empty
-    list if no trainer has stages."""
+    """Return a table (rows of cells) of the systems' passes with gradients, as a list of one; an
+    empty list if no trainer has stages."""
     found = pipelines_of(results)
     if not found:
         return []

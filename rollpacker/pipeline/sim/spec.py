@@ -1,5 +1,5 @@
-"""Settings of a simulated trainer's pipeline stages (`train.pipeline.*`), and the orders and links
-that `--compare` knows by name."""
+"""Settings of a simulated trainer's pipeline stages (`train.pipeline.*`), and the names by which
+`rollpacker simulate --compare` knows an order of ops with a kind of links."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ class PipelineSpec:
     """The most tokens of a micro-batch, into which responses with their prompts are packed. A
     longer response has a micro-batch of its own."""
     micro_batches: int | None = None
-    """Number of micro-batches in a replica's sweep, of about equal size. None: `micro_batch_tokens`
-    decides."""
+    """Number of micro-batches of about equal size into which a replica packs its responses of a
+    step. None: `micro_batch_tokens` decides."""
     op_times: OpTimes | None = None
     """Measured times of ops. None: the scenario's training cost is shared out by layers."""
     head_layers: float = 2.5
@@ -113,9 +113,9 @@ class PipelineSpec:
     slow_stages: Mapping[int, float] = field(default_factory=dict)
     """By number of the stage from 0, how many times longer than usual its ops take."""
     direct_fixed_s: float = 0.0
-    """Seconds of a sweep with gradients over direct links that are not its ops' or messages'."""
+    """Seconds that a step with direct links takes besides its ops and messages."""
     host_fixed_s: float = 0.0
-    """Seconds of a sweep with gradients over host links that are not its ops' or messages'."""
+    """Seconds that a step with host links takes besides its ops and messages."""
 
     def __post_init__(self) -> None:
         at_least_one(self, "stages", "micro_batch_tokens")

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def check_stages(config: RunConfig) -> None:
-    """Raise `ValueError` if a model of the trainer has fewer layers than there are stages, if the
-    policy's `layers` do not add up, or if the order's file is wrong (`read_order`). A model whose
-    shape is not known on this machine is checked by the stages, once it is loaded."""
+    """Raise `ValueError` if a model of the trainer has fewer layers than there are stages, or if
+    `train.pipeline`'s layers, order or links cannot be used. A model whose shape is not known on
+    this machine is checked by the stages, once it is loaded."""
     pipeline = config.train.pipeline
     if pipeline.stages == 1:
         return
@@ -75,7 +75,7 @@ def check_longest_sample(config: RunConfig, longest_prompt: int) -> None:
 def read_order(config: RunConfig) -> str | None:
     """Return the text of the CSV file that `train.pipeline.order` names; None if it names none.
     Raises `ValueError` if the file cannot be read or does not fit the number of stages, or if
-    gradients are streamed. Whether it fits the micro-batches is checked in each sweep."""
+    training begins during generation. Whether it fits the micro-batches is checked in each step."""
     pipeline = config.train.pipeline
     if pipeline.stages == 1 or pipeline.order in ORDERS:
         return None

@@ -35,7 +35,7 @@ class StageClock:
         """By kind, the numbers of the ops in sweeps with gradients since the last `take`."""
 
     def swept(self, seconds: float) -> None:
-        """Record that a sweep is over, with the seconds in which it had something to do."""
+        """Record that a sweep is over. `seconds`: time with ops left to run, waits included."""
         self._sweeps_s += seconds
 
     @contextmanager
@@ -53,8 +53,8 @@ class StageClock:
     def take(
         self, stage: int, num_layers: int, arrivals: Mapping[Kind, Sequence[ArrivalTimes]]
     ) -> StageTimes:
-        """Return the stage's times since the last call. `arrivals`: times of the hidden states (F)
-        and gradients (I) that arrived since then, numbered from the start."""
+        """Return the stage's times since the last call. `arrivals`: times of hidden states (F) and
+        gradients (I) that arrived since, numbered from the start of the run."""
         ops: dict[Kind, list[tuple[Load, float]]] = {kind: [] for kind in KINDS}
         busy_s = 0.0
         for kind, load, began, ended in self._ops:

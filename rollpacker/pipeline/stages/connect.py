@@ -57,8 +57,8 @@ def connected_stage(shards: Shards, config: PipelineConfig, csv: str | None) -> 
 
 
 class Connected:
-    """A stage's `executor` and links, ready for sweeps. All ranks of the job must make one
-    together. `ranks`: for each pipeline (one process of every stage), its ranks by stage."""
+    """A stage's `executor` and links; all ranks make theirs together. `ranks`: those of each
+    pipeline, by stage. `kind`: that of links at first. `hosts`: this host's addresses."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Connected:
         self._hosts = hosts
         """Addresses of this host. Other stages can reach this one over any of them."""
         self._lost: dict[LinkKind, LinkLost] = {}
-        """By kind of link (direct or host), the error of a link that was lost while not in use."""
+        """By kind of link, the error of a lost link: raised once that kind is used (again)."""
         self._made: set[LinkKind] = set()
         self._senders = {kind: SwitchedSender() for kind in self._targets()}
         self._receivers = {
@@ -178,7 +178,7 @@ class Connected:
             self.executor.fail(error)
 
     def _sources(self) -> dict[Kind, int]:
-        """Numbers of the stages from which hidden states ("F") and gradients ("I") come."""
+        """Numbers of the stages from which hidden states ("F") and gradients ("I") come here."""
         before = {} if self.place.is_first else {"F": self.place.index - 1}
         after = {} if self.place.is_last else {"I": self.place.index + 1}
         return before | after  # type: ignore[return-value]  # the literals are kinds

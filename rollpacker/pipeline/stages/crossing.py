@@ -21,7 +21,7 @@ class Passage:
     """One micro-batch's hidden states on one stage: received, and to be sent on."""
 
     arrived: Tensor | None
-    """The message from the stage before. None: no message, and the hidden states are zeros."""
+    """The message from the stage before. None: zeros, in a micro-batch for this stage alone."""
     entered: list[Tensor] = field(default_factory=list)
     """Hidden states read from the message, with gradients: leaves of the stage's autograd graph."""
     left: list[Tensor] = field(default_factory=list)
@@ -56,8 +56,8 @@ class Passage:
 
 
 class Crossing:
-    """Hands received hidden states to a stage's models and takes the ones that they compute, one
-    micro-batch at a time. Copies of a model use the same crossing."""
+    """Hands the hidden states that a stage receives to its models, and takes those that they
+    compute, one micro-batch at a time. A deep copy of a model shares the crossing."""
 
     def __init__(self) -> None:
         self._passage: Passage | None = None
@@ -66,7 +66,7 @@ class Crossing:
         return self
 
     def begin(self, arrived: Tensor | None) -> Passage:
-        """Begin a micro-batch with the message of the stage before; None: zeros in place of it."""
+        """Begin a micro-batch with the message of the stage before; None: there is no message."""
         self._passage = Passage(arrived=arrived)
         return self._passage
 

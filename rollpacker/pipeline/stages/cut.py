@@ -118,7 +118,7 @@ class _Parts:
     decoder: Any
     layers: nn.ModuleList
     norm: str
-    """Name of the decoder's attribute with the norm after the last layer."""
+    """Name of the attribute in which the decoder has its last norm, the one after all layers."""
 
 
 def _parts_of(model: PreTrainedModel) -> _Parts:

@@ -62,7 +62,7 @@ class DeferredWeights:
 
 @torch.no_grad()
 def compute(products: Products) -> None:
-    """Add the weight gradients from these inputs and output gradients, and empty the list."""
+    """Give each layer's weight the gradient of its input and output gradient; empty the list."""
     while products:
         weight, entered, gradient = products.pop()
         product = gradient.flatten(0, -2).t() @ entered.flatten(0, -2)

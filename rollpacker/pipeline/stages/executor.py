@@ -70,7 +70,7 @@ class Executor:
         self._failure: BaseException | None = None
 
     def connect(self, to_next: Sender | None, to_previous: Sender | None) -> None:
-        """Set the senders to both neighbours, before the first sweep. None: no such stage."""
+        """Set the senders to the two neighbours, before the first sweep. None: no such stage."""
         assert (to_next is None) == self._place.is_last
         assert (to_previous is None) == self._place.is_first
         self._to_next, self._to_previous = to_next, to_previous
@@ -90,9 +90,9 @@ class Executor:
             self._changed.notify_all()
 
     def sweep(self, loads: Sequence[Load], ops: StageOps, chooser: Chooser | None = None) -> None:
-        """Run a sweep of micro-batches of these sizes, which `chooser` knows; without a chooser,
-        forward passes only. Raises `TrainerError` if a message does not come in time, or the error
-        given to `fail`."""
+        """Run a sweep (all micro-batches once through the stages) of micro-batches of these sizes.
+        `chooser` must have been told of them; None: forward passes without gradients only. Raises
+        `TrainerError` if a message does not come in time, or the error given to `fail`."""
         sweep = Sweep(self, ops, FixedOrder() if chooser is None else chooser)
         if chooser is not None:
             sweep.add(loads)
@@ -102,7 +102,7 @@ class Executor:
         sweep.run()
 
     def open(self, ops: StageOps, chooser: SweepChooser) -> OpenSweep:
-        """Open a sweep without micro-batches yet. No other may run until it is drained."""
+        """Open a sweep without micro-batches yet. No other sweep may run until this is drained."""
         return OpenSweep(self, ops, chooser)
 
     def _run(self, op: Op, ops: StageOps, load: Load | None) -> None:
@@ -137,9 +137,9 @@ class Executor:
 
 @dataclass(slots=True)
 class Scoring:
-    """Forward passes without gradients in an open sweep with gradients. They run after the forwards
-    of the micro-batches so far and before later ones, whatever the chooser says: they keep no
-    activations."""
+    """Forward passes without gradients, run while a sweep with gradients is open. They run after
+    the forwards of the micro-batches so far and before later ones, whatever the chooser says: they
+    keep no activations."""
 
     ops: StageOps
     count: int
@@ -154,7 +154,7 @@ class Sweep:
         self.state = StageState(stage=place.index, num_stages=place.count)
         self.scoring: Scoring | None = None
         self.seconds = 0.0
-        """Seconds that the sweep has run, not counting time without anything left to do."""
+        """Seconds that the ended sweep ran, without those in which it had no micro-batch left."""
         self._executor = executor
         self._place = place
         self._changed = executor._changed
@@ -228,12 +228,12 @@ class Sweep:
 
     @property
     def _nothing_left(self) -> bool:
-        """Whether all added micro-batches and scoring passes are done."""
+        """Whether all micro-batches added so far, and all passes without gradients, are done."""
         return self.scoring is None and self.state.num_w == len(self.state.tokens)
 
     def _count_arrived(self) -> None:
-        """Count the messages that have arrived for this sweep's micro-batches; others are for a
-        later one."""
+        """Count the messages that have arrived for this sweep's micro-batches. Messages beyond
+        these are for a later sweep."""
         state, arrived = self.state, self._executor._arrived
         here = min(state.num_f + len(arrived["F"]), len(state.tokens))
         while not self._place.is_first and state.num_f_arrived < here:
@@ -250,7 +250,7 @@ class Sweep:
 
 
 class OpenSweep:
-    """A sweep in a thread of its own, which goes on between the calls. One thread makes the calls.
+    """A sweep (all micro-batches once) in a thread of its own. One thread makes the calls.
 
     An error in the sweep is raised by a call that waits, or by the next one: `TrainerError` if a
     message does not come in time, the error given to `Executor.fail`, or an op's own error.
@@ -270,13 +270,13 @@ class OpenSweep:
 
     @property
     def seconds(self) -> float:
-        """Seconds that the finished sweep ran, not counting time without anything left to do."""
+        """Seconds that the drained sweep ran, without those in which it had no micro-batch left."""
         return self._sweep.seconds
 
     def add(self, loads: Sequence[Load]) -> None:
-        """Add micro-batches of these sizes. Returns when the forwards of the micro-batches before
-        are done, so that one call's micro-batches wait while another's run. Also raises errors of
-        the chooser, which is asked about new micro-batches while the sweep goes on."""
+        """Add micro-batches of these sizes. Returns once the forwards of those added earlier are
+        done, so that the caller can prepare the next call's while these run. Also raises errors of
+        the chooser, which is told of new micro-batches first."""
         state = self._sweep.state
         self._chooser.add(loads)  # it may ask the other stages, which need this one's ops meanwhile
         with self._changed:
@@ -287,9 +287,9 @@ class OpenSweep:
             self._wait(lambda: state.num_f >= before)
 
     def forward(self, ops: StageOps, count: int) -> None:
-        """Run `count` forwards without gradients, as soon as those of the micro-batches so far are
-        done; backwards come before only where a forward waits for them. Returns when all `count`
-        are done."""
+        """Run `count` forwards of `ops` without gradients, as soon as the forwards of the
+        micro-batches added so far are done; backwards come before only where a forward waits for
+        them. Returns when all `count` are done."""
         if count == 0:
             return
         with self._changed:

@@ -38,18 +38,18 @@ class SweepChooser(Chooser, Protocol):
 
 
 NewChooser = Callable[[Measured], SweepChooser]
-"""A function that makes this stage's chooser for a sweep, from measured costs of all stages."""
+"""A function that makes this stage's chooser for a sweep, from costs measured so far."""
 
 
 class Orders:
-    """Makes the choosers of one stage's ops. Every stage plans the same from the same numbers;
-    before a plan runs, the stages compare their plans."""
+    """Makes the choosers of one stage's ops. Each stage plans for all stages, from the same
+    numbers; before a plan is used, the stages check that theirs are equal."""
 
     def __init__(
         self, place: Place, config: PipelineConfig, *, peers: Peers, csv: str | None = None
     ) -> None:
-        """Prepare for sweeps. `csv`: text of the file that `config.order` names, None if it names
-        none. Raises `ValueError` for a wrong file, as `orders_from_csv` does."""
+        """Prepare for sweeps. `peers` compares plans. `csv`: text of the file that `config.order`
+        names, else None. Raises `ValueError` for a wrong file, as `orders_from_csv` does."""
         self._place = place
         self._config = config
         self._peers = peers
@@ -57,14 +57,14 @@ class Orders:
         self._of_file = [] if csv is None else orders_from_csv(csv, num_stages=place.count)
 
     def new_chooser(self, measured: Measured) -> SweepChooser:
-        """Return this stage's chooser for a new sweep, from measured costs of all stages."""
+        """Return this stage's chooser for a new sweep, which plans with `measured` costs."""
         if self._config.order == "ready":
             return Ready(self._place, self._config)
         return Planned(self._place, partial(self._plan, measured))
 
     def _plan(self, measured: Measured, loads: Sequence[Load]) -> Sequence[Order]:
-        """Return the planned orders by stage. All stages call this together. Raises `ValueError` if
-        a plan keeps too many activations, and `TrainerError` if stages planned differently."""
+        """Return the orders by stage for these micro-batches and costs. All stages call this
+        together. Raises `ValueError` for too many activations, `TrainerError` if plans differ."""
         caps = live_token_caps(
             self._config.live_tokens,
             num_stages=self._place.count,
@@ -143,11 +143,11 @@ class Ready:
 
 
 class Planned:
-    """Chooses the next op of a plan made beforehand. Micro-batches that are added to an open sweep
-    get a plan of their own, which runs after the earlier ones."""
+    """Chooses the next op of a planned order. Micro-batches added to an open sweep get a plan of
+    their own, which runs after the earlier ones."""
 
     def __init__(self, place: Place, plan: Callable[[Sequence[Load]], Sequence[Order]]) -> None:
-        """Begin without micro-batches. `plan` returns for micro-batch sizes the orders by stage."""
+        """Begin without micro-batches. `plan` returns orders by stage for micro-batch sizes."""
         self._place = place
         self._plan = plan
         self._count = 0
@@ -162,5 +162,5 @@ class Planned:
             self._count += len(loads)
 
     def choose(self, state: StageState) -> Op | None:
-        """Return the plan's next op. None: the op has no input yet, and the stage waits."""
+        """Return the planned order's next op. None: its input is not there, the stage waits."""
         return self._fixed.choose(state)

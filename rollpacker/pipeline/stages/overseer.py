@@ -29,7 +29,7 @@ PREFIX = "perf/pipeline"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrangement:
-    """What all ranks of a pipeline are told between steps: kind of links, and measured costs."""
+    """What all ranks of a trainer are told between steps: kind of links, and costs to plan with."""
 
     links: LinkKind
     measured: Measured | None
@@ -67,7 +67,7 @@ class Overseer:
 
     def observe(self, version: int, times: Sequence[StageTimes]) -> dict[str, float]:
         """Judge an optimizer step by the times that each rank measured, in the order of ranks.
-        Returns the step's metrics."""
+        `version`: that of the weights after it. Returns the step's metrics."""
         stages = [times[at : at + len(self._watches)] for at in self._places(times)]
         used = self.arrangement.links
         for shard, watch in enumerate(self._watches):
@@ -81,8 +81,8 @@ class Overseer:
         return self._metrics(stages, used)
 
     def of_layout(self, config: PipelineConfig, *, same_places: bool) -> Overseer:
-        """Return an overseer for ranks in another layout (layers by stage, devices of ranks) of as
-        many stages. It keeps the kind of links, and for equal devices the usual times of links."""
+        """Return an overseer for ranks in another layout of as many stages, with the same kind of
+        links. `same_places`: ranks keep their devices, so the links keep their usual times."""
         assert config.stages == self._num_stages
         found = Overseer(config, len(self._watches))
         found.found += self.found
@@ -165,7 +165,7 @@ def sweep_times(stages: Sequence[StageTimes], over: LinkKind) -> SweepTimes:
 
 
 def _measured(stages: Sequence[Sequence[StageTimes]]) -> Measured | None:
-    """Return costs by all ranks' times, [stage][pipeline]. None: a stage or link has no times."""
+    """Return costs fitted to all ranks' times, [stage][pipeline]. None: some have no times."""
     messages = [_pooled(stages, number) for number in range(len(stages) - 1)]
     ops = [
         {kind: [pair for s in shards for pair in s.ops[kind]] for kind in KINDS}

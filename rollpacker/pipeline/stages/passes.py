@@ -101,8 +101,8 @@ class StagedPasses:
     ) -> bool | None:
         """Begin forward and backward passes over the samples (`Passes`), and return None: `finish`
         waits for them. With `look`, which is called after each micro-batch, wait here and return
-        whether all losses were finite (before the last stage: True). Stages before the last add
-        only their time to `sums`."""
+        whether all losses were finite. Stages before the last, without losses, return True, and add
+        only seconds to `sums`."""
         rows = [row_of(sample) for sample in samples]
         work = [
             _Work(
@@ -127,15 +127,15 @@ class StagedPasses:
         return None
 
     def rescale(self, factor: float) -> bool:
-        """Multiply by `factor` what the open sweep will add to the sums at `finish`. Returns
-        whether no sweep is open: then gradients may be multiplied now."""
+        """Multiply by `factor` the losses that the open sweep will add to its sums at `finish`.
+        Returns whether no sweep is open: only then may the caller multiply gradients himself."""
         for one in () if self._open is None else self._open.ops.work:
             one.factor *= factor
         return self._open is None
 
     def finish(self) -> bool:
-        """End the open sweep, if any. Returns whether its losses were finite; always True before
-        the last stage."""
+        """Wait for all passes begun by `differentiate`, if any, and add their losses to the sums.
+        Returns whether the losses were finite; always True before the last stage."""
         if self._open is None:
             return True
         ended, self._open = self._open, None
@@ -146,7 +146,7 @@ class StagedPasses:
         return self._note(ended.ops.work, ended.sums)
 
     def differentiate_nothing(self) -> None:
-        """Run a micro-batch without samples through this stage alone, on zeros."""
+        """Give each parameter here a gradient of zeros, by a micro-batch without samples."""
         ops = _Training(self, [_Work(batch=self._batcher.filler(), samples=[])])
         self._deferred.is_on = False
         try:
@@ -193,7 +193,7 @@ class StagedPasses:
         return finite
 
     def _note(self, work: Sequence[_Work], sums: StepSums) -> bool:
-        """On the last stage, add the losses to `sums`. Returns whether all losses were finite."""
+        """On the last stage, add losses to `sums`. Returns whether all found were finite."""
         finite = True
         for one in work if self._place.is_last else ():
             assert one.found is not None
@@ -242,7 +242,7 @@ class _Open:
 
 
 class _Scoring:
-    """One stage's ops in a sweep without gradients, which computes scores."""
+    """One stage's ops without gradients. On the last stage they compute scores."""
 
     def __init__(
         self,
@@ -271,7 +271,7 @@ class _Scoring:
 
 
 class _Training:
-    """One stage's ops in a sweep with gradients. `work` may grow while the sweep runs."""
+    """One stage's ops in a sweep with gradients. `work`, its micro-batches, may grow meanwhile."""
 
     def __init__(self, passes: StagedPasses, work: list[_Work]) -> None:
         self.work = work

@@ -18,8 +18,8 @@ _CPU = torch.device("cpu")
 
 
 class Peers(Protocol):
-    """Exchanges of a stage with the other stages of its pipeline. All stages make a call together,
-    except `send` and `receive`, which concern two."""
+    """Exchanges of numbers and tensors of one stage with the other stages of its pipeline. All
+    stages make a call together, except those that send or receive, which concern two stages."""
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         """Return all stages' values, by stage. Each stage must give equally many numbers."""

@@ -16,14 +16,14 @@ logger = logging.getLogger(__name__)
 
 
 class Relayout:
-    """Looks for faster layouts of a trainer's stages, and logs or returns them for a switch."""
+    """Looks for faster layouts (layers by stage, devices of ranks), and logs or returns them."""
 
     def __init__(
         self, *, does: bool, can_switch: bool, total_steps: int | None, updates: int
     ) -> None:
-        """Begin the search. `updates`: optimizer steps, and so sweeps, per training step. `does`:
-        layouts are returned for a switch, not only logged. `can_switch`: whether the processes can
-        be started anew."""
+        """Begin the search. `does`: layouts are returned for a switch, not only logged.
+        `can_switch`: whether the processes can be started anew. `total_steps`: training steps of
+        the run; None: no end is set. `updates`: optimizer steps per training step."""
         self._does = does and can_switch
         self._can_switch = can_switch
         self._total_steps = total_steps
@@ -37,8 +37,8 @@ class Relayout:
 
     @classmethod
     def of(cls, setup: LearnerSetup, *, can_switch: bool) -> Relayout | None:
-        """Return the search for layouts of this trainer. None: it has one stage, or wants no
-        search."""
+        """Return what looks for faster layouts of this trainer's stages. None: it has one stage, or
+        `train.pipeline.relayout` is never. `can_switch`: whether processes can be started anew."""
         pipeline = setup.train.pipeline
         if pipeline.relayout == "never" or pipeline.stages == 1:
             return None
@@ -59,8 +59,8 @@ class Relayout:
         places: tuple[int, ...],
         switch_s: float,
     ) -> Layout | None:
-        """Judge a step that the overseer has observed. Returns a layout to switch to, or None.
-        `version`: steps so far. `places`: device of each rank. `switch_s`: seconds of a switch."""
+        """Judge a step by its ranks' outcomes, after the overseer. Returns a layout to switch to,
+        or None. `version`: steps so far. `places`: each rank's device. `switch_s`: its seconds."""
         times = [one.stage_times for one in outcomes if one.stage_times is not None]
         size = sum(one.stage == 0 for one in times)
         layout = Layout(layers=tuple(one.num_layers for one in times[::size]), places=places)

@@ -94,7 +94,7 @@ class Stage:
         """Measured costs of ops and messages, the same on all stages, as last given to `arrange`.
         None: nothing was measured yet."""
         self._expected: Measured | None = None
-        """Costs to reckon with before anything is measured. None: the policy was not cut yet."""
+        """Costs in FLOPs to plan with until some are measured. None: policy not cut yet."""
 
     # -- its part of the models ------------------------------------------------------------
 
@@ -131,9 +131,9 @@ class Stage:
         )
 
     def budget(self, lengths: Sequence[int], packs: Packs, *, most_tokens: int) -> int:
-        """Return the best number of tokens per micro-batch, at most `most_tokens`, for a sweep over
-        rows of these lengths. It is the same in every run, since no measurement is used. The policy
-        must have been cut before."""
+        """Return the number of tokens per micro-batch, at most `most_tokens`, with which samples of
+        these lengths, put together by `packs`, should be quickest. No measurement is used, so all
+        runs get the same. The policy must have been cut before."""
         assert self._expected is not None
         cost = self._expected
         return plan_budget(lengths, cost.stages, cost.links, most_tokens=most_tokens, packs=packs)
@@ -163,7 +163,7 @@ class Stage:
     # -- between two steps -----------------------------------------------------------------
 
     def arrange(self, arrangement: Arrangement) -> None:
-        """Use these links and costs from now on. All ranks make this call together."""
+        """Use this kind of links and these costs from now on. All ranks make this call together."""
         self.measured = arrangement.measured
         if self._links is not None:
             self._links.use(arrangement.links)
@@ -212,8 +212,8 @@ class Stage:
     # -- the tied weight -------------------------------------------------------------------
 
     def mirror_of(self, trained: Trained) -> Tied | None:
-        """Return the weight that the first stage owns and this stage has a copy of, trained or not.
-        None: there is no such weight."""
+        """Return the tied weight (of embeddings and output layer) that the first stage owns and
+        this stage has a copy of, trained or not. None: there is no such weight."""
         policy = trained.module
         assert isinstance(policy, StagedPolicy)
         return policy.tied if self.place.is_last else None

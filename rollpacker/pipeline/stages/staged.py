@@ -18,7 +18,7 @@ from rollpacker.trainer.policy import Policy
 
 class StagedPolicy(Policy):
     """One stage of a policy, made by cutting the whole policy's model in place. Raises `ValueError`
-    as `cut` does, and if the model's logits cannot be made in blocks."""
+    as `cut` does, and if logits cannot be computed for a block of tokens at a time."""
 
     def __init__(
         self, whole: Policy, place: Place, layers: Sequence[int], crossing: Crossing
@@ -43,7 +43,7 @@ class StagedPolicy(Policy):
         self._crossing = crossing
 
     def forward(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies; before the last stage, its hidden states twice."""
+        """Return log-probs and entropies; before the last stage: hidden states for both."""
         hidden = _hidden_states(self.model, batch, self._place, self._crossing)
         if not self._place.is_last:
             return hidden, hidden
@@ -68,7 +68,7 @@ class StagedCritic(Critic):
         self.eval()
 
     def forward(self, batch: MicroBatch) -> Tensor:
-        """Return the critic's values; before the last stage, its hidden states."""
+        """Return the critic's values; a stage before the last: its hidden states."""
         hidden = _hidden_states(self.model, batch, self._place, self._crossing)
         return self.from_hidden_states(hidden, batch) if self._place.is_last else hidden
 

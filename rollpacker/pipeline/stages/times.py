@@ -10,7 +10,7 @@ from rollpacker.pipeline.plan.work import Load
 
 Messages = tuple[tuple[int, float], ...]
 """For each message its bytes, and the seconds from its sending on the other stage to its arrival
-here. The two clocks may differ; that cancels in a message there and one back."""
+here. The clocks may differ: only the sum of a message there and one back is exact."""
 
 NUM_BYTES = 1 << 16
 """Number of bytes of the message by which the network between two ranks is timed."""
@@ -18,8 +18,8 @@ NUM_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
-    """One rank's times of all sweeps since the last optimizer step. `ops` and messages are only
-    those of sweeps with gradients: other sweeps have less to do."""
+    """One rank's times of all sweeps (all micro-batches once through the stages) since the last
+    optimizer step. `ops` and messages are only those of sweeps with gradients."""
 
     stage: int
     num_layers: int
@@ -33,7 +33,7 @@ class StageTimes:
     peak_live_tokens: int
     """The most tokens whose activations this rank kept at once."""
     busy_s: float
-    """Seconds in which the stage ran ops, in sweeps with and without gradients."""
+    """Seconds in which the stage ran ops, both in sweeps with gradients and in those without."""
     waiting_s: float
     """Seconds in which the stage had ops left to run, but waited for messages."""
     head_layers: float = 0.0

@@ -38,7 +38,7 @@ class MetricColumns:
                 self._columns[name] = array("d", [_NAN]) * place + array("d", [_number(value)])
 
     def complete(self, step: int, row: Mapping[str, Any]) -> None:
-        """Add to a step's row the metrics that the row lacks. Does nothing for an unknown step."""
+        """Add to a step's row the metrics that it lacks. An unknown step is ignored."""
         place = self._places.get(step)
         if place is None:
             return
@@ -52,9 +52,9 @@ class MetricColumns:
                 column[place] = _number(value)
 
     def plain(self) -> dict[str, Any]:
-        """The columns as arrays, for the page. `of` is the number of steps in a bucket, `step` the
-        last step of each bucket. With several steps in a bucket a column has `mean`, `min` and
-        `max`, else only `mean`."""
+        """The columns as arrays, for the page. `of`: number of steps in each bucket (group of steps
+        that is one point). `step`: the last step of each bucket. With `of` > 1 a column has the
+        `mean`, `min` and `max` of each bucket, else only `mean`."""
         steps = np.asarray(self.steps, dtype=np.int32)
         of = 1 if len(steps) <= 2 * MAX_POINTS else -(-len(steps) // MAX_POINTS)
         columns = {name: bucketed(column, of) for name, column in sorted(self._columns.items())}

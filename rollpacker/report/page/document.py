@@ -39,8 +39,8 @@ def write_page(path: Path, run: Mapping[str, Any], samples: Mapping[str, Any]) -
 
 
 def document(title: str, kind: Kind, *, core: str = "", samples: str = "") -> str:
-    """The HTML of a page with packed data: `core` has those of the run, `samples` those of its
-    samples. A page of the kind "live" has no data and asks its own server for them."""
+    """The HTML of a page named `title`. `core` has the data of the run, `samples` those of its
+    samples, both as `embedded` packs them. A "live" page has none."""
     style, script = _file("page.css"), "\n".join(map(_file, _SCRIPTS))
     connect = "'self'" if kind == "live" else "'none'"
     policy = (

@@ -14,18 +14,17 @@ from rollpacker.report.page.sample_choice import read_samples
 from rollpacker.report.page.time_line import TimeLine
 
 READ_S = 0.5
-"""Maximum seconds for which a call reads the log. The page of a long log fills over several
-calls."""
+"""Maximum seconds for which one request for the page reads the log, which may take several."""
 MAX_WORK = 0.1
-"""Largest share of a processor's time for making a run's page. Making the page of a long run takes
-a second, so it is made less often than asked for; the run's current state is always sent."""
+"""Largest share of a processor's time for making a run's page. A page that took a second to make is
+made again 10 seconds later at the earliest, however often a browser asks."""
 MAX_BARS = 12_000
 """Maximum number of samples in the timeline of a live page, fewer than in a file, since a live page
 is sent anew with each step."""
 
 
 class Follower:
-    """Keeps the data of one run's page up to date. Calls may come from several threads."""
+    """Keeps the data of one run's page up to date. Several threads may call its methods at once."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -43,9 +42,9 @@ class Follower:
         self._not_before_s = 0.0
 
     def look(self, version: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Returns the run's current state and the data of its page. `version` names the page that
-        the reader has; if it is current, or the next is not due, None replaces the data. Raises
-        `OSError` or `ValueError` if the run is gone."""
+        """Returns the run's current state and the data of its page. The data are None if `version`,
+        the page that the caller has, is current, or if it is too early to make the next
+        (`MAX_WORK`). Raises `OSError` or `ValueError` if the run is gone."""
         with self._lock:
             if not self._tail.is_same():
                 self._begin()

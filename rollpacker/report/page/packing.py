@@ -28,7 +28,7 @@ _TYPES = {
 
 
 class Texts(list[str]):
-    r"""A list of texts, which `pack` writes as UTF-8 bytes; half surrogates become `\udXXX`."""
+    r"""A list of texts, which `pack` writes as UTF-8. What UTF-8 lacks becomes `\udXXX`."""
 
 
 class _Packer:
@@ -37,7 +37,7 @@ class _Packer:
         self.size = 0
 
     def plain(self, value: Any) -> Any:
-        """`value` as JSON can hold it: arrays go to `blobs`, and their places into the result."""
+        """`value` as JSON holds it: an array's bytes go to `blobs`, its place into the result."""
         if isinstance(value, np.ndarray):
             return {"@": self._array(value)}
         if isinstance(value, Texts):

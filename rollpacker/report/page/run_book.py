@@ -1,5 +1,4 @@
-"""The content of a run's page, from one pass over its event log and from its folder's other
-files."""
+"""The content of a run's page, from one pass over its event log and from its other files."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ class RunBook:
         self.columns = MetricColumns()
         self.time_line = TimeLine()
         self.started_at = ""
-        """Date and time at which the run's first process started, as its log has it. Empty: not
-        known."""
+        """Date and time at which the run's first process started. Empty: not in the log."""
         self.truncated = False
         """Whether the last line of the log is cut off."""
         self.summary = RunSummary()

@@ -36,7 +36,7 @@ _OF_PROMPT = ("row_where", "row", "prompt", "rendered_prompt")
 
 @dataclass(slots=True)
 class _Table:
-    """A table of texts, in which equal texts stand once."""
+    """A list of texts without repetition, and the index of each."""
 
     texts: Texts = field(default_factory=Texts)
     _places: dict[str, int] = field(default_factory=dict)
@@ -167,8 +167,8 @@ def _priority(columns: dict[str, Any], hashes: np.ndarray[Any, Any]) -> np.ndarr
 def _texts(
     files: Sequence[_File], order: np.ndarray[Any, Any], max_bytes: int
 ) -> tuple[dict[int, dict[str, str | None]], list[int]]:
-    """Reads texts of samples. Returns the texts read, by row number, and the rows whose texts are
-    kept: rows in the given `order`, as long as their texts fit into `max_bytes`."""
+    """Reads texts of samples. Returns the texts by row number, and those rows, in the given
+    `order`, whose texts together fit into `max_bytes`. The former may have further rows."""
     import pyarrow
 
     starts = np.cumsum([0, *(one.table.num_rows for one in files)])
@@ -262,7 +262,8 @@ def _listed(columns: dict[str, Any], rows: np.ndarray[Any, Any]) -> dict[str, An
 
 
 def _words(values: list[str | None] | None, rows: np.ndarray[Any, Any]) -> dict[str, Any]:
-    """A column of few different words: the words, and for each row the index of its word."""
+    """A column of words, such as the sample's outcome, for `rows`: `words` has each different word
+    once, and `of` for each row the index of its word."""
     table = _Table()
     places = [0 if values is None else table.place(values[n] or "") for n in rows]
     return {"words": list(table.texts), "of": np.array(np.minimum(places, 255), np.uint8)}

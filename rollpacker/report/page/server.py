@@ -52,7 +52,7 @@ _HEADERS = {
 
 
 class Runs:
-    """The runs in a folder, or the one run whose folder it is. Every call lists the folder anew."""
+    """The runs in a folder, or the one run whose folder it is. It is listed at every use."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -156,8 +156,9 @@ class Dashboard:
     def _looked_at(
         self, request: Request, look: Callable[[Follower], tuple[Any, dict[str, Any] | None]]
     ) -> Response:
-        """The response to a request for a run: its state and page as `Follower.look` returns them,
-        or one of the two. Status 404 if the run is gone."""
+        """The response to a request for a run. `look` returns the run's state and page, of which
+        one may be None; the response has the state as JSON, or else packed data. Status 404: the
+        run is gone."""
         # Not of the decoded path: names of folders need not be UTF-8.
         name = unquote(request.scope["raw_path"].decode().split("/")[3], errors="surrogateescape")
         try:

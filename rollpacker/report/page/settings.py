@@ -26,8 +26,7 @@ class Setting:
 
 def read_settings(folder: Path) -> tuple[list[Setting], str]:
     """The settings in a run's folder that differ from the defaults, and the text of the config
-    file. Both are empty if the config cannot be read. A key that this version does not know has no
-    default."""
+    file. Both are empty if the config cannot be read. An unknown key has no default."""
     from rollpacker.config.schema import RunConfig
 
     try:
@@ -66,8 +65,8 @@ def _changed(tree: dict[str, Any], schema: type, prefix: str) -> Iterator[Settin
 
 
 def _algorithms_row(tree: dict[str, Any], schema: type) -> Any:
-    """The algorithm that the config `tree` names, as a `schema` object with that algorithm's own
-    defaults. None for a name that this version does not know, and for a function of the user's."""
+    """The setting of the algorithm in the config `tree`, made of class `schema` with the defaults
+    of the algorithm named there. None for an unknown name or a function of the user's."""
     if tree.get("function") is not None:
         return None
     try:

@@ -1,5 +1,4 @@
-"""The timeline on a run's page: every step with its rounds and phases, and every sample of some
-steps."""
+"""The timeline on a run's page: each step's rounds and phases, and the samples of some steps."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ IMPORTS = {
     "Decimal": "decimal",
     "Fraction": "fractions",
 }
-"""Modules that define names which test code often expects the program to have imported, by name.
-The test's own code is made to import them."""
+"""Names that test code often expects the program to have imported, and the module of each. The
+test's own code is made to import them."""
 
 
 _IO = ("stdin", "input", "stdout", "output")
@@ -97,8 +97,8 @@ class AssertTest:
     classes: tuple[str, ...]
     """The names in `names` that stand for classes, since they begin with a capital letter."""
     first_calls: list[Tree] = field(default_factory=list, compare=False)
-    """Calls to the program that the code makes before it knows any result; they are the same for
-    every program. Empty until the test is first run."""
+    """Calls of the program's functions whose results the code needs first, noted because they are
+    the same for every program. Empty until the test is first run."""
 
     @property
     def ordered(self) -> bool:
@@ -180,8 +180,8 @@ def _of_mapping(test: Any) -> Iterator[Test]:
 
 
 def _check_keys(test: Mapping[str, Any], kind: Any) -> None:
-    """Raise `BadTests` for an unknown key. A misspelt key would be ignored, and the test would then
-    test something else."""
+    """Raise `BadTests` for a key that tests of type `kind` (None: none is given) do not have. A
+    misspelt key would be ignored, and the test would then test something else."""
     if kind is None:
         shape = next((key for key in _SHAPES if key in test), None)
         if shape is None:
@@ -366,8 +366,8 @@ def _free_names(tree: ast.AST) -> set[str]:
 
 
 class _Rewritten(ast.NodeTransformer):
-    """Rewrites test code for `harness.judge`. Attributes that are read, not called, go through
-    `_value_of`. With `postponed` (calls may be made in any order), an assert that needs a result
+    """Rewrites test code for `harness.judge`, which runs it without the program. An attribute that
+    is read, not called, becomes a call of `_value_of`. `postponed`: an assert that needs a result
     not known yet is skipped, so that one pass finds the calls of all asserts."""
 
     def __init__(self, *, postponed: bool) -> None:

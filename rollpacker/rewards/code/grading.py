@@ -95,8 +95,9 @@ async def grade(
 
     The value is 1.0 if the program passes all tests, else 0.0; running stops at the first test that
     fails. With `partial` it is the share of tests passed, and tests after one that ran out of time
-    count as failed. `limits` apply to each single run. Nothing that the program does raises an
-    error; for tests that cannot be used the result is a `Failed`.
+    count as failed. `limits` (None: `Limits()`) apply to each single run; only the first
+    `max_tests` tests are used (None: all). Nothing that the program does raises an error; for tests
+    that cannot be used the result is a `Failed`.
     """
     if not isinstance(tests, _Read):
         try:
@@ -110,7 +111,7 @@ async def grade(
 
 
 class _Read(list[Test]):
-    """The tests of a row that `read_tests` has read already."""
+    """Tests that `read_tests` has read already, so that `grade` takes them as they are."""
 
 
 async def _graded(
@@ -142,7 +143,7 @@ def _no_verdict(outcome: Outcome, number: int) -> Failed | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeConfig:
-    """The `arguments` of the built-in reward `code`. Raises `ValueError`."""
+    """The `arguments` of the built-in reward `code`. Raises `ValueError` for a wrong value."""
 
     tests_column: str = "tests"
     """The column with the tests of the row."""
@@ -170,8 +171,7 @@ class CodeConfig:
 
 
 class CodeReward:
-    """The built-in reward `code`: judges programs by the tests of their row. Meets the protocol
-    `RewardPart`."""
+    """The built-in reward `code` (a `RewardPart`): judges programs by the tests of their row."""
 
     DEADLINE = AdaptiveDeadlineConfig()
     WORKERS = os.cpu_count()
@@ -179,22 +179,21 @@ class CodeReward:
     def __init__(
         self, config: CodeConfig, *, entry: RewardConfig, name: str, shared: Shared
     ) -> None:
-        """`entry`: the reward's entry in the config. `shared`: holds the sandbox that runs the
-        programs."""
+        """`entry`: the reward's entry in the config. `shared`: has the sandbox for the programs."""
         self.name = name
         self._config = config
         self._entry = entry
         self._shared = shared
         self._box: Sandbox | None = None
         self._has_references = False
-        """Whether an earlier `check` found rows with reference solutions. The rows of later checks,
-        such as those of an evaluation, then need no such solutions."""
+        """Whether an earlier `check` found rows with reference solutions. Later checks, such as of
+        an evaluation's rows, then accept a `reference_column` that no row has."""
 
     # -- before the run ----------------------------------------------------------------
 
     def check(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Raise `RewardError` if a row's tests cannot be used or fail their own reference solution,
-        and `SandboxUnavailable` if nothing isolates programs on this machine."""
+        """Raise `RewardError` if a row's tests cannot be used or fail the row's own reference
+        solution, and `SandboxUnavailable` if this machine has no means to isolate programs."""
         self._shared.check_sandbox()
         tests, bad = {}, {}
         for number, row in enumerate(rows):
@@ -292,7 +291,7 @@ class CodeReward:
         self, samples: Sequence[RewardInput], *, timeout_s: float | None = None
     ) -> list[Scored | Failed | None]:
         """Return one verdict for each sample. `timeout_s` limits every run of a program, in
-        seconds. None: the limit is the longest that the adaptive deadline allows, its `max_s`."""
+        seconds. None: the limit is `max_s` of the reward's `deadline` setting."""
         await self.open()
         limits = self._limits(timeout_s or self._longest_s())
         return list(await asyncio.gather(*(self._score(sample, limits) for sample in samples)))
@@ -359,7 +358,7 @@ def _counted(bad: int, total: int) -> str:
 
 
 def _listed(bad: Mapping[int, str]) -> str:
-    """Text that names the first bad rows by number, grouped by reason."""
+    """Text that names the first rows of `bad` (row number to reason), grouped by reason."""
     rows: dict[str, list[str]] = {}
     for number, reason in list(bad.items())[:_NAMED]:
         rows.setdefault(reason, []).append(str(number))

@@ -36,8 +36,8 @@ class Refused(Exception):
 
 
 def encode(value: Any, depth: int = 0) -> Tree:
-    """The plain form of a value. Only methods of builtin types are called; an instance of a
-    subclass is treated as one of the builtin type. Raises `Refused` for other values."""
+    """The plain form of a value that lies in `depth` containers. Only methods of builtin types are
+    called; an instance of a subclass is treated as one of the builtin type. Raises `Refused`."""
     kind = type(value)
     if value is None or kind is bool or kind is str:
         return value
@@ -99,8 +99,8 @@ def limited(items: Any) -> list[Any]:
 
 
 def decode(tree: Tree, objects: Any = ()) -> Any:
-    """The value whose plain form is `tree`; the inverse of `encode`. `objects`: the program's
-    objects by their numbers."""
+    """The value whose plain form is `tree`; the inverse of `encode`. A tag "h" in it stands for the
+    program's object that `objects` has under the number there."""
     if type(tree) is not list:
         return tree
     tag, rest = tree[0], tree[1:]
@@ -129,8 +129,7 @@ def decode(tree: Tree, objects: Any = ()) -> Any:
 
 
 def take_stdout() -> int:
-    """Return a descriptor of stdout for the result. What is printed to stdout afterwards is
-    lost."""
+    """Return a descriptor of stdout for the result. What else is printed to stdout is then lost."""
     out = os.dup(1)
     try:
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -151,7 +150,8 @@ def emit(out: int, said: Tree) -> None:
 
 
 def answer(payload: str) -> None:
-    """Run the program as a module, make the calls that `payload` has, and print their results."""
+    """Run the program, make calls to it, and print a JSON list of their results. `payload`: JSON
+    with the program's "source" and the "calls"."""
     out = take_stdout()
     task = json.loads(payload)
     module = types.ModuleType("solution")
@@ -200,8 +200,8 @@ def find(module: Any, name: str) -> Any:
 
 
 def changed(args: list[Any]) -> list[Tree]:
-    """Return the plain form of each argument that a call which returned nothing may have changed in
-    place, and None for each argument that cannot be changed."""
+    """Return, for a call that returned nothing, the plain form of each argument that it may have
+    changed in place (a list, dict or set), and None for each other argument."""
     return [encode(a) if type(a) in (list, dict, set) else None for a in args]
 
 
@@ -220,7 +220,8 @@ class Pending(BaseException):
 
 
 class Calls:
-    """The calls that a test makes to the program. They get their results from an earlier run."""
+    """The program as a test's code sees it: each call gets its result from a run of the program
+    before. A call whose result is not `known` is noted, and ends the code with `Pending`."""
 
     def __init__(self, known: list[Any], ordered: bool) -> None:
         self.ordered = ordered
@@ -287,7 +288,8 @@ class Object:
 
 
 class Member:
-    """An attribute of an `Object`, which the test calls or (through `value_of`) reads."""
+    """An attribute of an `Object`. If the test calls it, the program's method is called; if the
+    test only reads it, `value_of` gets the program's value."""
 
     def __init__(self, calls: Calls, number: int, name: str) -> None:
         self.read: Any = lambda: calls.ask("get", number, name, (), {})
@@ -313,8 +315,8 @@ def value_of(member: Any) -> Any:
 
 
 def judge(payload: str) -> None:
-    """Run the code of a test and print "passed" and a secret (the nonce), "failed", "unfit" and why
-    the test cannot be used with any program, or "ask" and the calls whose results it needs."""
+    """Run a test's code, which is in `payload` (JSON), and print "passed" and a secret (the nonce),
+    "failed", "unfit" and why it fits no program, or "ask" and the calls whose results it needs."""
     out = take_stdout()
     task = json.loads(payload)
     calls = Calls(task["known"], task["ordered"])

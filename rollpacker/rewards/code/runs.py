@@ -28,7 +28,7 @@ that the loop is not held up."""
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of one test of a program."""
+    """The result of one test of a program: the verdict, or the reason why there is none."""
 
     passed: bool
     seconds: float
@@ -42,7 +42,7 @@ class Outcome:
 
 
 class _Ended(Exception):
-    """How a run ended has decided the outcome of the test, whatever the run printed."""
+    """Raised if the way in which a run ended (such as a limit) decides the outcome of its test."""
 
     def __init__(self, outcome: Outcome) -> None:
         self.outcome = outcome
@@ -114,8 +114,9 @@ async def _run_assert(source: str, test: AssertTest, box: Sandbox, limits: Limit
 async def _judged(
     test: AssertTest, known: list[Any], nonce: str, box: Sandbox, limits: Limits
 ) -> list[Any]:
-    """Run the test's code, without the program, on the results known so far. Returns "passed",
-    "failed", "ask" or "unfit", followed by details such as the calls asked for."""
+    """Run the test's code, without the program, on the (call, result) pairs in `known`. Returns a
+    list of "passed" and the `nonce` (a secret that the code cannot print), "failed", "ask" and the
+    calls whose results it needs, or "unfit" and a reason."""
     payload = {
         "code": test.code,
         "names": test.names,
@@ -136,7 +137,8 @@ async def _judged(
 async def _answers(
     source: str, calls: list[Tree], box: Sandbox, limits: Limits
 ) -> tuple[list[Tree], RunResult]:
-    """Make these calls to the program. Returns their results, and the run that gave them."""
+    """Run the program in the sandbox and make these calls to it. Returns their results in plain
+    form, and the sandbox's record of the run."""
     payload = {"source": source, "calls": calls}
     result = _ended(await box.run(_program("answer", payload), limits=limits))
     try:

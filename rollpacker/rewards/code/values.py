@@ -36,8 +36,8 @@ class BadValue(ValueError):
 
 
 def plain(value: Any) -> Tree:
-    """The plain form (`harness.Tree`) of a value that a test expects. Raises `ValueError` if it has
-    none."""
+    """Plain form (`harness.Tree`) of a value that a test expects. Raises `ValueError` for
+    others."""
     try:
         tree = encode(value)
     except Refused as error:
@@ -78,8 +78,8 @@ def _refuse(text: str) -> Any:
 
 
 def check_tree(tree: Tree, depth: int = 0, key_depth: int = 0) -> None:
-    """Raise `BadValue` unless `tree` is the plain form of a value. `depth`, `key_depth`: numbers of
-    containers, and of sets and dict keys among them, that the value lies in."""
+    """Raise `BadValue` unless `tree` is the plain form of a value. `depth`: number of containers
+    that the value lies in. `key_depth`: how many of them have it in a set or a dict key."""
     if tree is None or type(tree) in (bool, int, str):
         return
     if type(tree) is not list or not tree or max(depth, 12 * key_depth) > MAX_DEPTH:
@@ -214,8 +214,7 @@ def number_of(tree: Tree) -> int | float | Fraction | complex:
 
 
 def has_nan(tree: Tree) -> bool:
-    """Whether the value contains a nan: test code like `not abs(got - want) > 1e-6` holds for
-    it."""
+    """Whether the value has a nan in it, for which code like `not abs(got - want) > 1e-6` holds."""
     if type(tree) is not list:
         return False
     return (tree[0] in ("f", "c") and "nan" in tree[1:]) or any(map(has_nan, tree[1:]))

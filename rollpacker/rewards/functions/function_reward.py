@@ -41,15 +41,16 @@ Verdict = Scored | Failed | None
 
 
 class RewardFunction:
-    """A reward made of one function, called in worker processes of its own; its errors become
-    reasons for missing verdicts. Meets the protocol `RewardPart`."""
+    """A reward made of one function, called in worker processes of its own. An error in a call
+    becomes a `Failed` verdict with a reason. Meets the protocol `RewardPart`."""
 
     def __init__(
         self, config: RewardConfig, *, factory: str | None = None, check: Check | None = None
     ) -> None:
         """Starts a worker to inspect the function. Raises `RewardError` if the function cannot be
-        used. `factory` (`module:Class`) is called with the config's arguments to make the function;
-        None: the config names it. `check`: a further check of rows, or None."""
+        used. `factory` (`module:name`): makes a built-in reward's function when called with the
+        config's arguments; None for a user's own, which `config.function` names. `check`: a further
+        check of a dataset's rows, or None."""
         self._config = config if factory is None else dataclasses.replace(config, arguments={})
         self._own_check = check
         self._is_built_in = factory is not None
@@ -242,7 +243,8 @@ class RewardFunction:
 
     def _count(self, verdicts: list[Verdict], *, even_so: bool = False) -> list[Verdict]:
         """Count the verdicts of a call, and return them. After too many calls in a row without a
-        verdict the function is not called again. `even_so`: count infrastructure failures, too."""
+        verdict the function is not called again. `even_so`: whether a call that failed for lack of
+        a worker counts among these."""
         if self._patience.saw(verdicts, even_so=even_so) and self._patience.ended is not None:
             for pool in self._pools.values():
                 pool.give_up_waiting(self._patience.ended)
@@ -263,8 +265,9 @@ class RewardFunction:
         error: Overran | WorkerLost,
         alone: bool,
     ) -> Verdict:
-        """Return the verdict on a sample whose call failed. Where another sample in the same worker
-        may be to blame, and there is time left, the sample is judged once more, alone."""
+        """Return the verdict on a sample whose call failed with `error` (out of time, or its worker
+        ended). If other samples in that worker may be to blame and time is left, the sample is
+        judged once more, in a worker of its own."""
         left_s = limit.seconds
         if isinstance(error, WorkerLost):
             left_s = error.left_s
@@ -311,7 +314,8 @@ class RewardFunction:
             logger.warning("reward %s: no verdict: %s%s", self.name, kind, where)
 
     def _verdicts(self, reply: Mapping[str, Any], count: int) -> list[Verdict]:
-        """Return the verdicts in a reply, one per sample (`returned.py` says what a value is)."""
+        """Return the verdicts on the `count` samples of a call from its `reply`: each is
+        a `Failed` with the call's reason, if the call failed."""
         if "error" in reply:
             return [self._raised(reply)] * count
         if "wrong" in reply:
@@ -344,10 +348,11 @@ class RewardFunction:
 
 
 class Patience:
-    """Counts the calls in a row in which no sample got a verdict, and decides when to stop."""
+    """Counts the calls in a row that gave no sample a verdict, and says when to call no more."""
 
     def __init__(self, name: str, most: int | None) -> None:
-        """`most`: failed calls in a row after which the function is given up. None: no limit."""
+        """`name`: the reward's, for messages. `most`: number of failed calls in a row after which
+        the function is not called any more; None: no limit."""
         self.ended: str | None = None
         """The reason why the function is not called any more. None: it is still called."""
         self._name = name
@@ -356,7 +361,7 @@ class Patience:
 
     def saw(self, verdicts: Sequence[Scored | Failed | None], *, even_so: bool = False) -> bool:
         """Count the verdicts of one call. Returns True if with this call the function is given up.
-        Calls that failed for lost workers do not count, except with `even_so`."""
+        A call that failed because of a worker, not of the function, counts only with `even_so`."""
         failed = [verdict for verdict in verdicts if isinstance(verdict, Failed)]
         if len(failed) < len(verdicts):
             self._num_failed = 0
@@ -372,7 +377,7 @@ class Patience:
 
 
 def _sent(spec: str) -> bytes:
-    """A function of the running program, pickled for a worker process. Raises `RewardError`."""
+    """The function of this program named by `spec`, pickled for a worker. Raises `RewardError`."""
     try:
         return pickled_given(spec, "its worker processes")
     except ImportSpecError as error:

@@ -22,7 +22,7 @@ NAMES = ("log_metric", "log_extra", "trainer_state")
 MAX_TEXT = 4000
 """Most characters of a text that is logged as an extra."""
 MAX_LOGGED = 100
-"""Most different names that one call may log."""
+"""Most different metrics, and most different extras, that one call may log."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,7 @@ class Logged:
     """Collects what one call of a reward function logs."""
 
     def __init__(self, count: int, progress: tuple[int, int] = (0, 1)) -> None:
-        """`count`: number of completions in the call. `progress`: numbers of finished and of all
-        steps."""
+        """`count`: number of completions in the call. `progress`: steps finished, and all steps."""
         self._count = count
         self._state = TrainerState(*progress)
         self._metrics: dict[str, list[float]] = {}
@@ -96,8 +95,8 @@ def _plain(value: Any) -> Any:
 def read(
     reply: Mapping[str, Any], count: int
 ) -> list[tuple[Mapping[str, float], Mapping[str, Any]]]:
-    """Return the metrics and the extras of each sample from a worker's reply. Whatever
-    `Logged.reply` would not give is ignored: the function might have written to the socket."""
+    """Return the metrics and the extras of each of a call's `count` samples from a worker's reply.
+    What is not of the form of `Logged.reply` is ignored: the function may have forged it."""
     metrics, extras = reply.get("metrics", {}), reply.get("extras", {})
     if not (isinstance(metrics, dict) and isinstance(extras, dict)):
         return [({}, {})] * count

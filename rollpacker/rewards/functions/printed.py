@@ -25,7 +25,7 @@ class Printed:
         self._num_lines = 0
 
     def line(self, name: str, line: str) -> None:
-        """Show or count a line that a worker of `name` printed."""
+        """Show a line that the reward or environment `name` printed; after `MAX_LINES` count it."""
         self._num_lines += 1
         if self._num_lines <= MAX_LINES:
             logger.warning("%s %s: %s", self._kind, name, line)

@@ -27,8 +27,8 @@ class WrongReturn(Exception):
 
 
 def values_of(shape: str, returned: Any, count: int) -> list[Value]:
-    """Return the values that a function of this shape (framework) returned, one per sample. Raises
-    `WrongReturn` if the function returned anything else."""
+    """Return the values that a function returned for `count` samples, one per sample. `shape`: the
+    framework in whose way it was called. Raises `WrongReturn` if that allows no such result."""
     match shape:
         case "verl":
             if isinstance(returned, Mapping):

@@ -180,7 +180,7 @@ _STYLES: dict[str, _Style] = {
 
 
 class Binding:
-    """How one reward function is called, according to its framework and its signature."""
+    """Decides by a reward function's signature and framework which arguments its calls get."""
 
     def __init__(self, config: RewardConfig, signature: Signature) -> None:
         self.shape = shape_of(signature) if config.shape == "auto" else config.shape
@@ -196,7 +196,7 @@ class Binding:
         by_name = not signature.positional_only and set(first) <= set(self._style.fields)
         self._positional = () if by_name else tuple(self._style.fields)[:num]
         self._filled = {*self._style.fields, *(() if by_name else first), *LOGGERS}
-        """Names of the parameters that are filled with something else than columns."""
+        """Names of parameters that get no column, but something else from framework or run."""
         self._check_signature()
         self._fields = [
             name
@@ -259,8 +259,8 @@ class Binding:
         return None
 
     def bind(self, samples: Sequence[RewardInput]) -> tuple[list[Any], dict[str, Any]]:
-        """The positional and the named arguments of a call for these samples, without those that
-        the config gives. Raises `KeyError` for a missing column."""
+        """Return the positional and the named arguments of a call for these samples, except those
+        that the config gives. Raises `KeyError` for a missing column."""
         named: dict[str, Any] = {}
         for name in dict.fromkeys(name for sample in samples for name in sample.columns):
             if self._takes_column(name):
@@ -275,7 +275,8 @@ class Binding:
 
 
 def refuse_unknown(arguments: Mapping[str, Any], known: Sequence[str], function: str) -> None:
-    """Raise `RewardError` if `arguments` has a name that the function does not know."""
+    """Raise `RewardError` if the config's `arguments` have a name that is not `known` as a
+    parameter. `function`: name for the message."""
     for name in arguments:
         if name not in known:
             hint = did_you_mean(name, known)

@@ -26,12 +26,12 @@ class Finding:
 
     text: str
     certain: bool
-    """Whether every response would meet the mistake."""
+    """Whether every response would meet the mistake, not just the made-up completions perhaps."""
 
 
 def made_up(row: RewardInput) -> list[RewardInput]:
-    """Two made-up samples of a row, whose completions are some text, and the row's answer (a number
-    if the row has none)."""
+    """Return two made-up samples for a dataset row. The completion of one is a fixed text; that of
+    the other is the row's answer, or "1" if the row has none."""
     answer = row.columns.get("answer")
     texts = (TEST_TEXT, str(answer) if isinstance(answer, str | int | float) else "1")
     return [
@@ -57,8 +57,9 @@ def _said(text: str) -> dict[str, str]:
 def finding_of(
     replies: Sequence[Mapping[str, Any]], row: RewardInput, all_columns: str | None
 ) -> Finding | None:
-    """Return the mistake that a function's replies to calls with made-up samples show. None: they
-    show no mistake. `all_columns`: the name of the function's `**kwargs` parameter, or None."""
+    """Return the mistake that shows in `replies`, which a function's worker gave to calls with
+    made-up samples of `row`, or None. `all_columns`: name of the function's `**kwargs` parameter;
+    None if it has no such parameter."""
     wrong = next((reply["wrong"] for reply in replies if "wrong" in reply), None)
     if wrong is not None:
         return Finding(f"{wrong}, for test completions.", certain=True)
@@ -100,8 +101,8 @@ def _is_certain(
 
 
 def shape_of(row: RewardInput) -> str:
-    """A sentence that says in which form a function called in TRL's way gets the completions of
-    such rows."""
+    """A sentence, for an error message, on whether a function called in TRL's way gets this row's
+    completions as texts, messages or dialogues."""
     if row.episode is not None:
         return (
             "Its completions are dialogues, lists of messages ({'role', 'content'}), because the"

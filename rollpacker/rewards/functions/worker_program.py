@@ -54,8 +54,8 @@ def main(line: int | Line) -> None:
 
 
 def _load(payload: bytes) -> tuple[dict[str, Any], LoadedFunction | None]:
-    """Load the function that a request names. Returns the facts that the run's process needs and
-    the function; if that fails, the reason and None."""
+    """Load the function that the first request describes. Returns a reply (the function's name,
+    parameters and file) and the function; if loading fails, a reply with the reason, and None."""
     try:
         spec, is_factory, arguments = pickle.loads(payload)
         function = pickle.loads(spec) if isinstance(spec, bytes) else load_function(spec)

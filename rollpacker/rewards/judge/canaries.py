@@ -83,14 +83,14 @@ def _counts(character: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CanaryPick:
-    """Chooses by a hash which samples get a canary beside them, and which canary. Every run with
-    the same seed chooses the same."""
+    """Chooses by a hash which samples get a canary (an answer without content) beside them, and
+    which one. Every run with the same seed chooses the same."""
 
     rate: float
     seed: int = 0
 
     def __call__(self, prompt: str | Sequence[Mapping[str, Any]], completion: str) -> str | None:
-        """Return the name of the canary to show beside this sample. None: the sample gets none."""
+        """Return the name of the answer in `CANARIES` to show beside this sample. None: none is."""
         if self.rate <= 0:
             return None
         text = repr((self.seed, prompt, completion))

@@ -17,8 +17,9 @@ class MakeCompleter(Protocol):
 
 
 class Completer(Protocol):
-    """The model that a judge asks: an endpoint, or an engine in this process. It may also have
-    `outage()`, as a `RewardPart` does, and the counters `num_retries` and `waited_s`."""
+    """The model that a judge asks: an endpoint, or an engine in this process. It may also have a
+    method `outage` (see `RewardPart.outage`), and as numbers for the metrics `num_retries` and
+    `waited_s` (seconds of waiting)."""
 
     async def complete(self, messages: Sequence[Mapping[str, str]], *, timeout_s: float) -> str:
         """Return the reply to chat messages. `timeout_s` limits the work on the reply, not the
@@ -38,8 +39,9 @@ class CompletionFailed(RuntimeError):
     """A request has no reply; the message says why."""
 
     def __init__(self, reason: str, cause: Cause, *, wrong_set_up: bool = False) -> None:
-        """`cause`: as in a `Failed` verdict. `wrong_set_up`: whether no request can succeed until
-        the user changes something (a key, a model's name, an address)."""
+        """`cause`: whose fault it is (see `Cause`), for the sample's `Failed` verdict.
+        `wrong_set_up`: whether requests fail until the user changes a setting (key, model,
+        address)."""
         super().__init__(reason)
         self.cause = cause
         self.wrong_set_up = wrong_set_up

@@ -58,7 +58,8 @@ class JudgeConfig:
     request: Mapping[str, Any] | None = None
     """Further fields of each request to an endpoint. None: there are none."""
     max_retries: int = 6
-    """Number of times that a request that failed is sent again, while the endpoint is up."""
+    """Most times that a failed request is sent again. Failures while the endpoint is busy do not
+    count; those while it is down count against `outage_s`."""
     outage_s: float = 1800.0
     """Most seconds that samples wait for an endpoint that is down or too busy."""
     canary_rate: float = 0.005

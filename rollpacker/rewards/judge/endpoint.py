@@ -1,6 +1,6 @@
 """Completions from an OpenAI-compatible endpoint that may be slow, busy, down or hostile.
 
-complete -> a free place -> the breaker says go -> one request, limited in time and size
+complete -> a free place -> the endpoint is up -> one request, limited in time and size
                ^                  |                       |
                +--- back-off, or what Retry-After says ---+
 
@@ -42,7 +42,8 @@ _REQUEST_ID = "rollpacker-"
 
 
 class _Passing(Exception):
-    """A request failed, perhaps only for now. `after_s`: seconds to wait, if the endpoint asks."""
+    """A request failed, and may succeed if sent again. `after_s`: seconds to wait first, if the
+    endpoint asks for them, else None. `busy`: whether it says that it has too much to do."""
 
     def __init__(self, why: str, *, after_s: float | None = None, busy: bool = False) -> None:
         super().__init__(why)
@@ -75,7 +76,7 @@ class EndpointCompleter:
     probe_every_s: float = 5.0
     first_backoff_s: float = 0.5
     num_retries: int = field(default=0, init=False)
-    """Number of repeated attempts, over all requests."""
+    """Number of attempts that failed and could be made again, over all requests."""
     _service: Service = field(init=False)
     _places: asyncio.Semaphore = field(init=False)
     _http: Any = field(init=False)
@@ -174,8 +175,8 @@ class EndpointCompleter:
                 return reply
 
     def _given_up(self, why: str) -> str:
-        """The reason of a request that is given up. It holds no growing number of seconds, since
-        samples are counted by their reasons."""
+        """The reason why a request is given up. It holds no time that differs between requests,
+        since samples are counted by reason."""
         service = self._service
         if service.outage() is None:
             return f"{service.name} could not be used ({why})"
@@ -185,8 +186,8 @@ class EndpointCompleter:
     # -- one attempt -------------------------------------------------------------------
 
     async def _attempt(self, messages: list[Mapping[str, str]], timeout_s: float) -> str:
-        """Send the request once and return the reply's text; if the endpoint refuses the schema,
-        once more without it."""
+        """Send the request once and return the reply's text. If the endpoint refuses the request
+        with the JSON schema, send it without, and leave the schema out from then on."""
         if self.schema is None:
             return await self._send(messages, timeout_s, None)
         try:
@@ -235,8 +236,8 @@ class EndpointCompleter:
         return reply
 
     def _status(self, response: Any, content: bytes) -> Exception:
-        """The error for an unsuccessful HTTP status, according to whether it may pass, the request
-        is refused, or the set-up is wrong."""
+        """The error for an unsuccessful HTTP status: `_Passing` if another attempt may succeed,
+        `_Refused` if this request is at fault, `CompletionFailed` if the user's settings are."""
         status, detail = response.status_code, self._detail(content)
         if status in _PASSING or status >= 500:
             after_s = retry_after_s(response.headers.get("retry-after"), time.time())
@@ -266,7 +267,7 @@ class EndpointCompleter:
         return f": {text[:MAX_DETAIL_CHARS]}" if text else ""
 
     async def _answers_others(self, timeout_s: float) -> bool:
-        """Whether the endpoint answers a very simple request."""
+        """Whether the endpoint answers, or refuses, a request that any model can answer."""
         try:
             await self._send([{"role": "user", "content": "Reply with OK."}], timeout_s, None)
         except _Passing:

@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POSITIVE = 0.5
-"""Least value of a positive verdict, from 0 to 1. A positive verdict on a canary is reported."""
+"""Least value of a positive verdict, from 0 to 1. An answer without content should get less."""
 ALARM_EVERY = 20
-"""Of the positive verdicts on canaries (answers without content) a warning reports the first, and
-then one after every so many."""
+"""Number of positive verdicts on canaries (answers without content) for which one warning is
+logged. The first is always reported."""
 PROBE_S = 20.0
 _COUNTS = (
     *("asked", "unreadable", "no_content", "split_votes", "canaries", "canary_passed"),
@@ -50,14 +50,15 @@ class JudgeReward:
 
     DEADLINE: AdaptiveDeadlineConfig | None = None
     """None: a judge has no adaptive deadline, since its time says nothing about whether an answer
-    is right. It depends on the reply's length and the server's load. The fixed `timeout_s` limits
-    each request."""
+    is right. It depends on the reply's length and the server's load. `timeout_s` limits each
+    request."""
     WORKERS: int | None = 16
 
     def __init__(
         self, config: JudgeConfig, *, entry: RewardConfig, name: str, shared: Shared
     ) -> None:
-        """`entry`: the reward's config. `shared`: makes the completer for a `model_path`."""
+        """`entry`: the reward's entry in the config, with workers and time limit. `shared`: makes
+        the engine of a judge that has a `model_path`."""
         self.name = name
         self._config = config
         self._shared = shared
@@ -156,9 +157,9 @@ class JudgeReward:
         return None if outage is None else outage()
 
     def metrics(self) -> dict[str, float]:
-        """Counts since the start: requests for real answers and for canaries, unreadable replies,
-        answers without content, votes that disagreed, canaries with a positive verdict, and
-        retries; and the seconds waited."""
+        """Counts since the start: requests for real answers and for canaries (answers without
+        content), unreadable replies, answers without content, answers whose votes were far apart,
+        canaries with a positive verdict, and retries; and the seconds waited for an endpoint."""
         completer = self._completer
         return {
             **self._counts,
@@ -200,8 +201,8 @@ class JudgeReward:
     async def _vote(
         self, prompt: Any, answer: str, reference: str | None, timeout_s: float
     ) -> float | Failed:
-        """Ask the judge for one vote on an answer, again if its reply is unreadable. Returns the
-        score, from 0 to 1, or the failure."""
+        """Ask the judge once for the score of an answer, and again while its reply is unreadable,
+        at most `max_reasks` times. Returns the score, from 0 to 1, or why there is none."""
         why = ""
         for attempt in range(1 + self._config.max_reasks):
             asked = self._question(prompt, answer, reference, reminder=attempt > 0)

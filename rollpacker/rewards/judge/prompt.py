@@ -53,8 +53,8 @@ _CLOSING = re.compile(rf"\b({_BLOCKS}\s{{0,4}}\S{{0,80}}?\s{{0,4}})>>>", re.IGNO
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One request to a judge. Its reply must hold `reply_id` (if it is not None) and must not hold
-    `delimiter`."""
+    """One request to a judge. `delimiter`: random word that fences the answer, and may not occur in
+    the reply. `reply_id`: random text that the reply must repeat; None: none is asked for."""
 
     messages: Messages
     delimiter: str
@@ -120,7 +120,8 @@ def as_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
 
 
 def instructions(rubric: str, scale: Scale, *, with_id: bool = True) -> str:
-    """The judge's system message, the same for every sample, so that a server can cache it."""
+    """The judge's system message, the same for every sample, so that a server can cache it.
+    `with_id`: whether it asks for the request's id in the reply."""
     allowed = f"either {scale.words()}" if scale.binary else f"a number from {scale.words()}"
     first = '"id": "<the id of the request>", ' if with_id else ""
     return (
@@ -147,8 +148,9 @@ def question(
     with_id: bool = True,
     reminder: bool = False,
 ) -> Question:
-    """Make the request about one answer. `with_id`: whether the reply must repeat a random id.
-    `reminder`: whether the form of the reply is stressed, because the last reply was unreadable."""
+    """Make the request about one `answer` to `prompt`. `system`: the system message. `reference`:
+    the right answer, or None to judge without one. `with_id`: whether the reply must repeat a
+    random id. `reminder`: whether to stress the reply's form, as the last reply was unreadable."""
     shown, left_out = _shown(answer, max_answer_chars)
     asked = as_text(prompt)
     expected = None if reference is None else neutral(reference)

@@ -34,8 +34,7 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """The scores that a judge may give: all numbers from `low` to `high`, or with `binary` these
-    two."""
+    """Scores that a judge may give: all numbers from `low` to `high`, or if `binary` only these."""
 
     low: float = 0.0
     high: float = 10.0
@@ -69,7 +68,7 @@ class Unreadable:
 
 
 def schema(scale: Scale, *, with_id: bool = True) -> dict[str, Any]:
-    """A JSON schema of a judge's reply (which has an id if `with_id`), where endpoints use one."""
+    """A JSON schema of a judge's reply (with an id if `with_id`), for endpoints that use one."""
     score: dict[str, Any] = {"type": "number"}
     if scale.binary:
         score["enum"] = [_plain(scale.low), _plain(scale.high)]

@@ -21,7 +21,8 @@ _ANSWER_IS = re.compile(r"answer\s{0,4}(?:is|:|=)\s{0,4}:?", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caps:
-    """Largest sizes of an answer. An answer that exceeds one is not looked at."""
+    """Largest sizes that the answer in a response may have. An answer beyond one of them counts as
+    wrong without being parsed."""
 
     chars: int
     nesting: int
@@ -130,8 +131,7 @@ def _group_end(text: str, start: int) -> int:
 
 def extract(text: str, methods: Sequence[str], caps: Caps) -> tuple[str | None, str]:
     """The final answer, and the method that found it, which is the first in `methods` that finds
-    one. The answer is None if there is none. If boxes are asked for and the response has one, only
-    its boxes are looked at."""
+    one. The answer is None if no method finds one, or the one that does finds an empty text."""
     for method in methods:
         found = _FINDERS[method](text, caps)
         if found is not None:
@@ -173,8 +173,8 @@ def _boxes(text: str) -> list[_Box]:
 
 
 def _boxed(text: str, caps: Caps) -> str | None:
-    """The content of the last box, joined with that of boxes directly before it. Empty if it is not
-    closed or there are too many different boxes. None: there is no box."""
+    """The content of the last box, joined by commas with boxes directly before it. Empty if that
+    box is not closed or there are more than `caps.boxes` different boxes. None: no box."""
     boxes = _boxes(text)
     if not boxes:
         return None
@@ -243,7 +243,7 @@ _LOOSE = re.compile(
     r"\s*([-+*/^_]|\\(?:cdot|times|div)(?![A-Za-z]))\s*|([({|]|\\[A-Za-z]+)\s+|\s+([)}])"
 )
 _INNER = frozenset("\\{}^_+-*/")
-"""Characters that make an expression beside them a part of a longer expression."""
+"""Characters next to which an expression is only a part of a longer expression."""
 _UNSURE = re.compile(r"nan|infty|inf|∞|0\^|0/0|\{0\}|/0")
 
 
@@ -260,7 +260,8 @@ def same_text(gold: str, answer: str) -> bool:
 
 
 def restates(answer: str, prompt: str | list[dict[str, Any]] | Any, gold: str) -> bool:
-    """Whether the answer, unlike the right one, only repeats an expression of the prompt."""
+    """Whether the answer only repeats an expression of the prompt, such as a sum that was to be
+    worked out, and the right answer `gold` is not that expression."""
     plain = squash(answer)
     if plain == squash(gold) or _WRITTEN_OUT.fullmatch(plain):
         return False

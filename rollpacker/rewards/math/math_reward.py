@@ -56,7 +56,7 @@ Verdict = tuple[Literal["right", "wrong", "unknown"], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MathConfig:
-    """The `arguments` of the built-in reward `math`. Raises `ValueError`."""
+    """The `arguments` of the built-in reward `math`. Raises `ValueError` for a wrong value."""
 
     answer_column: str = "answer"
     """The column with the right answer, or with a solution that ends in it."""
@@ -85,7 +85,8 @@ class MathConfig:
     max_boxes: int = 100
     """Most different boxes in a response."""
     max_failing: float = 0.0
-    """Share of rows, 0 to 1, whose right answer may be missing or unusable."""
+    """Share of rows, 0 to 1, that may lack a right answer or have one that the reward cannot
+    compare. With more, the run does not begin."""
 
     def __post_init__(self) -> None:
         unknown = [method for method in self.extraction if method not in METHODS]
@@ -122,8 +123,8 @@ _CAPS = ("answer_chars", "nesting", "digits", "exponent", "elements", "boxes")
 
 
 class MathReward:
-    """The built-in reward `math`: 1 for an answer equal to the row's right one, else 0. Meets
-    `RewardPart`."""
+    """The built-in reward `math` (a `RewardPart`): 1 for an answer equal to the right one, else
+    0."""
 
     DEADLINE = AdaptiveDeadlineConfig(min_s=2.0, factor=1.5, max_s=5.0)
     """Limit of one comparison, in seconds. It takes milliseconds if the answer is ordinary; the
@@ -143,8 +144,8 @@ class MathReward:
     # -- before training -----------------------------------------------------------------
 
     def check(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Raise `RewardError` if too many rows have no right answer, or one that exceeds a limit or
-        is not found equal to itself."""
+        """Raise `RewardError` if more than `max_failing` of the rows have no right answer, or one
+        that exceeds a size limit or that the checker does not find equal to itself."""
         self._shared.check_sandbox()
         problems: dict[int, str] = {}
         readable: dict[str, list[int]] = {}
@@ -194,8 +195,9 @@ class MathReward:
         return [problem for batch in found for problem in batch]
 
     async def _judge_golds(self, box: Sandbox, golds: list[str]) -> list[tuple[str, str]]:
-        """Check right answers together, which is safe since they are trusted. Returns the unusable
-        ones, each with the reason. A batch that fails is cut in two, to find the culprit."""
+        """Check right answers in one run of the sandbox, which is safe since they are trusted.
+        Returns those that the checker does not find equal to themselves, each with the reason. If
+        the run fails, each half is checked alone, to find the culprit."""
         verdicts, problem = await self._run(
             box, [(gold, gold) for gold in golds], _BATCH_S, strict=True
         )
@@ -250,8 +252,8 @@ class MathReward:
         return await self._ask(*decided, timeout_s) if isinstance(decided, tuple) else decided
 
     def decide(self, sample: RewardInput) -> Scored | Failed | tuple[str, str]:
-        """Return the verdict on a sample if no expression need be parsed for it; otherwise the
-        right answer and the sample's answer, to be compared."""
+        """Return the verdict on a sample where text alone decides it; else the pair (right answer,
+        the sample's answer), which the checker must compare."""
         gold = self._expected(sample.columns)
         if not gold or self._caps.problem(gold):
             return Failed(reason=f"{self.name}: the row has no right answer that can be checked")
@@ -278,8 +280,9 @@ class MathReward:
     async def _run(
         self, box: Sandbox, pairs: list[tuple[str, str]], timeout_s: float, *, strict: bool = False
     ) -> tuple[list[Verdict] | None, Failed]:
-        """Run the checker on these pairs. Returns the verdicts, or None and the failure that says
-        why there are none. In both cases `Failed.seconds` is the duration of the run."""
+        """Run the checker on these pairs of right answer and answer. Returns the verdicts, or None
+        if there are none; and a `Failed` with the reason for that (else empty) and the run's
+        duration. `strict`: see `Comparison`."""
         nonce = secrets.token_hex(16)
         options = {
             "form": self._config.form,
@@ -305,8 +308,8 @@ class MathReward:
         return None, self._failure(result, timeout_s)
 
     def _failure(self, result: RunResult, timeout_s: float) -> Failed:
-        """The failure for a run without a readable reply. Since the parser is ours, no way of
-        ending says anything about the answer."""
+        """The failure of a run of the checker that gave no readable reply. An answer is never wrong
+        for how the run ended, since the program is ours."""
         match result.status:
             case Status.SANDBOX_ERROR:
                 cause, why = Cause.INFRASTRUCTURE, f"the sandbox failed: {result.detail}"
@@ -339,13 +342,14 @@ except ImportError:
         exec(compile(file.read(), "checker.py", "exec"))
 main()
 """
-"""The program that runs in the sandbox. A warm interpreter has the checker imported already; any
-other executes the checker's file, which is put beside the program."""
+"""The program that runs in the sandbox. An interpreter that was started in advance has the checker
+imported already; any other executes the checker's file, which is put beside the program."""
 
 
 @cache
 def checker() -> str:
-    """The source of the checker: its modules joined, without imports of each other."""
+    """The source of the checker program as one file, to be sent into the sandbox: its modules
+    joined, without imports of each other."""
     text = "\n\n".join((_CHECKER / part).read_text(encoding="utf-8") for part in _PARTS)
     text = re.sub(r"^from rollpacker\.[^\n]*import (?:\([^)]*\)|[^\n(]*)\n", "", text, flags=re.M)
     future = "from __future__ import annotations\n"

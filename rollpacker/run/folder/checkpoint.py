@@ -35,7 +35,7 @@ FORMAT = 3
 prompts put off to later steps."""
 _PREFIX = "step_"
 _ASIDE = "replaced-"
-"""Part of the name that a checkpoint gets before removal, so that it counts as none."""
+"""Part of a checkpoint's name while it is removed: even half removed it counts as none."""
 _LOADED = {".safetensors", ".json", ".bin"}
 """Endings of files that a model loader takes because they are in the folder. Such a file that the
 manifest does not list is an error, since it would be loaded with, or instead of, listed files."""
@@ -62,10 +62,10 @@ def write_checkpoint(
     *,
     run: Path | None = None,
 ) -> Path:
-    """Write the checkpoint of `step`, atomically and durably, and return its folder. `save(folder)`
-    writes the tensors. `run`: the run's folder, whose link `model` is updated; None: no link is
-    made. Raises `OSError`, with the unfinished folder removed; what a kill leaves is removed by the
-    next call."""
+    """Write the checkpoint of `step`, atomically and durably, and return its folder; the newest
+    `keep_last` are kept. `state`: for `state.json`. `save(folder)` writes the tensors. `run`: the
+    run's folder, whose link `model` is updated; None: no link is made. Raises `OSError`, with the
+    unfinished folder removed; the next call removes what a killed process left."""
     root.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(root)
     final = root / f"{_PREFIX}{step:06d}"
@@ -127,8 +127,8 @@ def has_checkpoint(root: Path) -> bool:
 
 def newest_checkpoint(root: Path, *, without: str | None = None) -> Checkpoint:
     """Returns the newest checkpoint whose files match its manifest; a damaged one is passed over
-    with a warning. `without`: a subfolder that nobody will read and that is not verified; None: all
-    are verified. Raises `CheckpointError` if no checkpoint is valid."""
+    with a warning. `without`: name of a subfolder that the caller will not read, and whose files
+    are not verified; None: all are verified. Raises `CheckpointError` if no checkpoint is valid."""
     problems: list[str] = []
     for folder in _complete(root):
         problem = verify(folder, without=without)
@@ -163,8 +163,8 @@ def newest_state(root: Path) -> Mapping[str, Any] | None:
 
 def verify(folder: Path, *, without: str | None = None) -> str | None:
     """Returns what is wrong with the checkpoint, in words; None if it is valid. A file that cannot
-    be read (bad sector, lost permission, circular link) counts as wrong. `without`: a subfolder
-    that is not verified; None: all are verified."""
+    be read (bad sector, lost permission, circular link) counts as wrong. `without`: name of a
+    subfolder whose files are not verified; None: all are verified."""
     name = MANIFEST
     try:
         manifest = json.loads((folder / MANIFEST).read_text())

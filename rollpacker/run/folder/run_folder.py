@@ -49,7 +49,7 @@ _OWN_FOLDERS = {
     "trackers": ("*.json", "wandb", "mlflow", "swanlab"),
     "evaluations": ("step_*",),
 }
-"""Subfolders of a run's folder, and the name patterns of what the run writes into each."""
+"""Subfolders of a run's folder, each with the name patterns of files that a run writes there."""
 
 RESUME_MUST_KEEP = (
     *("seed", "model.path", "data", "rollout", "tail_batching.race", "tail_batching.tiers"),
@@ -67,8 +67,8 @@ RESUME_MAY_DIFFER = (
     *("environment.workers", "environment.memory_mb", "environment.timeout_s"),
     *("data.train.chat", "data.eval.chat"),
 )
-"""Keys below those of `RESUME_MUST_KEEP` that may change: they affect speed, not results, or
-(`chat`) the resume compares their effect by itself."""
+"""Keys below those of `RESUME_MUST_KEEP` that may change: they affect speed, not results. Of `chat`
+(are prompts put through the chat template?) `check_resume` compares the effect."""
 
 
 def holds_run(path: Path) -> bool:
@@ -226,9 +226,9 @@ class RunFolder:
 def check_resume(
     changes: Sequence[tuple[str, Any, Any]], before: Mapping[str, Any], now: Mapping[str, Any]
 ) -> list[str]:
-    """Returns the changes of the config that do no harm, in words. `changes` are (key, old, new);
-    `before` and `now` are the identities (fingerprints of model, data and code) of run and resume.
-    Raises `RunError` if the resume would be another run."""
+    """Compare a resume with the run as it began, and return harmless changes, in words. `changes`:
+    of the config, as (key, old, new). `before`, `now`: fingerprints of model, data and code then
+    and now. Raises `RunError` if a change would alter the run's results."""
     refused: list[str] = []
     harmless: list[str] = []
     for key, old, new in changes:
@@ -284,7 +284,7 @@ def _chat_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
 
 
 def _tells_of_a_checkpoint(log: Path) -> bool:
-    """Whether the log records a step that was committed with a checkpoint."""
+    """Whether this event log says that a step ended with a checkpoint."""
     with log.open("rb") as file:
         for line in file:
             if b'"Committed"' in line and b'"checkpointed"' in line:

@@ -71,8 +71,8 @@ class SampleRows:
     reward_names: Sequence[str]
 
     def add(self, command: TrainOn, samples: Sequence[TrainSample]) -> None:
-        """Give the writer a row for each sample trained on, and for each whose rewards took
-        longest. `command`: the core's command that the step was trained by."""
+        """Give `writer` a row for each of `samples`, which were trained on, and for each whose
+        rewards took longest. `command`: the core's command to train, with loss weights."""
         trained = {sample.sample: sample for sample in samples}
         asked = list(chain(*command.groups))
         weights = (
@@ -124,7 +124,7 @@ class SampleRows:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRows:
-    """Makes rows of `evaluations/*.parquet`, one for each sample that an evaluation generated."""
+    """Makes the rows of `evaluations/*.parquet`: one for each sample of an evaluation."""
 
     writer: SampleWriter
     prompts: PromptColumns
@@ -187,7 +187,7 @@ def _sample_columns(
 
 
 def _said_first(response: Response, render: Decode, episode: Episode | None) -> dict[str, Any]:
-    """Returns columns for the prompt that the environment gave; empty if it gave none."""
+    """Returns the prompt's columns if the environment gave the prompt; else an empty dict."""
     if episode is None or episode.prompt is None:
         return {}
     return {
@@ -197,8 +197,8 @@ def _said_first(response: Response, render: Decode, episode: Episode | None) -> 
 
 
 def _turn_columns(verdict: Scored | Failed | None) -> dict[str, str | None]:
-    """Returns two columns for a trajectory that was not trained on: the rewards of its turns as a
-    JSON list (None if turns got none), and None for the turns' advantages."""
+    """Returns the columns `turn_rewards` (the rewards of a trajectory's turns as a JSON list; None
+    if turns got none) and `turn_advantages`: None, as only samples trained on have advantages."""
     rewards = verdict.turns if isinstance(verdict, Scored) else None
     return {
         "turn_rewards": None if rewards is None else plain_text(rewards),

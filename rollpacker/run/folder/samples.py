@@ -93,7 +93,7 @@ def _type_of(column: str) -> str:
 
 
 def _typed(column: str, value: Any) -> Any:
-    """Returns the value, as text in a column `extra/...`, whose values may have any types."""
+    """Returns the value; in columns `extra/...`, whose values may have any types, as text."""
     return str(value) if column.startswith("extra/") and value is not None else value
 
 

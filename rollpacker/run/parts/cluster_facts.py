@@ -47,8 +47,8 @@ def facts_of(cluster: RayCluster) -> dict[str, HostFacts]:
 
 
 def rooms_of(cluster: RayCluster, facts: Mapping[str, HostFacts]) -> list[Host]:
-    """Returns the hosts as the placement of parts takes them. On a CPU, a host has a device for
-    each processor core that ray has there."""
+    """Returns the hosts with cores, memory and devices, as `plan_placement` takes them. On a CPU, a
+    host has a device for each processor core that ray has there."""
     from rollpacker.core.placement.roles import Host
 
     return [

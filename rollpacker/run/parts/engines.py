@@ -92,8 +92,8 @@ def open_engines(
 
 
 def check_heads(model: Any, planner: ParallelismConfig) -> None:
-    """Raise `ValueError` if an engine may get (as `planner` says) a number of devices over which
-    the model's attention heads cannot be split evenly. `model`: its transformers config."""
+    """Raise `ValueError` if the model's attention heads cannot be split evenly over a number of
+    devices in `planner.reachable`, which an engine may get. `model`: its transformers config."""
     text = model.get_text_config()
     heads = text.num_attention_heads
     of_keys = getattr(text, "num_key_value_heads", None) or heads
@@ -114,7 +114,7 @@ def engine_setup(
     tensor_parallel: int = 1,
     sleeps: bool = False,
 ) -> EngineSetup:
-    """Returns the message that has a process call `make_engine`. `model`: the model's config.
+    """Returns the message on which a new process calls `make_engine`. `model`: the model's config.
     `threads`: number of torch's threads; None: torch's default. `tensor_parallel`: number of the
     engine's devices. `sleeps`: whether the engine has to release its devices at times."""
     from rollpacker.engines.messages import EngineSetup

@@ -38,14 +38,14 @@ class TurnParts:
     timeout_s: float
     max_prompt_tokens: int
     rewrites: Rewrites | None = None
-    """How the chat template changes earlier turns when later ones follow. None if it keeps them."""
+    """How the chat template rewrites earlier messages when later ones follow. None: not at all."""
     takes_rewrites: bool = False
     """Whether the run accepts a chat template that changes earlier turns."""
     per_host: int | None = None
 
     def be_on(self, hosts: Hosts) -> None:
-        """Choose the hosts on which processes of environments will start, as the config wants.
-        Called before the first use."""
+        """Have the environments' processes start on the engines' hosts, if the config asks for that
+        (`per_host`). Called before the first use."""
         if self.per_host is not None:
             self.environments.be_on(hosts.beside_engines(self.per_host))
 
@@ -69,8 +69,8 @@ class TurnParts:
         )
 
     def acting(self, sources: set[str]) -> ActingConfig:
-        """Returns the core's limits and deadlines of turns. `sources`: names of the groups of
-        prompts, as `sources_of` returns them."""
+        """Returns the core's limits of turns and tokens, and the deadline of an environment's
+        answer. `sources`: names of the groups of prompts, as `sources_of` returns them."""
         deadline = AdaptiveDeadlineConfig(
             min_s=min(SLOW_S, self.timeout_s), factor=SLOW_FACTOR, max_s=self.timeout_s
         )
@@ -166,7 +166,7 @@ def _most_tokens(config: RunConfig, context: int | None) -> int:
 
 
 def with_tools(of_tokenizer: Mapping[str, Any], turns: TurnParts | None) -> dict[str, Any]:
-    """Returns the tokenizer's settings, with the tools of the environments (if any) added."""
+    """Returns the tokenizer's settings, with the environments' tools for the chat template."""
     if turns is None or not turns.environments.tools:
         return dict(of_tokenizer)
     kwargs = {**(of_tokenizer["chat_template_kwargs"] or {}), "tools": [*turns.environments.tools]}
@@ -199,6 +199,6 @@ def check_turns(
 
 
 def sources_of(config: RunConfig, prompts: PromptSet) -> set[str]:
-    """Returns the groups of prompts that the core tells apart: their tasks, or `train` without
-    tasks."""
+    """Returns the names of the groups into which the core sorts prompts, to learn their times
+    apart: the prompts' tasks if the config's rewards depend on tasks, else only `train`."""
     return {row.task or TRAIN for row in prompts.rows} if config.routed else {TRAIN}

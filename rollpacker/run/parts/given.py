@@ -40,7 +40,7 @@ GivenReward = Callable[..., Any] | str | tuple[Any, float] | Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A config, and the Python objects (functions, data) that it refers to by name."""
+    """A config, and the objects (functions, data) that it names as `<python>:NAME`, by NAME."""
 
     config: RunConfig
     objects: Mapping[str, Any]
@@ -71,8 +71,8 @@ def as_given(
     data: Iterable[Mapping[str, Any]] | None,
     eval_data: Iterable[Mapping[str, Any]] | None,
 ) -> Given:
-    """Returns the config that the arguments of `train` amount to, checked, and the Python objects
-    in it. Raises `ConfigError` and `ValueError`, as for a config file."""
+    """Make a checked config of the arguments of `train`, and return it with the Python objects
+    (functions, data) among them. Raises `ConfigError` and `ValueError`, as for a config file."""
     from rollpacker.config.document import parse_document, read_text
     from rollpacker.config.load import config_of, to_plain
     from rollpacker.config.schema import RunConfig
@@ -105,7 +105,7 @@ def as_given(
 
 
 def _tree_of(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Splits a config: keys as in a config file, and keys with dots as texts `a.b=value`."""
+    """Splits a config: keys as in a file, and keys with dots as overrides (texts `a.b=value`)."""
     tree = {key: _plain(value) for key, value in config.items() if "." not in str(key)}
     return tree, _override_texts({k: v for k, v in config.items() if "." in str(k)})
 
@@ -216,7 +216,7 @@ def _free_name(name: str, taken: set[str]) -> str:
 
 
 def _environment_of(section: Mapping[str, Any], objects: dict[str, Any]) -> dict[str, Any]:
-    """Returns the config's `environment` with names for the functions, which go into `objects`."""
+    """Returns the config's `environment` with names for functions, and adds them to `objects`."""
 
     def named(one: Any) -> Any:
         if not callable(one):
@@ -254,7 +254,8 @@ def _data_of(
     eval_data: Iterable[Mapping[str, Any]] | None,
     objects: dict[str, Any],
 ) -> Any:
-    """Returns the config's `data` with the rows that a program passed in place of its sources."""
+    """Returns the config's `data` with names of the rows that a program passed, in place of files.
+    The rows go into `objects` by these names."""
     if section is not None and not isinstance(section, Mapping):
         return section  # the check of the whole says what is wrong with it
     section = copy.deepcopy(dict(section or {}))

@@ -38,8 +38,9 @@ class Hosts:
     """The hosts of one run, and which of its processes is started on which of them."""
 
     plan: Placement | None = None
-    """The devices of each role. None if there is nothing to place: on this machine's processors
-    without `placement`, or where the run's own process does all."""
+    """Which devices the engines, the trainer and the judge (a model that rates responses) get. None
+    if there is nothing to place: on this machine's processors without `placement`, or if the run's
+    own process generates and trains."""
     gpu_names: Sequence[str] | None = None
     """Names of this machine's GPUs for CUDA_VISIBLE_DEVICES, by number. None: the numbers."""
     by_name: Mapping[str, Host] = field(default_factory=dict)
@@ -77,8 +78,8 @@ class Hosts:
                 return
 
     def of_engine(self, number: int, degree: int) -> tuple[Host, dict[str, str]]:
-        """Host of the engine `number`, which has `degree` devices, and environment variables of its
-        process."""
+        """Returns the host and the environment variables for the process of an engine. `number`:
+        the engine's number, from 0. `degree`: number of devices of each engine."""
         from rollpacker.workers.host import ThisHost
 
         if self.plan is None:
@@ -170,8 +171,8 @@ def _on_this_host(config: RunConfig, plan: Placement | None) -> Hosts:
 
 
 def nodes_of(environ: Mapping[str, str]) -> dict[str, list[str]]:
-    """Returns the names of the hosts that a cluster's scheduler gave this run, for "rollout" and
-    "train". Empty if the run may use all hosts."""
+    """Returns the names of the hosts that a cluster's scheduler gave this run, for engines
+    ("rollout") and trainer ("train"), from environment variables. Empty: all hosts."""
     from rollpacker.cluster.on_ray.warden import HOSTS
 
     return {role: environ[name].split(",") for role, name in HOSTS.items() if name in environ}
@@ -224,8 +225,8 @@ def _on_cluster(
 
 
 def _devices_on(host: str, plan: Placement) -> dict[str, float]:
-    """Returns how many devices ray is to reserve on this host, by ray's name for their kind. The
-    number is 0 in a job of a cluster, where other jobs use the same devices in turn."""
+    """Returns how many devices ray is to reserve on this host, by ray's name for them ("CPU" or
+    "GPU"): 0 if a cluster's scheduler started this run, as jobs use devices in turn."""
     from rollpacker.cluster.service.local_runner import MARK
 
     count = 0

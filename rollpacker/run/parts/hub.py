@@ -40,7 +40,8 @@ class HubError(ValueError):
 
 def look_for_hub(config: RunConfig, *, model_path: str | None = None) -> None:
     """Check that the config's models and data sets on the hub can be had. Raises `HubError` for one
-    that is neither in reach nor on this machine. `model_path`: used for `model.path` if given."""
+    that is neither in reach nor on this machine. `model_path`: checked instead of `model.path`, if
+    given."""
     models = {"model.path": model_path or config.model.path}
     if config.model.teacher is not None:
         models["model.teacher"] = config.model.teacher
@@ -55,8 +56,8 @@ def look_for_hub(config: RunConfig, *, model_path: str | None = None) -> None:
 
 
 def look_for_names(models: Mapping[str, str], sets: Mapping[str, str] | None = None) -> None:
-    """Check that these models and data sets on the hub can be had, as `look_for_hub` does. Both
-    arguments: names on the hub by config key."""
+    """Check that these models and data sets can be had, as `look_for_hub` does. `models` and `sets`
+    map the config key, for messages, to the name; names of local folders are passed over."""
     models = {key: name for key, name in models.items() if _is_hub_name(name)}
     sets = {key: name for key, name in (sets or {}).items() if _is_hub_name(name)}
     if not (models or sets):
@@ -176,7 +177,7 @@ def _set_is_here(name: str) -> bool:
 
 
 def _go_offline(offline: bool) -> None:
-    """Tell Hugging Face's libraries, also those already imported, whether to stay offline."""
+    """Have Hugging Face's libraries use local copies only; False: undo an earlier call."""
     global _set_by_us
     if offline:
         os.environ[_OFFLINE] = "1"

@@ -130,7 +130,8 @@ def _rank_need(
     config: RunConfig, lines: PlacementConfig, devices: int, kind: DeviceKind
 ) -> Need | None:
     """Returns the memory that one trainer process needs if each replica of the model has `devices`
-    devices; None if unknown. Several replicas are assumed unless the placement has just one."""
+    devices; None if unknown. Counted as for two replicas, unless the placement has devices for just
+    one."""
     from rollpacker.config.placement import num_devices
     from rollpacker.trainer.training_memory import rank_memory
 
@@ -163,9 +164,9 @@ def plan_of(config: RunConfig, hosts: Sequence[Host]) -> Placement:
 def on_nodes(
     config: RunConfig, hosts: Sequence[Host], nodes: Mapping[str, Sequence[str]]
 ) -> RunConfig:
-    """Returns the config with a `placement` on the first devices of the hosts that a cluster gave
-    to the run. `nodes`: names of these hosts, for "rollout" and "train". Raises `ValueError` if
-    these hosts have too few devices."""
+    """Returns the config with a `placement` on hosts that a cluster gave to the run; it takes their
+    devices from the first on. `nodes`: names of these hosts, by "rollout" (engines) and "train".
+    Raises `ValueError` if these hosts have too few devices."""
     from rollpacker.config.placement import num_devices
     from rollpacker.core.placement.roles import as_line
 
@@ -255,8 +256,8 @@ def placed(config: RunConfig, plan: Placement) -> RunConfig:
 
 
 def _check_turns(lines: PlacementConfig, plan: Placement) -> None:
-    """Raise `ValueError` if engines and trainer are to take turns on devices and are planned on
-    different ones."""
+    """Raise `ValueError` if engines and trainer are to use the same devices alternately
+    (`placement.colocate`), but are planned on different ones."""
     if not lines.turns:
         return
     of = {
@@ -341,7 +342,6 @@ def _numbers(first: int, last: int) -> str:
 
 
 def _runs(devices: Sequence[PlacedDevice]) -> list[list[PlacedDevice]]:
-    """Groups neighbouring devices on one host that hold the same and use as much memory."""
     runs: list[list[PlacedDevice]] = []
     for device in devices:
         last = runs[-1][-1] if runs else None

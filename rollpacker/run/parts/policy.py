@@ -125,7 +125,7 @@ def load_inputs(
     progress: Progress | None = None,
 ) -> Inputs:
     """Load prompts and rewards, and try the rewards out, before the model is loaded. `tell` is
-    given lines to show, `progress` shows how far checks are. Raises `ValueError` and
+    given lines to show, `progress` how far the rewards' checks are. Raises `ValueError` and
     `RewardError`."""
     from rollpacker.data.prompts import load_prompts
     from rollpacker.run.parts.rewards import as_input, load_reward

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SAME: Mapping[str, Any] = {"model": "", "dtype": "", "train_data": ""}
-"""Made-up fingerprints of model and data, passed for old and new run to compare configs only."""
+"""Made-up fingerprints, given to `check_resume` as old and new ones, to compare only configs."""
 
 READ_S = 5.0
 """Seconds that may be spent on reading the log's entries after the last checkpoint."""
@@ -35,8 +35,8 @@ def config_before(folder: RunFolder) -> dict[str, Any]:
 
 
 def check_config(config: RunConfig, folder: RunFolder, step: int) -> None:
-    """Raise `RunError` if a changed key makes this another run. Warn if `train.steps` was lowered
-    so far that the resume, from the checkpoint of `step`, has one step left at most."""
+    """Raise `RunError` if a changed config key would alter the run's results. Warn if `train.steps`
+    was lowered so far that the resume, from the checkpoint of `step`, has one step left at most."""
     from rollpacker.config.load import changes_since
     from rollpacker.run.folder.run_folder import check_resume
 
@@ -57,7 +57,7 @@ def check_config(config: RunConfig, folder: RunFolder, step: int) -> None:
 
 def reason_to_end(config: RunConfig, folder: RunFolder) -> str | None:
     """Returns why the run has ended, if a resume has no step and no evaluation left to do; else
-    None. Raises `RunError` if the config makes this another run."""
+    None. Raises `RunError` if a changed config key would alter the run's results."""
     from rollpacker.config.load import changes_since
     from rollpacker.core.job.job import Job
     from rollpacker.run.folder.checkpoint import newest_state
@@ -96,7 +96,7 @@ def _said_at_the_end(folder: RunFolder, log_bytes: int) -> str | None:
 
 
 def let_others_end(config: RunConfig) -> None:
-    """End the other processes that torchrun started, which wait for this process's instructions."""
+    """End the other processes that torchrun started, by connecting to them and closing them."""
     from rollpacker.run.parts.trainer import start_trainer_processes
     from rollpacker.trainer.launch import Torchrun
 

@@ -31,7 +31,7 @@ def load_reward(config: RunConfig) -> WeightedReward:
 
 
 def _engine_completer(model_path: str, *, max_reply_tokens: int, concurrency: int) -> Any:
-    """Load a model that judges responses, and return an engine of its own for its replies."""
+    """Load a judge (a model that rates responses), and return the engine of its replies."""
     from rollpacker.engines.completer import EngineCompleter
     from rollpacker.engines.embedded.attention import install_attention
     from rollpacker.trainer.model import load_model
@@ -66,8 +66,8 @@ def as_input(row: PromptRow, config: RunConfig, num_steps: int) -> RewardInput:
 
 
 def reward_kinds(reward: WeightedReward) -> dict[str, RewardKindConfig]:
-    """Returns the number of workers and the deadline of reward checks, by task of the prompts
-    (`train` without tasks). Tasks whose rewards have neither are left out."""
+    """Returns how many reward checks may run at once and their deadline, by task of the prompts
+    (`train` without tasks). Tasks with neither limit are left out."""
     kinds = {}
     for task, (workers, deadline) in reward.kinds().items():
         if workers is not None or deadline is not None:

@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 
 class RunSeat:
-    """The seat of this process (its connection to the scheduler of shared devices), if it has
-    one."""
+    """The seat of this process: its connection to the scheduler of devices shared with other jobs.
+    Without one (`seat` is None), the methods do nothing."""
 
     def __init__(self, seat: Seat | None = None) -> None:
         self.seat = seat
@@ -54,9 +54,9 @@ class RunSeat:
 
     @contextlib.contextmanager
     def holding(self, pool: PoolName) -> Iterator[None]:
-        """Hold a pool of shared devices: parts may load on them in this context, and must have
-        released them at its end. Raises `LeaseLost`, `HostsLost`, and `KeyboardInterrupt` if the
-        scheduler wants the run to end."""
+        """A context in which the run holds a pool (group of devices shared with other jobs). Parts
+        may load on its devices, and must have released them at the end. Raises `LeaseLost`,
+        `HostsLost`, and `KeyboardInterrupt` if the scheduler wants the run to end."""
         if self.seat is None:
             yield
             return

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 def check_algorithm(config: RunConfig) -> None:
     """Try the user's own advantage and loss functions, if the config names any, and check that
-    bitsandbytes is installed if 4 or 8 bits are asked for. Raises `ValueError`."""
+    bitsandbytes is installed if model or optimizer need it. Raises `ValueError`."""
     if config.model.quantization is not None or config.train.optimizer == "adamw_8bit":
         from rollpacker.imports import require
 
@@ -46,8 +46,8 @@ def check_algorithm(config: RunConfig) -> None:
 
 
 def start_trainer_processes(config: RunConfig, hosts: Hosts | None = None) -> Ranks | None:
-    """Start the trainer's processes, which import their libraries in parallel with this process.
-    None if the trainer has no processes of its own."""
+    """Start the trainer's processes on `hosts` (None: on this machine); they import their libraries
+    in parallel with this process. Returns None if the trainer has no processes of its own."""
     if config.train.processes is None:
         return None
     from rollpacker.trainer.launch import Ranks
@@ -62,9 +62,9 @@ def start_trainer_processes(config: RunConfig, hosts: Hosts | None = None) -> Ra
 def build_trainer(
     config: RunConfig, policy: LoadedPolicy, ranks: Ranks | None, folder: Path | None = None
 ) -> Trainer:
-    """Returns the trainer of the config. It trains the engine's own weights in this process, or has
-    weights of its own here or in other processes. With LoRA the engine has a copy of the adapter.
-    `folder`: the run's folder."""
+    """Returns the trainer of the config. With an engine in this process and no LoRA, it trains the
+    engine's own weights; else it has weights of its own, here or in its processes (`ranks`). With
+    LoRA the engine gets a copy of the adapter. `folder`: the run's folder."""
     from rollpacker.pipeline.stages.check import read_order, with_links_of
     from rollpacker.trainer.model import model_device
     from rollpacker.trainer.process_trainer import ProcessTrainer
@@ -111,8 +111,8 @@ def build_trainer(
 
 
 def give_adapter(config: RunConfig, model: PreTrainedModel) -> None:
-    """Add the config's LoRA adapter, if it has any, to the model that an engine in this process
-    decodes. This comes before the engine is made."""
+    """Add the config's LoRA adapter, if it has any, to the model of an engine in this process. Must
+    be called before the engine is made."""
     from rollpacker.trainer.lora import add_adapter, has_adapter
 
     if config.model.lora is not None and not has_adapter(model):

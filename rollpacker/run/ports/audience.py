@@ -39,7 +39,7 @@ CallInThread = Callable[[Callable[[], None]], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Telling:
-    """The row of metrics that callbacks or trackers are being told of, with its samples."""
+    """What callbacks or trackers are told: metrics of a step or evaluation, and its samples."""
 
     metrics: Metrics
     rows: Sequence[Mapping[str, Any]] = ()
@@ -99,7 +99,7 @@ class Audience:
         row_so_far: Callable[[int], Metrics],
     ) -> None:
         """`call`: calls a function in the thread that called `train`. `row_so_far`: returns the
-        metrics known so far of a step, given its number."""
+        metrics of a step as far as they are known when callbacks are called."""
         self._run = run
         self._callbacks = list(callbacks)
         self._trackers = list(trackers)
@@ -138,9 +138,9 @@ class Audience:
                 self._trackers.remove(tracker)
 
     async def evaluated(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Call `on_evaluation` of all callbacks. Returns the values that they logged and the
-        seconds that they took, by metric name; empty without callbacks. Raises `CallbackError` if a
-        callback fails."""
+        """Call `on_evaluation` of all callbacks. Returns the values that they logged, by name, with
+        the seconds that they took as `timing_s/callbacks`; empty without callbacks. Raises
+        `CallbackError` if a callback fails."""
         if not self._callbacks:
             return {}
         rows = () if self._samples is None else self._samples.evaluation_rows
@@ -224,8 +224,8 @@ class Audience:
             raise CallbackError(_failure(callback, method, arguments, error)) from error
 
     def _track(self, tracker: Callback, method: str, *arguments: Any) -> bool:
-        """Call this method of a tracker. Returns False if it fails; that, or being slow, is warned
-        of once."""
+        """Call this method of a tracker. Returns False if it raises an error. Of an error, or a
+        slow call, the log has one warning per tracker."""
         began = self._noted().clock.now()
         what = f"tracker {getattr(tracker, 'name', type(tracker).__name__)}"
         try:

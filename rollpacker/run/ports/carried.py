@@ -49,10 +49,10 @@ class KeptTokens:
     tokens: NDArray[np.int32]
     log_probs: NDArray[np.float64]
     floor: int = 0
-    """Largest number of tokens at which this sample was stopped so far; 0: never stopped. A
-    response that ends by itself at no more tokens is refused, and drawn again in part."""
+    """Largest number of tokens at which an abort stopped this sample so far; 0: never stopped. When
+    it is generated again and ends no later than there, its last part is drawn again."""
     redraws: Redraws = ()
-    """As in `Response.redraws`: which tokens were drawn repeatedly, with other random numbers."""
+    """Which tokens were drawn again with other random numbers, as in `Response.redraws`."""
     given: Spans = ()
     """Ranges of tokens that the model was given, not sampled; their log-probs are 0."""
 
@@ -84,8 +84,8 @@ class CarriedTokens:
         *,
         cut_off_at: int | None = None,
     ) -> None:
-        """`waiting`: the kept tokens of a checkpoint; None: no tokens. `cut_off_at`: the cap on
-        responses under which they were generated; None if it has not grown since."""
+        """`waiting`: the kept tokens of a checkpoint; None: no tokens. `cut_off_at`: the smaller
+        cap on responses under which these were generated; None: the cap is the same."""
         self._config = config
         self._waiting = {
             prompt: {place: kept.under(cut_off_at) for place, kept in places.items()}
@@ -98,8 +98,8 @@ class CarriedTokens:
         """Responses of this step by prompt, whose tokens are kept if their prompt is put off to a
         later step."""
         self._noise: dict[SampleId, SampleId] = {}
-        """For each sample that replaces a failed one: the sample with whose random numbers it is
-        drawn."""
+        """For each sample that replaces a failed one: the sample whose random numbers both are
+        drawn with."""
 
     def routes(self) -> Routes:
         return {Defer: self._defer}
@@ -138,7 +138,7 @@ class CarriedTokens:
         ]
 
     def begun(self, prompt: PromptId) -> None:
-        """Note that samples of this prompt, which was put off before, are launched again."""
+        """Note that samples of this prompt, if it was put off, are submitted to engines again."""
         if prompt in self._waiting:
             self._launched[prompt] = self._waiting.pop(prompt)
 
@@ -151,8 +151,8 @@ class CarriedTokens:
         return self._launched[sample.prompt][self._place_of(sample)]
 
     def ended(self, event: SampleGenerated | SampleAborted, response: Response | None) -> None:
-        """Note the response with which an engine ended a sample. Tokens kept before stay as they
-        were if the engine was stopped before it checked them."""
+        """Note the response with which an engine ended a sample. If the engine was stopped before
+        it verified the tokens kept from an earlier step, these stay."""
         if not self.carries or response is None:
             return
         prompt = event.sample.prompt
@@ -248,9 +248,9 @@ def _log_probs(response: Response) -> NDArray[np.float64]:
 
 
 def _ceiling(siblings: Iterable[KeptTokens]) -> int | None:
-    """Returns the most tokens that a response which had ended by itself may have when it is
-    generated again: as many as the longest of `siblings`, its prompt's samples, had when it was
-    stopped or ended. None if `siblings` is empty."""
+    """Returns the ceiling for a response that had ended by itself and is generated again, in
+    tokens: the most that any of `siblings`, the samples of its prompt, had when it was stopped or
+    ended. None if `siblings` is empty."""
     return max([kept.floor or len(kept.tokens) for kept in siblings], default=None)
 
 
@@ -275,9 +275,9 @@ def write_carried(folder: Path, waiting: KeptByPrompt, tokenizer: str) -> None:
 def read_carried(
     folder: Path, tokenizer: str, expected: Mapping[PromptId, Sequence[int]]
 ) -> KeptByPrompt:
-    """Returns the kept tokens in the folder of a valid checkpoint. `expected`: numbers of tokens by
-    prompt and place (index of a sample), as the core's state has them. Raises `RunError` if the
-    files do not match these or were made with another tokenizer."""
+    """Returns the kept tokens in the folder of a valid checkpoint. `expected`: how many tokens the
+    core's saved state says there are, by prompt and place (index of a sample). Raises `RunError` if
+    the files do not match these numbers or were made with another tokenizer."""
     folder = folder / CARRIED
     waiting: KeptByPrompt = {}
     if folder.exists():

@@ -47,7 +47,8 @@ class Path:
 
 
 class CarriedTurns:
-    """Gives engines earlier steps' tokens of a turn, to draw again. Used under the bus's lock."""
+    """Adds an earlier step's tokens of a turn to the turn's request: the engine draws them again,
+    and keeps them as far as they come out the same. Used under the bus's lock."""
 
     def __init__(self, carried: CarriedTokens) -> None:
         self._carried = carried
@@ -78,7 +79,7 @@ class CarriedTurns:
         return self._cancelled.get(sample)
 
     def drawn(self, event: SampleGenerated, play: Play, response: Response) -> None:
-        """Note that an engine has generated a turn. The turn is not in `play` yet."""
+        """Note that an engine has generated a turn, which is added to the episode `play` later."""
         path = self._paths.get(event.sample)
         if path is not None:
             start = len(play.trajectory.tokens)
@@ -89,8 +90,8 @@ class CarriedTurns:
             self._leave(play, response)
 
     def aborted(self, event: SampleAborted, play: Play | None, response: Response | None) -> None:
-        """Note that an engine was stopped in the middle of a turn. The tokens are kept if they are
-        more than those of the earlier step."""
+        """Note that an engine was stopped in the middle of a turn. The episode's tokens are kept
+        for a later step, if they are more than a beginning of those kept before."""
         play = self._cancelled.get(event.sample) or play
         if play is None or response is None:
             return
@@ -101,8 +102,8 @@ class CarriedTurns:
             self._leave(play, response)
 
     def cancelled(self, plays: Iterable[Play]) -> None:
-        """Keep the tokens of these episodes, whose samples were cancelled. Engines may still report
-        tokens of them."""
+        """Keep the tokens of these episodes, whose samples were cancelled, to go on from in a later
+        step. The episodes are remembered, as engines may still report tokens of them."""
         if not self._carried.carries:
             return
         for play in plays:
@@ -110,7 +111,7 @@ class CarriedTurns:
             self._leave(play)
 
     def concluded(self, response: Response) -> None:
-        """Keep the whole trajectory's response, in case its prompt is put off to a later step."""
+        """Keep a whole trajectory's tokens, in case its prompt is put off to a later step."""
         self._carried.left(response)
 
     def settle(self) -> None:

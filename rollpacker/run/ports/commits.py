@@ -42,7 +42,7 @@ class Commits:
     evaluator: Evaluator
     _: KW_ONLY
     recovery: Recovery
-    """Restarts a lost trainer; knows the folder of checkpoints."""
+    """Restarts a lost trainer. Its `checkpoints` is the folder where checkpoints are written."""
     pools: Pools
     keep_last: int
     devices: SharedDevices
@@ -108,7 +108,7 @@ class Commits:
 
     def _state(self, job_state: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what a resume needs besides tensors: states of core, data cursor and clock, and
-        the log's size and hash. Log and samples are made durable first."""
+        the event log's size and hash. Log and samples are written durably first."""
         if self.samples is not None:
             self.samples.write()
         with self.shared.bus.lock:

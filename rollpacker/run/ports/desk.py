@@ -16,7 +16,7 @@ from rollpacker.trainer.trainer import TokenScores, TrainSample
 
 @dataclass(slots=True)
 class KnownSample:
-    """What is known of one sample: its response, verdict, episode and training sample."""
+    """What is known of one sample: its response, and later text, verdict, episode and so on."""
 
     response: Response
     completion: str | None = None
@@ -46,8 +46,8 @@ class Desk:
     def __init__(self) -> None:
         self._known: dict[SampleId, KnownSample] = {}
         self.round_kind = ""
-        """Kind of the step's first batch of prompts: short or long, for instance. Empty before
-        it."""
+        """Kind of the step's first round (batch of generation), such as "short" or "long". Empty
+        before the step's first round."""
 
     def lay_down(self, response: Response) -> None:
         self._known[response.sample] = KnownSample(response)
@@ -63,7 +63,8 @@ class Desk:
     def scored_groups(
         self, groups: Sequence[Sequence[SampleId]]
     ) -> list[list[tuple[Response, float]]]:
-        """Returns (response, reward) of these samples, in their groups. All must have a verdict."""
+        """Returns (response, reward) of each sample, in the same groups. All must have a
+        verdict."""
         return [[self._scored(sample) for sample in group] for group in groups]
 
     def reward_parts(
@@ -97,7 +98,7 @@ class Desk:
         return {s: k.streamed for s, k in self._known.items() if k.streamed is not None}
 
     def forget_gradients(self) -> None:
-        """Note that the gradients accumulated so far in this step are lost with the trainer."""
+        """Note that the trainer is lost, and with it the gradients accumulated in this step."""
         for known in self._known.values():
             known.streamed = None
 
@@ -107,8 +108,8 @@ class Desk:
         return sorted(seconds, key=lambda sample: (-seconds[sample], sample))[:count]
 
     def forget(self, waiting: Iterable[SampleId]) -> None:
-        """Forget all samples at the end of a step, except for the responses of `waiting`: samples
-        that were not given to the rewards yet."""
+        """Forget all samples at the end of a step, except `waiting`: samples that no reward was
+        asked for yet. Of these, response and episode stay."""
         kept = {sample: self._known[sample] for sample in waiting}
         self._known = {s: _waiting(one) for s, one in kept.items()}
         self.round_kind = ""

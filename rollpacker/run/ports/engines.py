@@ -84,8 +84,9 @@ class Keepers:
     def leave(
         self, samples: Iterable[SampleId], to: Handle | None = None
     ) -> dict[Handle, list[SampleId]]:
-        """Note that only the engine `to` may still keep caches of these samples; None: no engine.
-        Returns the living engines that must discard caches, each with the samples concerned."""
+        """Note that no engine but `to` (None: none at all) keeps its cache of these samples.
+        Returns the living engines that the caller must tell to discard caches, with their
+        samples."""
         told: dict[Handle, list[SampleId]] = {}
         for sample in samples:
             handle = self._handles.pop(sample, None)
@@ -104,21 +105,21 @@ class Weights:
 
 
 class Engines:
-    """The engines of a run by number, and the samples assigned to each. Methods are called under
-    the bus's lock, except for `close`."""
+    """The engines of a run by number, and the samples that the core has assigned to each. Methods
+    are called under the bus's lock, except for `close`."""
 
     def __init__(
         self, engines: Sequence[Engine], make: MakeEngine | None = None, tensor_parallel: int = 1
     ) -> None:
         """`make`: makes an engine to replace a lost one; None: lost engines are not replaced, and
-        the run ends. `tensor_parallel`: number of devices per engine."""
+        the run ends. `tensor_parallel`: number of devices of each engine."""
         self.make = make
         self.handles = {number: Handle(number, 0, engine) for number, engine in enumerate(engines)}
         """The latest engine of each number, alive or lost."""
         self.layout = EngineLayout(0, tensor_parallel)
         self.ending = Ending()
         self._coming: dict[int, Engine] = {}
-        """The engine that is being loaded for each number, by that number."""
+        """Engines that are being loaded, by the number that each will have."""
         self.weights = Weights(0, None)
         self.is_closed = False
         self._held: dict[SampleId, AssignedSample] = {}
@@ -134,9 +135,9 @@ class Engines:
         on_error: Callable[[Handle, BaseException], None],
         tell: Callable[[FleetEvent], None],
     ) -> None:
-        """Receive the outputs of all engines from now on, also of engines that are added later.
-        `on_outputs` and `on_error` get the engine, too; `tell` gets the events of engines lost or
-        added, and of samples moved to another engine."""
+        """Receive the outputs of all engines from now on, also of those added later. `on_outputs`
+        and `on_error` get the engine and what came from it. `tell` gets events for the core:
+        engines lost or added, samples moved to another engine."""
 
         def listen(handle: Handle) -> None:
             handle.engine.start(partial(on_outputs, handle), partial(on_error, handle))
@@ -225,8 +226,8 @@ class Engines:
                 handle.let_go(part)
 
     def _stop(self, samples: Sequence[SampleId]) -> None:
-        """Abort these samples in the engines that have them. Engines ignore samples that have just
-        ended."""
+        """Ask the engines that have these samples to stop generating them. Of a sample that has
+        just ended, an engine ignores the request."""
         parts: dict[Handle, list[SampleId]] = {}
         for sample in samples:
             held = self._held.get(sample)
@@ -244,9 +245,9 @@ class Engines:
     # -- for what the core does not route ----------------------------------------------------------
 
     def submit_anywhere(self, requests: Sequence[GenerationRequest]) -> None:
-        """Submit requests that do not come from the core, such as an evaluation's. Samples of one
-        prompt share an engine, prompts are dealt out in turn, and a sample whose cache an engine
-        keeps goes there. Without a living engine they wait for `place_anywhere`."""
+        """Submit requests that do not come from the core, such as an evaluation's. Prompts are
+        dealt out to the engines in turn, all samples of a prompt to one; but a sample goes to the
+        engine that keeps its cache. If no engine lives, the requests wait for `place_anywhere`."""
         living = [handle.number for handle in self.living] or [NOWHERE]
         turns: dict[tuple[int, ...], int] = {}
         for request in requests:
@@ -257,7 +258,7 @@ class Engines:
         self.submit(requests, [number if at is None else at for number, at in pairs])
 
     def place_anywhere(self) -> None:
-        """Submit all requests again that no engine has, if there is a living engine."""
+        """Submit again all requests without an engine, if there is a living one."""
         if self.living:
             nowhere = [held.request for held in self._held.values() if held.at is None]
             self.submit_anywhere(nowhere)
@@ -272,9 +273,9 @@ class Engines:
     def heard(
         self, handle: Handle, output: EngineOutput
     ) -> tuple[EngineEvent | None, Response | None]:
-        """Returns the event for the core that an engine's output means, and the response. The event
-        is None if the core need not know, the response is None if there are no tokens to keep. A
-        sample that was stopped to move is submitted to its next engine here."""
+        """Returns the core's event for an engine's output, and the response. The event is None if
+        the output changes nothing for the core; the response is None if there are no tokens to
+        keep. A sample that was stopped to be moved is submitted to its next engine here."""
         event, response = stamped(output.event, handle), output.response
         held = self._held.get(event.sample)
         if not handle.lives:
@@ -357,21 +358,21 @@ class Engines:
         return None
 
     def num_at(self, numbers: Collection[int]) -> int:
-        """Returns the number of samples that these engines have, those to be moved included."""
+        """Returns how many samples the engines of these numbers have, even if they are to move."""
         where = (held.at for held in self._held.values())
         return sum(handle is not None and handle.number in numbers for handle in where)
 
     def blame(self, handle: Handle) -> bool:
-        """Note that this engine's logits held a NaN. Returns whether the weights must be the cause,
-        since another engine had a NaN, too, or there is no other engine."""
+        """Note that this engine computed a NaN in its logits. Returns True if the weights must be
+        the cause: another engine computed a NaN with them, too, or engines cannot be replaced."""
         self._not_numbers.add(handle)
         return self.make is None or len(self._not_numbers) > 1
 
     # -- who lives ---------------------------------------------------------------------------------
 
     def lose(self, handle: Handle, reason: str) -> None:
-        """Mark the engine as lost, close it in the background, and tell the core. Does nothing if
-        it is lost already."""
+        """Mark the engine as lost, close it in the background, and tell the core, which assigns the
+        engine's samples to others. Does nothing if the engine is lost already."""
         if not handle.lives or self.is_closed:
             return
         handle.lives = False
@@ -461,8 +462,8 @@ class Engines:
                 self.lose(handle, f"no progress for {limit_s:g} s while others made some")
 
     def status(self) -> EngineStatus:
-        """Returns the sums over the statuses of all living engines. Raises `EngineError` if the
-        only engine is dead."""
+        """Returns the sums over the statuses of all living engines. Dead ones are left out; if
+        engines cannot be replaced, an `EngineError` is raised for a dead one."""
         found = []
         for handle in self.living:
             with contextlib.suppress(*((EngineError,) if self.make is not None else ())):

@@ -44,7 +44,7 @@ class Episodes:
     """For each sample: the sample with whose random numbers it is drawn. None: with its own."""
     _tasks: dict[SampleId, asyncio.Task[None]] = field(default_factory=dict, init=False)
     _concluded: list[Play] = field(default_factory=list, init=False)
-    """Episodes that ended in this step and whose samples go to the rewards."""
+    """Episodes that the core has concluded (ended) in this step, for the step's metrics."""
     _lost: dict[str, int] = field(default_factory=dict, init=False)
     """Number of episodes lost in this step, by cause."""
 
@@ -61,8 +61,8 @@ class Episodes:
     # -- for the engines' port, under the bus's lock -----------------------------------------------
 
     def launched(self, requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
-        """Returns the requests for samples' first turns, with the prompts that their environments
-        gave."""
+        """Returns the engines' requests for samples' first turns: `requests` with the prompts that
+        the samples' environments gave, and with tokens of earlier steps to draw again."""
         found = []
         for request in requests:
             play = self._play_of(request.sample)
@@ -73,7 +73,7 @@ class Episodes:
     def further(
         self, samples: Sequence[SampleId], sampling: SamplingParams
     ) -> list[GenerationRequest]:
-        """Returns the requests for the next turns of these samples."""
+        """Returns the engines' requests for the next turns of these samples."""
         plays = [self._plays[sample] for sample in samples]
         return [
             self._turns.further(self.player.request(play, sampling, self._noise[play.sample]), play)
@@ -89,7 +89,7 @@ class Episodes:
             play.heard(response)
 
     def let_go(self, event: SampleAborted | SampleFailed, response: Response | None) -> None:
-        """Note that an engine was stopped on a sample, or failed on it. An episode that its
+        """Note that an engine was stopped amid a sample, or failed on it. An episode that its
         environment has not begun is forgotten; others stay until the core cancels them."""
         play = self._plays.get(event.sample)
         if isinstance(event, SampleAborted):
@@ -106,7 +106,7 @@ class Episodes:
     # -- commands ----------------------------------------------------------------------------------
 
     def _conclude(self, command: Conclude) -> None:
-        """End a trajectory. Its response is stored at once, as rewards may need it next."""
+        """End a trajectory. Its response goes to the desk at once, as rewards may need it next."""
         self.let_go_of([command.sample])
         play = self._plays.pop(command.sample)
         response = play.response(command.reason)

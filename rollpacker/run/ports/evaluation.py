@@ -31,8 +31,8 @@ from rollpacker.warn_once import WarnOnce
 logger = logging.getLogger(__name__)
 
 JUDGED_AT_ONCE = 32
-"""Number of samples that the rewards are given in one call during an evaluation. Each finished call
-counts as progress for the deadline `reward_s`."""
+"""Number of samples that an evaluation gives the rewards in one call. The deadline `reward_s`
+begins anew whenever a call has ended."""
 
 Judge = Callable[[Sequence[RewardInput]], Awaitable[Sequence[Scored | Failed]]]
 
@@ -141,8 +141,8 @@ class Evaluator:
         self.bus.note("evaluation", seconds, step, metrics)
 
     async def _judge(self, inputs: Sequence[RewardInput]) -> list[Scored | Failed]:
-        """Returns the rewards' verdicts, in the order of `inputs`. Deadlines of checks are those of
-        training. A response is judged again if an infrastructure fault lost its verdict."""
+        """Returns the rewards' verdicts, in the order of `inputs`. Calls have the time limits of
+        training. A response whose verdict was lost by an infrastructure fault is judged again."""
         limit_of = self.bus.job.rewards.timeout_s
         limits = [limit_of(one.task or "") or limit_of(TRAIN) for one in inputs]
         verdicts: dict[int, Scored | Failed] = {}
@@ -186,12 +186,12 @@ async def evaluate(
     player: Player | None = None,
     drawing: AbstractAsyncContextManager[None] | None = None,
 ) -> EvalResult:
-    """Generate responses to the prompts and judge them, as `config.eval` says. `progress`: the
-    run's progress, for rewards. `player`: plays samples of several turns; None for single
-    responses. `let_go`: is told of samples whose caches engines need not keep. `drawing`: context
-    around the generation; None: no context. The random numbers depend on seed, row and sample only,
-    so that evaluations in a run differ by their weights alone. Samples without a verdict are left
-    out, and counted."""
+    """Generate responses to the prompts and judge them, as `config.eval` says. `generate`: has
+    engines answer requests. `let_go`: is told of samples whose caches engines need not keep.
+    `score`: the rewards. `progress`: step and number of steps, for rewards. `player`: plays samples
+    of several turns; None for single responses. `drawing`: context around the generation; None: no
+    context. Random numbers depend on seed, row and sample only, so that evaluations in a run differ
+    by their weights alone. Samples without a verdict are left out, and counted."""
     settings, sampling = config.eval, config.eval_sampling
     rows = prompts.rows[: settings.max_prompts]
     requests = _requests(rows, settings.samples_per_prompt, sampling)
@@ -245,13 +245,12 @@ def _requests(
 
 
 def _was_lost(verdict: Scored | Failed) -> bool:
-    """Whether the verdict is missing through a fault of the infrastructure, not of the response, so
-    that another try may succeed."""
+    """Whether the rewards gave no verdict because of an infrastructure fault (not because of the
+    response), so that asking them again may help."""
     return isinstance(verdict, Failed) and verdict.cause is Cause.INFRASTRUCTURE
 
 
 def _means_by_reward(verdicts: Sequence[Scored | Failed]) -> dict[str, float]:
-    """Returns `eval/rewards/NAME/mean` for each reward, over the responses that it judged."""
     values: dict[str, list[float]] = {}
     for verdict in verdicts:
         if isinstance(verdict, Scored):
@@ -268,7 +267,7 @@ def reward_input(
     progress: Progress,
     episode: Episode | None = None,
 ) -> RewardInput:
-    """Returns the input of reward functions for a response, or a trajectory with `episode`."""
+    """Returns a reward's input for a response. `episode`: its turns; None for a single response."""
     last = response.last_turn
     said = None if episode is None or episode.prompt is None else [*map(dict, episode.prompt)]
     return RewardInput(

@@ -65,8 +65,8 @@ class Generation:
     episodes: Episodes | None = None
     """Plays samples that take turns with environments. None if samples are single responses."""
     _collecting: Collecting | None = field(default=None, init=False)
-    """Gathers the outputs of an evaluation, which the core does not see. None between
-    evaluations."""
+    """Gathers engines' outputs during an evaluation, whose samples the core does not know. None
+    between evaluations."""
     _policy_is_broken: bool = field(default=False, init=False)
     """Whether the weights have become NaN: the run ends, and outputs are ignored."""
 
@@ -114,8 +114,8 @@ class Generation:
             self._collecting = self.shared.main.awaited = None
 
     def let_go(self, samples: Sequence[SampleId]) -> None:
-        """Tell engines to discard their caches of these samples, which the core does not know (as
-        in an evaluation)."""
+        """Tell engines to discard their caches of these samples. For evaluations, which do not go
+        through the core: in training the command `LetGo` does this."""
         with self.shared.bus.lock:
             self.engines.let_go(samples)
 
@@ -140,7 +140,8 @@ class Generation:
         self._fetch_engines()
 
     def _fetch_engines(self) -> None:
-        """If calls wait for engines whose devices the trainer has, have devices given back soon."""
+        """If requests wait for an engine whose device the trainer has, have the device moved
+        back."""
         if self.devices.are_awaited:
             self.shared.main.later(self.devices.to_engines)
 
@@ -169,7 +170,7 @@ class Generation:
 
     def _take(self, event: EngineEvent | None, response: Response | None) -> None:
         """Tell the core of an engine's event (None: there is nothing to tell), and keep the
-        response."""
+        response for rewards and for later steps."""
         if event is None:
             return
         if self.episodes is not None:
@@ -188,8 +189,8 @@ class Generation:
             handle.salvage = self.salvage
 
     def _tell_salvaged(self) -> None:
-        """Tell the core the recorded results of samples that had ended before the resume. Samples
-        that were aborted then, and are not now, are given to engines. Used on the event loop."""
+        """Tell the core the results in `salvage.bin` of samples launched after a resume. A sample
+        aborted in the killed run, but not in this one, goes to its engine. Used on the loop."""
         told: list[int] = []
         with self.shared.bus.lock:
             for handle, output in self.salvage.outputs():
@@ -225,7 +226,6 @@ class Generation:
             self.engines.place_anywhere()
 
     def _broken_policy(self, event: SampleFailed) -> NonFiniteError:
-        """Returns the error that ends the run because its weights yield NaN."""
         step = self.shared.bus.job.step
         newest = self.checkpoints / f"step_{step:06d}"
         spoilt = f"; remove {newest} first, its weights are spoilt" if newest.exists() else ""

@@ -113,7 +113,8 @@ class HandingOver:
 
     def _fill(self, number: int, incarnation: int, layout: EngineLayout) -> None:
         """Make an engine with this number and add it to the run; if that fails, tell the core.
-        `incarnation`: how many engines had the number before. `layout`: the devices of engines."""
+        `incarnation`: count of earlier engines of this number. `layout`: has its number of
+        devices."""
         engines, engine = self.engines, None
         assert engines.make is not None, f"engine {number}: nobody can make it"
         try:
@@ -177,8 +178,8 @@ async def publish_weights(
 
 
 async def _bring_to_hosts(publish: Publish, weights: Weights) -> None:
-    """Copy the weights to all hosts with engines. A host that cannot be reached is only warned of:
-    its engines will ask for the weights, or be lost."""
+    """Copy the weights to all hosts with engines. Of a host that cannot be reached there is only a
+    warning: its engines ask for the weights later, and are lost if they get none."""
     assert weights.hand_over is not None
     source = weights.hand_over.weights
     if source is None or isinstance(source, Mapping):  # engines are in this process

@@ -1,4 +1,4 @@
-"""An engine as the run knows it, its samples, and what a sample takes along to another engine."""
+"""What the run knows of an engine and its samples, and what a sample takes to another engine."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class EngineLayout:
 
 
 class KnownEnds(Protocol):
-    """Protocol of an object, such as `Salvage`, that knows after a resume how some samples will end
-    before an engine generates them."""
+    """Protocol of an object, such as `Salvage`, that has recorded how samples ended before a
+    resume. Its methods return the requests and samples for which an engine is still needed."""
 
     def keep_back(
         self, handle: Handle, requests: Sequence[GenerationRequest]
@@ -62,12 +62,12 @@ class Handle:
     is_away: bool = False
     """Whether the engine has released its device's memory, or is about to."""
     told: list[Callable[[], None]] = field(default_factory=list)
-    """Calls to the engine that wait until it has its device again."""
+    """Calls of the engine (submit, abort, let_go) that wait until it has its device again."""
     version: int | None = None
     """Version of the weights that the engine got last. None before it got any."""
     salvage: KnownEnds | None = None
-    """Knows how some samples ended before a resume, so that this engine need not generate them.
-    None if no such ends are known."""
+    """Has recorded how samples ended before a resume, which this engine need not generate then.
+    None: no records."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Give the engine these requests at once, or when it has its device again; except for those
@@ -147,8 +147,8 @@ class AssignedSample:
     is_unwanted: bool = False
     """Whether the core has aborted the sample while it was to move, so that it ends instead."""
     num_kept: int | None = None
-    """Number of tokens from an earlier step that a former engine of this sample found valid. None
-    if no engine has checked them."""
+    """Number of tokens kept from an earlier step that came out the same again in an engine which
+    the sample has left since. None if no engine has drawn them again."""
     preemptions: int = 0
     """Number of times that this sample was preempted in engines that it has left."""
 
@@ -162,8 +162,8 @@ def stamped(event: EngineEnd, handle: Handle) -> EngineEnd:
 
 
 def with_earlier(event: EngineEnd, held: AssignedSample) -> EngineEnd:
-    """Returns the event, with what the sample's former engines counted: preemptions, and tokens of
-    an earlier step that were valid."""
+    """Returns the event, to whose counts those of engines that the sample has left are added:
+    preemptions, and tokens kept from an earlier step that came out the same again."""
     if isinstance(event, SampleFailed):
         return event
     if held.num_kept is None and not held.preemptions:
@@ -196,7 +196,7 @@ def taken_along(
 
 
 def moved(sample: SampleId, to: Handle, num_tokens: int) -> SampleMoved:
-    """Returns the event that the sample goes on in engine `to`, with `num_tokens` tokens so far."""
+    """Returns the event that a sample goes on in engine `to`, where it has `num_tokens` tokens."""
     return SampleMoved(
         time_s=0.0,
         sample=sample,

@@ -26,8 +26,8 @@ class MainTask:
 
     def __init__(self) -> None:
         self.awaited: asyncio.Future[Any] | None = None
-        """A future that the main task awaits and that no command of the core brings, such as an
-        evaluation's responses. If the run fails, it gets the error. None if none is awaited."""
+        """A future that the main task awaits and that no command of the core settles, such as an
+        evaluation's responses. If the run fails, it gets the error. None: nothing is awaited."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
         self._why_at_once: BaseException | None = None
@@ -94,7 +94,7 @@ class MainTask:
                 self.post(self._task.cancel)
 
     def raise_why(self) -> None:
-        """Raise the error given to `end_at_once`, if there was a call."""
+        """Raise the error with which the run is to end at once, if `end_at_once` was called."""
         if self._why_at_once is not None:
             raise self._why_at_once from None
 
@@ -113,7 +113,7 @@ class MainTask:
         self.post(self._inbox.put_nowait, item)
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """End the run if a posted function has raised; other problems are only logged."""
+        """End the run if a function given to `post` raised; other errors are only logged."""
         error = context.get("exception")
         if "handle" in context and error is not None:
             self.fail(error)

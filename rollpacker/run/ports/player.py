@@ -46,11 +46,11 @@ class Spent:
     """Number of context tokens, over all turns, that engines had to compute again."""
 
     def ask(self) -> None:
-        """Note that an engine is asked for the next turn now."""
+        """Note the time at which an engine is asked for the next turn."""
         self.asked_s = time.monotonic()
 
     def hear(self) -> None:
-        """Note that an engine has finished the turn now."""
+        """Note that an engine has finished the turn, and the seconds that this took."""
         self.policy_s.append(0.0 if self.asked_s is None else time.monotonic() - self.asked_s)
         self.asked_s = None
 
@@ -65,8 +65,8 @@ class Play:
     prompt: tuple[Message, ...] | None = None
     """Messages of the prompt that the environment gave. None if the data row's prompt is used."""
     dialogue: Dialogue | None = None
-    """Chat format with the tools of this episode. None if the episode has the tools that all
-    episodes have."""
+    """Chat format (makes tokens of messages) with tools that this episode alone has. None: the
+    format with the tools of all episodes."""
     is_begun: bool = False
     """Whether the environment has begun this episode."""
     said: list[Message] = field(default_factory=list)
@@ -113,13 +113,13 @@ class Play:
         self._goes_on(self.trajectory.and_then(Segment(given)), len(given))
 
     def prompted(self, prompt: tuple[int, ...], given: tuple[int, ...] = ()) -> None:
-        """Replace the context of the next turn by this whole prompt, as where the chat template
-        changes earlier turns. `given`: the part of it that is new since the latest turn."""
+        """Make `prompt` the whole context of the next turn, where the chat template has changed
+        earlier turns. `given`: the part of it that came after the model's latest turn."""
         self._goes_on(self.trajectory.prompted(prompt, given), len(given))
 
     def overflowed(self, most: int) -> None:
-        """Count the trajectory as full, at its limit of `most` tokens, since the environment's
-        answer does not fit."""
+        """Give the trajectory its largest length, `most` tokens, since the environment's answer,
+        which does not fit, would exceed it: the episode ends by this limit."""
         self.num_given = max(most - self.num_tokens, 0)
         self.num_tokens += self.num_given
 
@@ -142,8 +142,8 @@ class Play:
         self, sampling: SamplingParams, noise: SampleId | None, *, keep: bool = False
     ) -> GenerationRequest:
         """Returns the request for the next turn. `noise`: the sample whose random numbers draw the
-        tokens; None: its own. `keep`: whether the engine is to keep its cache for the turn
-        after."""
+        tokens; None: its own. `keep`: whether the engine keeps its KV cache after the turn, for the
+        turn that follows."""
         self.spent.ask()
         return GenerationRequest(
             sample=self.sample,
@@ -155,8 +155,8 @@ class Play:
         )
 
     def response(self, reason: str) -> Response:
-        """Returns the whole trajectory as a response with this finish reason. Tokens given after
-        the model's last turn are left out."""
+        """Returns the whole trajectory as a response, with `reason` as its finish reason. Tokens
+        given to the model after its last turn are left out."""
         whole = self.trajectory.ended()
         return Response(
             sample=self.sample,
@@ -185,10 +185,10 @@ class Player:
         max_prompt_tokens: int,
         takes_rewrites: bool = False,
     ) -> None:
-        """`limits`: a trajectory's limits, as the core has them. `timeout_s`: seconds for an answer
-        in an evaluation, and for a final reward. `max_prompt_tokens`: most tokens of an
-        environment's prompt. `takes_rewrites`: whether each turn's prompt is the chat template
-        applied to all messages anew, if the template changes earlier turns."""
+        """`limits`: most turns and tokens of a trajectory. `timeout_s`: seconds for an answer in an
+        evaluation, and for a final reward. `max_prompt_tokens`: most tokens of an environment's
+        prompt. `takes_rewrites`: whether the chat template may change earlier turns; each turn's
+        prompt is then made of all messages anew."""
         self.environments = environments
         self.limits = limits
         self.timeout_s = timeout_s
@@ -206,7 +206,7 @@ class Player:
         return Play(sample, row, Trajectory(row.tokens))
 
     def launched(self, play: Play, request: GenerationRequest) -> GenerationRequest:
-        """Returns the core's request for a first turn, with the episode's prompt and limits."""
+        """Returns the core's request for a first turn with the episode's prompt and token limit."""
         play.spent.ask()
         return replace(
             request,
@@ -223,13 +223,13 @@ class Player:
         return play.request(self._bounded(play, sampling), noise, keep=self._is_kept(play))
 
     def _is_kept(self, play: Play) -> bool:
-        """Whether another turn may follow the next, so that the engine is to keep its cache."""
+        """Whether the engine is to keep its KV cache of the next turn, as another may follow."""
         max_turns = self.limits.max_turns
         return max_turns is None or play.num_turns + 1 < max_turns
 
     def _bounded(self, play: Play, sampling: SamplingParams) -> SamplingParams:
-        """Returns the settings with the response length limited to what is left to the trajectory,
-        but at least one token."""
+        """Returns the sampling settings, with the response length limited to what is left to the
+        trajectory, but at least one token."""
         most = self.limits.max_trajectory_tokens
         if most is None or play.num_tokens + sampling.max_response_tokens <= most:
             return sampling
@@ -315,14 +315,15 @@ class Player:
         return None
 
     def must_finish(self, play: Play, reason: str) -> bool:
-        """Whether a final reward is to be asked of the environment, given why the episode ended."""
+        """Whether to ask for a final reward: not if the environment ended the episode
+        (`reason`)."""
         asked = self.environments.scores_at_end and play.is_begun
         return asked and reason not in ("done", "truncated")
 
     async def finish(self, play: Play) -> Lost | None:
-        """Ask the environment for the final reward of an episode that a limit ended, and add it to
-        the last turn's reward. An episode lost meanwhile is replayed first if environments are
-        deterministic. Returns `Lost` if the environment fails, else None."""
+        """Ask the environment for the final reward of an episode that a limit (of turns, tokens or
+        seconds) ended, and add it to the last turn's. An episode lost meanwhile is replayed first
+        if environments are deterministic. Returns `Lost` if the environment fails, else None."""
         environments, timeout_s = self.environments, self.timeout_s
         worth = await environments.finish(play.sample, timeout_s=timeout_s)
         if isinstance(worth, Lost) and worth.cause == "infrastructure":
@@ -379,8 +380,8 @@ class Player:
         )
 
     def _with_tools(self, tools: Sequence[ToolSchema]) -> Dialogue:
-        """Returns the chat format with these tools. Raises `ValueError` if it changes earlier turns
-        and the run does not accept that."""
+        """Returns the chat format with these tools. Raises `ValueError` if with them the chat
+        template changes earlier turns, and the run does not accept that."""
         dialogue = self._dialogue.with_tools(tools)
         if not self._takes_rewrites and (why := dialogue.rewritten()) is not None:
             raise ValueError(
@@ -432,7 +433,7 @@ def ends_of(plays: Sequence[Play]) -> dict[str, float]:
 
 
 def _rows_of(plays: Sequence[Play]) -> dict[str, float]:
-    """Returns the metric of the mean number of training rows per trajectory (parts with a context
-    of their own). Empty if all have one row."""
+    """Returns the mean number of training rows per trajectory as a metric. There are several, each
+    with its own context, if the chat template changed earlier turns. Empty if all have one."""
     numbers = [len(play.trajectory.rows) for play in plays]
     return {"episodes/rows/mean": sum(numbers) / len(numbers)} if max(numbers) > 1 else {}

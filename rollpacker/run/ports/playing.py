@@ -79,8 +79,8 @@ async def _answered(
     timeout_s: float,
     reasons: dict[SampleId, str],
 ) -> list[Play]:
-    """Have the environments answer. Returns the episodes that go on; for those that ended, the
-    reason is put into `reasons`."""
+    """Have the environments answer the model's latest turns. Returns the episodes that go on. Of
+    those that ended, `reasons` gets the reason; those that were lost are left out."""
     answers = await asyncio.gather(
         *(player.act(one, one.num_turns, timeout_s=timeout_s) for one in plays)
     )

@@ -40,12 +40,12 @@ from rollpacker.trainer.trainer import RanksLost
 
 
 class Pools:
-    """The device pools (groups of devices) of a run that shares none with other jobs: it always has
-    them."""
+    """The device pools (groups of devices) of a run that has all its devices for itself: every wait
+    for a pool ends at once."""
 
     publish: Publish | None = None
-    """Copies weights to the engines' hosts while engines are off their devices. None if no other
-    job uses the devices, so that engines load weights at once."""
+    """Copies weights to the engines' hosts while other jobs have the engines' devices. None if no
+    other job uses the devices: engines then load weights at once."""
 
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
@@ -64,8 +64,8 @@ class Pools:
 
     @contextlib.asynccontextmanager
     async def borrowed(self, pool: PoolName, purpose: str) -> AsyncIterator[None]:
-        """A context that holds the pool for work that is no command of the core, such as an
-        evaluation. `purpose`: the work, in a word. Used on the main task, which does slow work."""
+        """A context in which the run has the pool, for work that the core has not commanded, such
+        as an evaluation. `purpose`: the work, in a word. Used on the main task."""
         yield
 
     async def parked(self) -> None:
@@ -77,8 +77,6 @@ class Pools:
 
 
 class _Wait:
-    """A wait for a pool of shared devices, which can be given up."""
-
     def __init__(self, command: Enter) -> None:
         self.pool, self.purpose = command.pool, command.purpose
         self.given_up = threading.Event()
@@ -113,8 +111,8 @@ class SharedPools(Pools):
         self._last: asyncio.Task[None] | None = None
         self._error: BaseException | None = None
         self._arrived: asyncio.Future[None] | None = None
-        """Future that ends when the pool is there for which slow work, such as an evaluation,
-        waits. None if none waits."""
+        """Future that ends when the run gets the pool that `borrowed` waits for, as for an
+        evaluation. None if `borrowed` waits for none."""
 
     def routes(self) -> Routes:
         return {
@@ -135,8 +133,8 @@ class SharedPools(Pools):
 
     @contextlib.asynccontextmanager
     async def borrowed(self, pool: PoolName, purpose: str) -> AsyncIterator[None]:
-        """A context that waits for the pool and holds it. Raises the error that ended the wait or
-        the reloading, and `EnginesLost` if the run ends meanwhile."""
+        """A context that waits for the pool and has it, as for an evaluation. Raises the error that
+        ended the wait or the reloading, and `EnginesLost` if the run ends meanwhile."""
         if self.has(pool):
             yield
             return
@@ -162,8 +160,8 @@ class SharedPools(Pools):
             raise self._error
 
     def close(self) -> None:
-        """Give up waiting for a device pool, and cancel what was begun. Further calls do
-        nothing."""
+        """Give up waiting for a device pool, and cancel the task that takes or releases devices.
+        Further calls do nothing."""
         with self.bus.lock:
             if self._wait is not None:
                 self._wait.given_up.set()
@@ -194,15 +192,16 @@ class SharedPools(Pools):
             self._main.post(self._begin, partial(self._park, command.pool))
 
     def _tell_that_none_comes(self) -> None:
-        """End slow work's wait for a pool with `EnginesLost`, since the core has ended the run and
-        no pool will come."""
+        """End the wait in `borrowed` (as of an evaluation) with `EnginesLost`, since the core has
+        ended the run and the pool will not come."""
         if self._arrived is not None and not self._arrived.done():
             fleet = self.bus.job.fleet
             why = None if fleet is None else fleet.given_up
             self._arrived.set_exception(EnginesLost(why or "the run ended"))
 
     def _begin(self, what: Callable[[], Awaitable[None]]) -> None:
-        """Run `what` in a task of its own, after those begun before. Its error ends the run."""
+        """Take or release devices (`what`) in a task, after earlier ones. Its error ends the
+        run."""
         before = self._last
 
         async def work() -> None:

@@ -40,9 +40,9 @@ class Recovery:
     checkpoints: Path
     _incarnation: int = field(default=0, init=False)
     _order: RestoreTrainer | None = field(default=None, init=False)
-    """The core's command after the latest loss. None if there is no loss to mend."""
+    """The core's command to restore the trainer, until it is carried out. None at other times."""
     _num_signs: int = field(default=0, init=False)
-    """Number of signs of progress that the restarting trainer has given."""
+    """Number of times that the restarting trainer reported progress, which extends its deadline."""
 
     def routes(self) -> Routes:
         return {RestoreTrainer: self._on_restore}
@@ -51,8 +51,8 @@ class Recovery:
         self._order = command
 
     async def through(self, deed: Deed) -> bool:
-        """Do this piece of slow work, such as an update. If the trainer is lost in it, restart the
-        trainer and do it again. Returns False if the core has ended the run instead."""
+        """Do this piece of slow work, such as an update of weights. If the trainer is lost in it,
+        restart the trainer and do it all again. Returns False if the core has ended the run."""
         while True:
             try:
                 await deed()
@@ -62,8 +62,8 @@ class Recovery:
                     return False
 
     async def look(self) -> None:
-        """Restart the trainer if it was lost while no slow work was done. Does nothing while other
-        jobs may have its devices."""
+        """Restart the trainer if it was lost while the main task had nothing to do. Does nothing
+        while other jobs may have the trainer's devices."""
         reason = self.trainer.how_lost() if self.pools.has("train") else None
         if reason is not None:
             await self._bring_back(reason)

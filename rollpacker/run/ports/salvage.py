@@ -60,10 +60,10 @@ class RecordedEnd:
 
     event: SampleGenerated | SampleAborted
     key: str
-    """Digest of the sample's request (`_key`). The record is used only for an equal request."""
+    """Digest of the sample's request. The record is used only for an equal request."""
     response: Mapping[str, Any] | None
-    """The response's finish reason, version of weights and `redraws`. None if there was no
-    response."""
+    """The response's finish reason, version of weights and `redraws`; its tokens are in `arrays`.
+    None if the sample was aborted without a response."""
     arrays: bytes
 
     def output(self, request: GenerationRequest) -> EngineOutput:
@@ -93,11 +93,11 @@ class Salvage:
         weights have this `version`; None for a new run, which records nothing before its first
         checkpoint. `in_order`: whether the run must be equal bit for bit."""
         self.wake: Callable[[], None] = lambda: None
-        """Called when `outputs` has recorded results to yield."""
+        """Called when `outputs` has results to yield, so that somebody iterates over them."""
         self._path = folder / FILE
         self._in_order = in_order
         self._version: int | None = None
-        """Version of the weights whose samples are recorded. None if none are recorded."""
+        """Version of the weights whose samples' results are recorded. None: nothing is recorded."""
         self._head: dict[str, Any] = {}
         self._found: dict[SampleId, tuple[int, RecordedEnd]] = {}
         """How samples ended before the run was killed, with the number of the record in the
@@ -111,12 +111,12 @@ class Salvage:
         """A heap of the samples in `_waiting`, ordered by the number of their record in the
         file."""
         self._not_stopped: list[SampleId] = []
-        """Samples in `_waiting` that were aborted before the run was killed, and have not been
-        aborted again."""
+        """Samples in `_waiting` whose record says that they were aborted, while this run has not
+        aborted them: an engine has to generate them after all."""
         self._unwanted: set[SampleId] = set()
         """Samples in `_waiting` that the core has aborted."""
         self._told: set[SampleId] = set()
-        """Samples whose result came from the file and is not written into the file again."""
+        """Samples whose result came from the file, so that it is not recorded there again."""
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._file: BinaryIO | None = None
         self._thread: threading.Thread | None = None
@@ -135,7 +135,8 @@ class Salvage:
     # -- what is launched ----------------------------------------------------------------
 
     def launched(self, version: int, requests: Sequence[GenerationRequest]) -> None:
-        """Note requests that are about to be given to engines whose weights have this version."""
+        """Note requests that are about to be given to engines, so that their results are recorded;
+        except if `version` (of the engines' weights) is not the one that is recorded."""
         if version == self._version:
             self._under_way.update({request.sample: request for request in requests})
 
@@ -167,8 +168,8 @@ class Salvage:
 
     def outputs(self) -> Iterator[tuple[Handle, EngineOutput]]:
         """Yields engine and recorded result of the requests that `keep_back` held back, in the
-        order of the file. Samples that were aborted before and are not now are left to
-        `not_stopped`."""
+        order of the file. Left to `not_stopped` are samples that were aborted in the killed run but
+        not in this one."""
         while self._order:
             _, sample = heapq.heappop(self._order)
             if sample not in self._waiting:
@@ -183,8 +184,8 @@ class Salvage:
                 yield output
 
     def not_stopped(self) -> list[tuple[Handle, GenerationRequest]]:
-        """Returns, after `outputs`, the requests that were aborted before the run was killed and
-        are not aborted now. Their engines have to generate them."""
+        """Returns, after `outputs`, the requests of samples that were aborted in the killed run but
+        not in this one. Their engines have to generate them."""
         left = [self._waiting.pop(one) for one in self._not_stopped if one in self._waiting]
         for _, request in left:
             del self._found[request.sample]
@@ -192,8 +193,8 @@ class Salvage:
         return [(handle, request) for handle, request in left if handle.lives]
 
     def _take(self, sample: SampleId) -> tuple[Handle, EngineOutput] | None:
-        """Remove a waiting sample. Returns its engine and its recorded result; None if the engine
-        is lost, so that another will get the sample."""
+        """Remove a sample from `_waiting`. Returns its engine and its recorded result; None if the
+        engine is lost, as the core assigns the sample to another engine then."""
         handle, request = self._waiting.pop(sample)
         self._unwanted.discard(sample)
         if not handle.lives:
@@ -323,7 +324,7 @@ class Salvage:
 
 def _end_of(body: bytes) -> tuple[RecordedEnd, bool]:
     """Returns the record in this body of a frame (size, checksum, body), and whether no sample was
-    being generated when it was written."""
+    being generated any more. Only up to such a record can a resume repeat the run bit for bit."""
     line, _, arrays = body.partition(b"\n")
     facts = json.loads(line)
     event: Any = from_plain(EVENTS[facts["event"]], {"time_s": 0.0, **facts["facts"]})

@@ -47,8 +47,8 @@ class Scoring:
     _tasks: dict[asyncio.Task[None], tuple[list[Score], set[SampleId], bool]] = field(
         default_factory=dict, init=False
     )
-    """Running reward checks: each task with its commands, the samples whose verdicts are still
-    wanted, and whether it is a batch."""
+    """Running reward checks by asyncio task: the core's commands that it carries out, the samples
+    whose verdicts are still wanted, and whether it is a batch."""
     _num_batches: int = field(default=0, init=False)
     _closed: bool = field(default=False, init=False)
 
@@ -92,7 +92,7 @@ class Scoring:
         (self._single if self._is_alone(command) else self._batched).append(command)
 
     def _is_alone(self, command: Score) -> bool:
-        """Whether the reward check of this command's sample runs singly, and not in a batch."""
+        """Whether this sample is judged in a call of its own, and not with others in a batch."""
         known = self.shared.desk.get(command.sample)
         if known is not None and known.finish is not None:
             return True  # nobody else waits for its environment
@@ -128,7 +128,6 @@ class Scoring:
         task.add_done_callback(self._done)
 
     def _read(self, sample: SampleId) -> RewardInput:
-        """Returns the input of reward functions for this sample."""
         known = self.shared.desk[sample]
         progress = Progress(self.shared.bus.job.step, self.num_steps)
         judged = reward_input(
@@ -164,7 +163,7 @@ class Scoring:
             self._answer(_event(command.sample, verdict, seconds), verdict)
 
     def _answer(self, event: SampleScored, verdict: Verdict | None) -> None:
-        """Store the verdict and tell the core. `verdict`: None if the check was cancelled."""
+        """Put the verdict on the desk (None: the check was cancelled), and tell the core."""
         known = self.shared.desk.get(event.sample)
         if known is not None:
             if isinstance(verdict, Scored):

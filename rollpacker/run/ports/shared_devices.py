@@ -60,7 +60,7 @@ class SharedDevices:
         of_engines = config.rollout.engines * config.parallelism_planner.initial
         self._is_colocated = train.colocate
         self._all = range(of_engines if shares_pools or train.colocate else 0)
-        """Numbers of the devices that engines share with trainer replicas or other jobs."""
+        """Numbers of the devices that engines share with trainer or other jobs; empty: none."""
         self._group = (train.processes or 1) // train.replicas
         self._lent: set[int] = {*self._all} if shares_pools else set()
         """Numbers of devices that trainer replicas or other jobs have, or are about to get."""
@@ -125,8 +125,8 @@ class SharedDevices:
         return leaving or []
 
     def take_back(self) -> None:
-        """Note that the engines have all their devices again, and make the calls that waited for
-        that."""
+        """Note that the engines have all their devices again, and make the calls of engines (such
+        as new requests) that waited for that."""
         with self._bus.lock:
             self._lent.clear()
             for handle in [one for one in self._engines.living if one.is_away]:
@@ -137,8 +137,9 @@ class SharedDevices:
 
     @contextlib.contextmanager
     def loading(self, number: int) -> Iterator[None]:
-        """A context in which engine `number` may load: waits until its devices are free, and keeps
-        them so. Used in a thread of its own. Raises `EngineError` once the run is over."""
+        """A context in which new engine `number` may load: waits until its devices are not lent,
+        and keeps them so. Used in a thread of its own. Raises `EngineError` once the run is
+        over."""
         size = self._engines.layout.tensor_parallel
         devices = {*range(number * size, (number + 1) * size)} & {*self._all}
         while not self._keep(devices):

@@ -48,13 +48,13 @@ class Training:
     """The engines, of which only the status is asked."""
     reward: Reward
     asked: Sequence[Callable[[], Mapping[str, float]]]
-    """Functions that return further metrics of the step. They are called under the bus's lock."""
+    """Functions that return other ports' metrics of the step. Called under the bus's lock."""
     build_samples: BuildSamples
     rows: SampleRows | None
     """Makes the rows of samples for parquet files. None if samples are not kept."""
     _to_stream: list[tuple[SampleId, ...]] = field(default_factory=list, init=False)
-    """Groups of samples whose gradients may begin before the step is complete, and have not
-    begun."""
+    """Groups of samples that the core has allowed to be trained on before the step is complete, and
+    whose gradients have not begun."""
     _devices: tuple[int, ...] = field(default=(), init=False)
     """Devices for gradients that begin before the step is complete. Engines have released them.
     Empty for all devices."""
@@ -197,7 +197,7 @@ class Training:
 
     async def _accumulate(self, samples: Sequence[TrainSample]) -> None:
         """Accumulate the gradient of these samples. What was accumulated before the step was
-        complete is only rescaled to the final weights."""
+        complete, with provisional loss weights, is scaled to the final ones."""
         streamed = self.shared.desk.streamed()
         if not streamed:
             await self.trainer.accumulate(samples)
@@ -220,8 +220,8 @@ class Training:
     async def _ask_old(
         self, groups: Sequence[Sequence[SampleId]], updates: Sequence[int]
     ) -> dict[SampleId, TokenScores]:
-        """Returns log-probs, before any update, of samples that are trained on after the first
-        update. Empty if the algorithm uses the engines' log-probs."""
+        """Returns the trainer's log-probs, before any update, of the samples that the second and
+        later updates train on. Empty if the algorithm uses the engines' log-probs."""
         if self.config.algorithm.old_logprobs == "rollout":
             return {}
         return await self._ask([g for g, u in zip(groups, updates, strict=True) if u > 0])
@@ -262,7 +262,7 @@ class Training:
 
 @contextlib.contextmanager
 def _diverging(step: int) -> Iterator[None]:
-    """A context that adds the step and advice to a `NonFiniteError`."""
+    """A context in which a `NonFiniteError` is given the step's number and advice for the user."""
     try:
         yield
     except NonFiniteError as error:
@@ -276,8 +276,8 @@ def _diverging(step: int) -> Iterator[None]:
 def _parts_of(
     samples: Sequence[TrainSample], groups: Sequence[Sequence[SampleId]], updates: Sequence[int]
 ) -> list[list[TrainSample]]:
-    """Returns the samples of each of the step's updates. `updates`: number of the update of each
-    group. `samples` are in the order of `groups`."""
+    """Returns the samples of each of the step's optimizer updates. `updates`: for each group, the
+    number of the update that trains on it, from 0. `samples` are in the order of `groups`."""
     of_sample = [u for u, group in zip(updates, groups, strict=True) for _ in group]
     parts: list[list[TrainSample]] = [[] for _ in range(max(updates, default=0) + 1)]
     for sample, update in zip(samples, of_sample, strict=True):
@@ -331,7 +331,7 @@ _OF_EACH = ("actor/ppo_kl", "actor/ratio/mean", "actor/clip_ratio_low", "actor/c
 the mean, a step has the value of each update, as NAME/update_1 and so on."""
 _LAST = ("train/lora_merge_loss", "perf/pipeline/host_links")
 _LAST_ENDINGS = ("/layers", "/slow")
-"""Ends of names of metrics for the trainer's state after a step: the last update's value counts."""
+"""Ends of names of metrics of the trainer's state: a step has the last update's value."""
 
 _FIRST = ("sampling/sampling_logp_difference/", "sampling/importance_sampling_ratio/")
 """Beginnings of names of metrics that compare engine and trainer. The first update's value counts,

@@ -28,7 +28,7 @@ class Collecting:
         self._responses: list[Response] = []
 
     def add(self, event: Event, response: Response | None) -> None:
-        """Add an engine's output, in the engine's thread. A failed sample has no `response`."""
+        """Add an engine's output, in the engine's thread. `response`: None if the sample failed."""
         self._missing -= 1
         if isinstance(event, SampleFailed):
             logger.warning("evaluation: %s: %s", event.sample, event.reason)
@@ -48,9 +48,9 @@ async def failures(
     what: str,
     within_s: float | None,
 ) -> dict[K, BaseException]:
-    """Call `function` with each of these arguments at once, in threads. Returns, by key, the errors
-    of calls that failed, and an `EngineError` for those that took more than `within_s` seconds
-    (None: no limit). `what`: what the call does, for this error."""
+    """Call `function` with each of these tuples of arguments at once, in threads. Returns, by key,
+    the errors of calls that failed, and an `EngineError` for those that took more than `within_s`
+    seconds (None: no limit). `what`: what the call does, for this error."""
     doing = {key: in_daemon_thread(function, *of_one) for key, of_one in arguments.items()}
     if doing:
         await asyncio.wait(doing.values(), timeout=within_s)

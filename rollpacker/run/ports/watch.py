@@ -32,8 +32,8 @@ class Watch:
     engines: Engines
     reward: Reward
     num_worth: int = field(default=0, init=False)
-    """Number of environments that are computing a final reward. While there are any, the run may
-    stand still for `deadlines.generation_s` seconds, instead of `reward_s`."""
+    """Number of environments that are being asked for a final reward. While there are any, the run
+    may stand still for `deadlines.generation_s` seconds, instead of `reward_s`."""
     _last_sign: float = field(init=False)
     _last_decode_steps: int = field(default=-1, init=False)
 
@@ -114,9 +114,9 @@ class Watch:
         what: str | None = None,
         lives: Callable[[], bool] = lambda: False,
     ) -> T:
-        """Await this, and return its result. Each time that `deadlines.KEY` seconds have passed
-        (`key`), `lives` is called, and `DeadlineExceeded` is raised unless it returns True (there
-        is progress). `what`: what is awaited, for the error; None: the core says it."""
+        """Await this, and return its result. Whenever the seconds of the deadline `key` have
+        passed, `lives` is called, and `DeadlineExceeded` is raised unless it returns True (there is
+        progress). `what`: what is awaited, for the error; None: the core is asked."""
         limit = self._limit(key)
         future = asyncio.ensure_future(awaitable)
         while True:

@@ -18,7 +18,7 @@ from rollpacker.sim.trajectories import Trajectories
 
 
 class _Answer:
-    """An answer that an environment is going to give, and the second when it comes."""
+    """An environment's answer that is still to come, as an event, and its time in seconds."""
 
     __slots__ = ("event", "next_finish")
 
@@ -28,7 +28,8 @@ class _Answer:
 
 
 class Environments:
-    """Carries out the commands `Act`, `CancelAct` and `Conclude`: gives environments' answers."""
+    """Carries out commands to ask environments for answers (`Act`), to cancel that (`CancelAct`),
+    and to end trajectories (`Conclude`)."""
 
     def __init__(
         self,
@@ -39,8 +40,7 @@ class Environments:
     ) -> None:
         """`concluded` is a function that is called whenever a trajectory is over."""
         self.hangs: Callable[[SampleId, int], bool] = lambda sample, turn: False
-        """Function that returns whether an environment never answers this turn (from 1) of a
-        sample."""
+        """Function that returns whether the environment never answers this turn (from 1)."""
         self._clock = clock
         self._responses = responses
         self._trajectories = trajectories

@@ -31,7 +31,7 @@ that end in the same decode step share a call."""
 
 
 class RecordedRewards(Rewards):
-    """Carries out the commands `Score` and `CancelScore` with verdicts that a run recorded."""
+    """Carries out `Score` (check a response) and `CancelScore` with recorded verdicts."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class RecordedRewards(Rewards):
         checks: RecordedChecks,
         is_generating: Callable[[], bool],
     ) -> None:
-        """`is_generating` is a function that returns whether any engine still generates."""
+        """`is_generating` tells whether engines generate: rewards' calls then take other times."""
         super().__init__(clock, machine, workload, responses, max_response_tokens)
         self._checks = checks
         self._luck = random.Random(workload.seed)
@@ -70,8 +70,9 @@ class RecordedRewards(Rewards):
 def _scored(
     sample: SampleId, check: Check | None, timeout_s: float | None
 ) -> tuple[SampleScored, float]:
-    """The verdict of a recorded check (`check` None: a verdict without a value), and the seconds
-    until it comes. A check longer than `timeout_s` seconds has timed out; None: no limit."""
+    """The verdict of a recorded check on a sample, and the seconds until it comes. `check` None:
+    the verdict has no value and comes at once. A check that takes `timeout_s` seconds or more has
+    timed out; None: no limit."""
     if check is None:
         return SampleScored(time_s=0.0, sample=sample, value=None, cause="sample"), 0.0
     seconds, value, timed_out = check.seconds, check.value, check.timed_out
@@ -93,7 +94,7 @@ def _scored(
 
 
 class _Batches:
-    """Groups checks into calls of the reward, a few of which run at a time."""
+    """Puts checks that wait into one call of the reward each time a call may begin."""
 
     def __init__(
         self,
@@ -103,7 +104,7 @@ class _Batches:
         is_generating: Callable[[], bool],
         passes_over: Callable[[Event], bool],
     ) -> None:
-        """`passes_over` is a function that returns True for a verdict that was cancelled."""
+        """`passes_over` returns True for a verdict not to be given, as its check was cancelled."""
         self._is_generating = is_generating
         self._passes_over = passes_over
         self._clock = clock
@@ -113,8 +114,7 @@ class _Batches:
         self._free = [0.0] * calls.num_workers
         """Heap of the seconds of the clock at which each worker of the reward becomes free."""
         self._running: list[tuple[float, int, Sequence[SampleScored]]] = []
-        """Heap of running calls: (seconds at which the call ends, number of the call, its
-        verdicts)."""
+        """Heap of running calls: (seconds at which the call ends, its number, its verdicts)."""
         self._done: deque[SampleScored] = deque()
         self._begins = math.inf
         """Time in seconds at which the checks in `_asked` begin as one call; inf: not known yet."""

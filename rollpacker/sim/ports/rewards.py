@@ -1,6 +1,5 @@
 """Checks of responses: every check keeps a worker for the seconds that the workload has drawn. The
-core limits how many run at once (`core/checks/reward_schedule.py`), so a `Score` command begins at
-once."""
+core limits how many run at once (`core/checks/reward_schedule.py`), so each begins at once."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ _NO_PARTS: Mapping[str, float | None] = {}
 
 
 class Rewards:
-    """Carries out the commands `Score` and `CancelScore`: gives verdicts on responses."""
+    """Carries out the commands `Score` (check a response) and `CancelScore`: gives verdicts."""
 
     def __init__(
         self,
@@ -31,8 +30,7 @@ class Rewards:
         max_response_tokens: int | None,
     ) -> None:
         self.delay_s: Callable[[SampleId], float] | None = None
-        """Function from a sample to the seconds by which its check takes longer than the workload
-        has drawn. None: no check takes longer."""
+        """Function from a sample to seconds by which its check is prolonged; None: none is."""
         self._clock = clock
         self._workload = workload
         self._responses = responses

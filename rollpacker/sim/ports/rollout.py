@@ -51,7 +51,7 @@ class Lane:
         """Number by which the scheduling core's commands name the engine."""
         self.last_busy_s = 0.0
         self.finish = partial(finish, self)
-        """Function that takes out the response that is finished next and returns its event."""
+        """Function that takes out the response due at `next_finish` and returns its event."""
 
 
 class Rollout:
@@ -87,20 +87,18 @@ class Rollout:
         self._fleets: dict[tuple[int, bool], list[Lane]] = {}
         """Lists of engines, by (tensor-parallel degree, whether they decode speculatively)."""
         self._fleet: list[Lane] = []
-        """Engines of the current round of generation. All fields below are of that round."""
+        """Engines of the current round of generation. The fields below describe that round only."""
         self._launch: Launch | None = None
         self._lane_of: dict[int, Lane] = {}
         """By a sample's key: the engine that has it. Samples that no engine has are missing."""
         self._carried: dict[int, int] = {}
-        """Number of tokens that a sample had when its launch or its current message began, by the
-        sample's key. Samples without such tokens may be missing."""
+        """By a sample's key: number of its tokens that precede those generated now. No entry: 0."""
         self._turns = turns
         self._num_generating = 0
         self._empty_from_s = 0.0
-        """Time in seconds at which the engines were rid of the last response."""
+        """Time in seconds at which the last response of the round had finished or was aborted."""
         self._released: tuple[float, list[Lane]] | None = None
-        """Time in seconds when engines were released to the trainer, and these engines; else
-        None."""
+        """Time in seconds when engines were released to the trainer, and these; else None."""
 
     def routes(self) -> Routes:
         return {
@@ -117,8 +115,8 @@ class Rollout:
 
     @property
     def released(self) -> list[Lane]:
-        """Engines whose devices were released to the trainer, without samples until the next
-        round."""
+        """Engines whose devices the trainer has until the next round begins, since they have no
+        samples any more; empty if none were released."""
         return [] if self._released is None else self._released[1]
 
     def is_busy(self) -> bool:
@@ -160,8 +158,7 @@ class Rollout:
         self._give(keys, command.engines or (0,) * len(keys), now)
 
     def _give(self, keys: Sequence[int], engines: Sequence[int], now: float) -> None:
-        """Submit the sample of each key to the engine whose number has the same place in
-        `engines`."""
+        """Submit the sample of each key to the engine whose number stands beside it."""
         by_engine = defaultdict[int, list[int]](list)
         for key, number in zip(keys, engines, strict=True):
             by_engine[number].append(key)
@@ -174,9 +171,8 @@ class Rollout:
     def _submit(
         self, lane: Lane, keys: Sequence[int], carried: int, now: float, *, is_new: bool = True
     ) -> None:
-        """Submit samples to this engine, which first computes the cache of `carried` tokens, the
-        sum over all samples. `is_new` False: the engine has the samples' prompts in its cache
-        already."""
+        """Submit samples to this engine, which first prefills their prompts and `carried` further
+        tokens (summed over the samples). `is_new` False: it has the prompts in its cache."""
         assert self._launch is not None
         lengths, done = self._responses.lengths, self._responses.done
         latency, degree = self._machine.latency, self._launch.tensor_parallel
@@ -193,7 +189,8 @@ class Rollout:
     # -- turns -------------------------------------------------------------------------
 
     def _continue(self, command: Continue) -> None:
-        """Let engines generate the next message of samples whose environments have answered."""
+        """Carry out `Continue`: engines generate the next message of trajectories, whose
+        environments have answered."""
         assert self._launch is not None and self._turns is not None
         now = self._clock.time_s
         if not self._num_generating:
@@ -215,7 +212,8 @@ class Rollout:
             self._submit(lane, [key], has if given is None else given, now, is_new=is_new)
 
     def concluded(self) -> None:
-        """Called when a trajectory is over: counts the wait for its environment's last answer."""
+        """Called when a trajectory is over. If no engine generates, the time since the last message
+        counts as generation, not as a wait for verdicts."""
         if not self._num_generating:
             self._tally.rollout_goes_on(self._clock.time_s)
 
@@ -245,8 +243,8 @@ class Rollout:
     # -- what comes out ----------------------------------------------------------------
 
     def _finish(self, lane: Lane) -> Event | None:
-        """Take the response out that finishes now and return its event. None: it goes on, since its
-        end came too early or too late (`tail_batching.complement`) and another was drawn."""
+        """Take the response out that finishes now and return its event. None: its end was refused
+        as too early or late (`tail_batching.complement`), and the engine generates on."""
         key, length, preemptions = lane.engine.pop()
         responses, step, number = self._responses, self._tally.step, lane.number
         lane.last_busy_s = self._clock.time_s
@@ -323,7 +321,8 @@ class Rollout:
             )
 
     def _rollout_ends(self, now: float) -> None:
-        """Note that the last engine is empty, so that all devices wait for verdicts from now on."""
+        """Note that from `now` on no engine has a response, so that the trainer can have all
+        devices, and count the time that engines were idle before."""
         machine, launch = self._machine, self._launch
         assert launch is not None
         self._empty_from_s = now
@@ -356,7 +355,8 @@ class Rollout:
             )
 
     def _replace(self, command: Replace) -> None:
-        """Start a lost engine anew, without its samples, or update the weights of a live one."""
+        """Start an engine anew, without its samples, if `command` has a new incarnation (number of
+        the start) for it; else the engine is live and gets the newest weights."""
         number, start_s = command.engine, self.start_s
         if self._incarnations[number] == command.incarnation:
             start_s = self._machine.latency.sync_s  # it is there, and lacks the newest weights
@@ -372,7 +372,7 @@ class Rollout:
         self._is_ready(number, command.version, start_s)
 
     def _resize(self, command: Resize) -> None:
-        """Restart all engines, which have no samples. `Launch` then says how many GPUs each has."""
+        """Restart all engines, now empty; the next `Launch` tells their new number of GPUs."""
         machine = self._machine
         self._tally.bubble["sync"] += machine.resize_s * machine.gpus
         for number, incarnation in enumerate(command.incarnations):
@@ -388,7 +388,7 @@ class Rollout:
         )
 
     def _place(self, command: Place) -> None:
-        """Start samples anew on other engines. A response keeps the length last drawn for it."""
+        """Start samples that lost their engine anew on other engines, with the same lengths."""
         keys = [self._responses.keys[sample] for sample in command.samples]
         self._give(keys, command.engines, self._clock.time_s)
 
@@ -428,7 +428,8 @@ class Rollout:
     # -- release -----------------------------------------------------------------------
 
     def _release(self, command: Release) -> None:
-        """Release the engines on these devices to the trainer. `Move` then takes their samples."""
+        """Release the engines on the command's devices to the trainer. A `Move` follows, which
+        brings their samples to other engines."""
         now, launch = self._clock.time_s, self._launch
         assert launch is not None
         degree = launch.tensor_parallel

@@ -16,8 +16,8 @@ from rollpacker.sim.tally import Tally
 
 
 class GradientWork:
-    """Gradients that the trainer computes while other responses are generated: device-seconds of
-    work, shared by the devices that the trainer has then."""
+    """The trainer's work on gradients while other responses are generated, in device-seconds. It
+    gets done at the speed of the devices that the trainer has at the time."""
 
     def __init__(self) -> None:
         self.backlog_s = 0.0
@@ -48,7 +48,8 @@ class GradientWork:
 
 
 class Training:
-    """Carries out the commands `StartGradients`, `TrainOn`, `SyncWeights` and `Commit`."""
+    """Carries out commands to begin gradients (`StartGradients`), end a step (`TrainOn`), bring
+    weights to engines (`SyncWeights`) and save a step (`Commit`)."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class Training:
         work: GradientWork,
         step_done: Callable[[Event], None],
     ) -> None:
-        """`step_done` is called with the event that commits a step, for every step that trained."""
+        """`step_done` is called with the event `Committed` of each step that trained on samples."""
         self._clock = clock
         self._machine = machine
         self._responses = responses
@@ -67,7 +68,7 @@ class Training:
         self._work = work
         self._step_done = step_done
         self._streamed: set[SampleId] = set()
-        """First sample of each group in this step whose gradients have begun already."""
+        """First sample of each prompt whose gradients in this step have begun already."""
         self._version = 0
 
     def routes(self) -> Routes:
@@ -111,8 +112,7 @@ class Training:
 
     def _swept_s(self, pipeline: Pipeline, lengths: list[int]) -> float:
         """Seconds that responses of these lengths (tokens) take to pass the trainer's pipeline
-        stages. Counts the stages' idle time, as if gradients begun during generation caused
-        none."""
+        stages. Counts the stages' idle time, as if gradients begun during generation had none."""
         if not lengths:
             return 0.0
         prompt_tokens = self._machine.prompt_tokens

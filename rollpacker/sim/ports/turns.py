@@ -29,8 +29,8 @@ class Turns:
         keep_rows: bool,
         carried: CarriedTurns | None = None,
     ) -> None:
-        """`keep_rows`: whether an engine keeps a sample in its cache while the environment answers.
-        `carried`: tokens of trajectories put off to a later round; None: those begin anew."""
+        """`keep_rows`: whether an engine keeps a sample's cache while the environment answers, to
+        go on with. `carried`: tokens of trajectories put off to a later round; None: not kept."""
         self._trajectories = trajectories
         self._responses = responses
         self._keep_rows = keep_rows
@@ -76,7 +76,8 @@ class Turns:
         return self._starts[key]
 
     def end(self, key: int, home: Home) -> bool:
-        """Count a message that the engine `home` has ended. Returns whether it was cut off."""
+        """Count a message of the sample that the engine `home` has ended. Returns whether the
+        message was cut off by a limit of tokens."""
         turn = self._ended[key] = self._ended.get(key, 0) + 1
         self._homes[key] = home
         noise = self._responses.noises[key]
@@ -102,8 +103,8 @@ class Turns:
         return turns[self._ended[key] - 1].given + left
 
     def _take_up(self, key: int, start: int) -> int:
-        """Begin the message after the trajectory's first `start` tokens. Returns how many tokens of
-        the message are kept from an earlier launch."""
+        """Begin a message of the sample, which follows the first `start` tokens of its trajectory.
+        Returns how many tokens of the message are kept from an earlier launch."""
         responses = self._responses
         self._starts[key] = start
         same = 0 if self._carried is None else self._carried.same[key]

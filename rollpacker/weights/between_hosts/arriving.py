@@ -27,7 +27,7 @@ from rollpacker.weights.buffer import ALIGNMENT, BufferLayout, StaleWeightsError
 from rollpacker.workers.loop import at_once
 
 PASS_ON_BYTES = 256 << 10
-"""Number of new bytes of a version after which hosts that want them from this host are woken."""
+"""Number of new bytes after which threads that wait to send a version on to others look again."""
 RETRY_S = 0.5
 """Seconds before a host of the trainer that did not answer is asked again."""
 
@@ -37,9 +37,9 @@ class Shipment:
     """One version of the weights on its way from the trainer's hosts to several others."""
 
     number: int
-    """Number of this sending of a version, counted up from 1 in a run."""
+    """Number of this sending of weights to hosts, from 1 up in a run; later ones replace it."""
     layout: BufferLayout
-    """File, size and places of tensors of the trainer's buffer, on the first of `sources`."""
+    """File, size and places of tensors of the trainer's buffer on the host `sources[0]`."""
     head: bytes
     """First bytes of the trainer's buffer, which tell one written version from another."""
     sources: tuple[PortAddress, ...]
@@ -59,12 +59,12 @@ class Shard:
     source: PortAddress
     """Address of the trainer's host that sends the shard."""
     first: int
-    """Index among the receiving hosts of the one that gets the shard from the trainer's host."""
+    """Index in `takers` of the host to which `source` sends the shard; others get it from that."""
 
 
 def shards_of(shipment: Shipment) -> list[Shard]:
-    """Return the shards (ranges of bytes) of a shipment. For each receiving host there are as many
-    as there are sources, so that the host receives from all sources at once."""
+    """Return the shards (ranges of bytes) of a shipment, in order: one for each pair of a source
+    and a receiving host, so that all sources send to all hosts at once."""
     num_sources, num_takers = len(shipment.sources), len(shipment.takers)
     count = num_sources * num_takers
     begin, size = ALIGNMENT, shipment.layout.size_bytes - 2 * ALIGNMENT
@@ -79,8 +79,7 @@ class Arriving:
     """One version of the weights that arrives on a host, which passes it on meanwhile."""
 
     def __init__(self, shipment: Shipment, own: int, there: BufferLayout) -> None:
-        """`own`: this host's index among the receiving hosts. `there`: the memory for the
-        version."""
+        """`own`: this host's index in `takers`. `there`: its memory for the version."""
         self.shipment = shipment
         self._own, self._there = own, there
         self._shards = shards_of(shipment)
@@ -101,7 +100,7 @@ class Arriving:
         self._check()
 
     def give_up(self) -> None:
-        """Stop receiving the version. Its memory is not written any more once this returns."""
+        """Stop receiving the version. After that nothing is written into its memory any more."""
         self._fail(OSError("it was given up"))
         self._thread.join()
 
@@ -112,7 +111,8 @@ class Arriving:
         return opened(self._there)
 
     def arrived(self, start: int, end: int, within_s: float) -> int:
-        """Wait up to `within_s` for bytes from `start`. Returns their end so far, at most `end`."""
+        """Wait up to `within_s` seconds for bytes from position `start` on. Returns the position up
+        to which they are here, at most `end`."""
         number = next(n for n, shard in enumerate(self._shards) if start < shard.end)
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._ends[number] > start, within_s)
@@ -140,7 +140,8 @@ class Arriving:
             self._fail(error)
 
     def _bring(self, number: int, whole: memoryview) -> None:
-        """Receive one shard, from the first host that can give it."""
+        """Receive shard `number` into `whole`, this host's memory: from the hosts before this one
+        in the shard's order, else from the trainer's host."""
         shard = self._shards[number]
         try:
             for address in self._takers_before(shard):
@@ -166,8 +167,8 @@ class Arriving:
             take(address, self.shipment.number, whole[start:end], start, took)
 
     def _patiently(self, take: Callable[[], None], progress: Callable[[], int]) -> None:
-        """Receive from a host of the trainer, again and again if it is cut off, until there has
-        been no progress for `patience_s` seconds."""
+        """Receive bytes with `take` from a host of the trainer. After an `OSError` this is
+        repeated, until `progress` (position reached) has not grown for `patience_s` seconds."""
         before, since_s = progress(), time.monotonic()
         while True:
             try:
@@ -190,7 +191,7 @@ class Arriving:
                 self._changed.notify_all()
 
     def _check(self, _: int = 0) -> None:
-        """Raise the error that has ended the transfer, if there was one."""
+        """Raise the error that has ended the transfer, if any. The argument is ignored."""
         if isinstance(self._error, StaleWeightsError):
             raise StaleWeightsError("the weights changed on their way") from self._error
         if self._error is not None:

@@ -19,17 +19,18 @@ class HostWeights:
 
     def __init__(self) -> None:
         self._copies: dict[tuple[str, str, int], Memory] = {}
-        """The memory with the copy (one at most), by the trainer's buffer's host, path, inode."""
+        """This host's memory for a copy of the trainer's buffer, one entry at most. The key is the
+        host, path and inode of the buffer."""
         self._port: WeightPort | None = None
         self._arriving: Arriving | None = None
         self._newest = 0
-        """Number of the newest version sent between hosts that this host was told of."""
+        """Highest number of a shipment (sending of a version) that was sent or received here."""
         self._lock = threading.Lock()
 
     def copy(self, source: BufferLayout) -> BufferLayout:
-        """Return a layout with this host's memory for a copy of the buffer. The memory is made at
-        the first call and serves all versions. If `source` has no memory (`BufferLayout.of`), a
-        trainer on this host writes it. Raises `ValueError` if there is no room."""
+        """Return a layout of this host's memory for a copy of the buffer `source`, made at the
+        first call and used for all versions. A layout without memory yet is filled by a trainer on
+        this host. Raises `ValueError` if there is no room."""
         key = source.host, source.path, source.inode
         if key not in self._copies:
             self._copies.clear()  # one trainer, one buffer: those before are gone
@@ -37,29 +38,30 @@ class HostWeights:
         return source.at(self._copies[key])
 
     def read(self, layout: BufferLayout, start: int, size: int) -> bytes:
-        """Return `size` bytes of a buffer on this host. Raises `OSError` if the buffer is gone."""
+        """Return `size` bytes from byte `start` of a buffer here. Raises `OSError` if it is
+        gone."""
         return read(layout, start, size)
 
     def port(self, address: str) -> PortAddress:
-        """Return the port at which other hosts can ask for weights, after opening it on `address`
-        if need be. Raises `OSError`."""
+        """Return the port at which other hosts ask for weights. The first call opens it on
+        `address`. Raises `OSError` if that fails."""
         with self._lock:
             if self._port is None:
                 self._port = WeightPort(address)
             return self._port.address
 
     def send(self, number: int, layout: BufferLayout, head: bytes) -> None:
-        """Offer other hosts the version that the trainer has written here, as shipment `number`.
-        `head`: the first bytes of its buffer, which tell versions apart."""
+        """Offer other hosts the version that the trainer has written in the buffer `layout` on this
+        host, as shipment `number`. `head`: the buffer's first bytes, which tell versions apart."""
         with self._lock:
             self._check_newest(number)
             assert self._port is not None
             self._port.stream(number, Written(layout, head))
 
     def take(self, shipment: Shipment, own: int) -> BufferLayout:
-        """Receive this version here, as receiving host number `own`, and pass it on to others.
-        Returns the layout of its memory once it is complete. Raises what `Arriving.wait` does, and
-        `ValueError` if there is no room."""
+        """Receive this version here, as number `own` of the receiving hosts, and pass it on to
+        others. Returns its memory's layout once complete. Raises `OSError` or `StaleWeightsError`
+        if it does not come (`Arriving.wait`), `ValueError` without room."""
         with self._lock:
             self._check_newest(shipment.number)
             there = self.copy(shipment.layout)
@@ -75,7 +77,7 @@ class HostWeights:
         return there
 
     def _check_newest(self, number: int) -> None:
-        """Raise `OSError` for a late call, about an earlier sending of weights than the newest."""
+        """Raise `OSError` if a shipment with a higher `number` was sent or received already."""
         if number < self._newest:
             raise OSError("the next version is on its way")
         self._newest = number

@@ -29,7 +29,7 @@ BEAT_S = 1.0
 SILENT_S = 5.0
 """Seconds without a byte after which the host that was asked for weights counts as lost."""
 UNKNOWN_S = 5.0
-"""Seconds for which a request for a shipment (version) that this host does not know yet waits."""
+"""Seconds for which a request for a shipment (sending of a version) still unknown here waits."""
 _REQUEST = struct.Struct(">QQQ")
 _LENGTH = struct.Struct(">I")
 _FAILED, _CHANGED = 0xFFFFFFFF, 0xFFFFFFFE
@@ -48,13 +48,13 @@ class Streamed(Protocol):
     """One version of the weights on this host, complete or still arriving."""
 
     def open(self) -> IO[bytes]:
-        """Open the memory of the weights as a file. Raises `OSError` and `StaleWeightsError`."""
+        """Open the memory of the weights as a file. Raises `OSError` if it is gone, and
+        `StaleWeightsError` if newer weights are in it."""
         ...
 
     def arrived(self, start: int, end: int, within_s: float) -> int:
-        """Return the end of the bytes from `start` that have arrived: `end` at most, and `start` if
-        none came within these seconds. Raises `OSError` or `StaleWeightsError` if they never
-        come."""
+        """Return the end of the bytes from `start` that have arrived: at most `end`, and `start` if
+        none came in these seconds. Raises `OSError` or `StaleWeightsError` if they never come."""
         ...
 
 
@@ -81,7 +81,7 @@ class WeightPort:
     """A host's port, at which it sends the newest shipment (version of the weights) on request."""
 
     def __init__(self, host: str) -> None:
-        """Listen on any free port of this address. Raises `OSError`."""
+        """Listen on any free port of this address. Raises `OSError` if that is impossible."""
         self._listener = Listener(host)
         self.address = PortAddress(host, self._listener.port, self._listener.token)
         self._changed = threading.Condition()
@@ -91,7 +91,7 @@ class WeightPort:
         threading.Thread(target=self._listen, name="weights", daemon=True).start()
 
     def stream(self, number: int, streamed: Streamed) -> None:
-        """From now on, send these weights to hosts that ask for shipment `number`."""
+        """From now on, send `streamed` as shipment `number` to hosts that ask for it."""
         with self._changed:
             self._newest, self._streamed = number, streamed
             self._changed.notify_all()
@@ -161,7 +161,7 @@ def take(
     took: Callable[[int], None],
 ) -> None:
     """Receive bytes of shipment `number` from position `start` on, until `into` is full. `took` is
-    called now and then with the number of bytes so far; an error of it ends this. Raises `OSError`,
+    called with the number of bytes so far after each read; its errors end this. Raises `OSError`,
     and `StaleWeightsError` if there are newer weights."""
     num_taken = 0
     request = _REQUEST.pack(number, start, start + len(into))

@@ -26,7 +26,7 @@ from rollpacker.workers.loop import at_once
 PATIENCE_S = 20.0
 """Seconds without a byte from the trainer's host after which a transfer of weights fails."""
 PORT_S = 10.0
-"""Seconds within which a host must open its port for weights; else it gets no version now."""
+"""Seconds within which a host must open its port for weights; else it does not get this version."""
 
 
 class Call(Protocol):
@@ -69,7 +69,7 @@ class _Held(NamedTuple):
     """The version, and the memory with it on the host that received it."""
 
     def of(self, source: WeightSource, head: bytes) -> bool:
-        """Whether this is the version in `source`, a buffer that begins with `head` now."""
+        """Whether this is the version in the buffer `source`, whose first bytes are now `head`."""
         return (self.source, self.head) == (source, head)
 
 
@@ -78,13 +78,14 @@ class Spread:
 
     def __init__(self) -> None:
         self._held: weakref.WeakKeyDictionary[Any, _Held] = weakref.WeakKeyDictionary()
-        """By a host's agent, the version that the host has. A host that is receiving is absent."""
+        """For each agent (the run's process on a host), the version that its host has received.
+        There is no entry while a version arrives."""
         self._members: dict[str, Member] = {}
         self._shipping = threading.Lock()
         self._num_shipments = 0
 
     def add(self, name: str, member: Member) -> None:
-        """Add a host under its name in buffer layouts, which is empty for the run's own host."""
+        """Add a host. `name`: as in `BufferLayout.host`; empty for the run's own host."""
         self._members[name] = member
 
     def publish(
@@ -118,9 +119,9 @@ class Spread:
         return failed
 
     def bring(self, source: WeightSource, agent: object, call: Call, address: str) -> WeightSource:
-        """Return the version in the memory of the host of this agent, after sending it there if
-        need be. `address` is where other hosts reach that host. Raises what `call` raises,
-        `OSError` and `StaleWeightsError`."""
+        """Return the version in the memory of one host, sent there if need be. `agent` stands for
+        that host, `call` calls its agent, and other hosts reach it at `address`. Raises what `call`
+        raises, `OSError`, and `StaleWeightsError` if newer weights are being written."""
         if (found := self._found(source, agent)) is not None:
             return found
         port = call("port", address)  # waits for a host that cannot be reached yet
@@ -158,8 +159,8 @@ class Spread:
     def _ship(
         self, sources: Sequence[WeightSource], head: bytes, takers: Sequence[_Taker]
     ) -> list[WeightSource | Exception]:
-        """Send a version to all these hosts at once. Returns by host the version in its memory, or
-        the error."""
+        """Send a version to all `takers` at once. `head`: first bytes of its buffer. Returns for
+        each taker the version in its memory, or the error."""
         self._num_shipments += 1
         shipment = Shipment(
             number=self._num_shipments,
@@ -173,7 +174,7 @@ class Spread:
         return at_once([partial(take, own, taker) for own, taker in enumerate(takers)])
 
     def _offer(self, source: WeightSource) -> PortAddress:
-        """Have the trainer's host offer the version to other hosts. Returns its port."""
+        """Have the trainer's host send the version to hosts that ask for it. Returns its port."""
         writer = self._members[source.layout.host]
         _, call = writer.agent()
         port: PortAddress = call("port", writer.address)
@@ -213,7 +214,8 @@ class OwnHost(ThisHost):
         return self._spread.bring(source, self, self._do, self.address)
 
     def agent(self) -> tuple[object, Call]:
-        """Return this object and the function by which weights are sent and received here."""
+        """Return this object as the agent, and the function that calls this host's
+        `HostWeights`."""
         return self, self._do
 
     def close(self) -> None:

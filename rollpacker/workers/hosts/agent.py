@@ -38,7 +38,7 @@ class Start:
     """Asks the agent of a run on this host to start `python -m module` (`Host.start`)."""
 
     process: int
-    """Number of the process, chosen by the run and used only once for an agent."""
+    """Number that the run gives to the process, and to no other of this agent."""
     module: str
     name: str
     guarded: bool
@@ -73,7 +73,7 @@ class WorksAs:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """Reports to the run that a process without a guardian was started, with its process id."""
+    """Reports to the run the id of a process that was started without a guardian."""
 
     process: int
     pid: int
@@ -140,7 +140,7 @@ class Agent(HostWeights):
     # -- what the run calls ------------------------------------------------------------------------
 
     def say(self, sequence: int, items: Sequence[Item]) -> None:
-        """Carry out these items in order, unless list number `sequence` was carried out before."""
+        """Carry out these tasks in order, unless list number `sequence` was carried out before."""
         self._called_s = time.monotonic()
         if sequence <= self._sequence:
             return

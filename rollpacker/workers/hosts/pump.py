@@ -17,8 +17,8 @@ class Pump:
     def __init__(
         self, line: Line, heard: Callable[[Message], None], ended: Callable[[], None]
     ) -> None:
-        """`heard` is called in the loop with each message from the line, and must not wait. `ended`
-        is called once after the last, in a thread that may wait; the line is closed then."""
+        """`heard` is called in an event loop with each message from the line, and must not wait.
+        `ended` is called once after the last, in a thread that may wait; the line closes."""
         self._line, self._ended = line, ended
         self._ending: asyncio.Future[None] | None = None
         self._use = LoopUse()

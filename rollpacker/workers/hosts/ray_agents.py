@@ -51,7 +51,7 @@ PROBE_S = 1.0
 ASK_S = 60.0
 """Seconds within which a host must report its cores and so on; ray first starts a process there."""
 GROUPS = {"say": "say", "hear": "hear"}
-"""Methods of an agent with threads of their own in ray, so that other calls do not delay them."""
+"""Agent's methods that ray runs in threads of their own, so that long calls do not delay them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +102,8 @@ class RayCluster:
         return bool(_ask(address, os.path.exists, path))
 
     def reserve(self, wanted: Mapping[str, Mapping[str, float]], *, within_s: float) -> None:
-        """Reserve these numbers of `CPU` and `GPU` on each host, by address, while this process is
-        connected. Raises `ValueError` after `within_s` seconds, with how much is in use."""
+        """Reserve these numbers of `CPU` and `GPU`, by host's address, until this process
+        disconnects. Raises `ValueError` after `within_s` seconds, with how much is in use."""
         bundles = [{**resources, f"node:{address}": 0.001} for address, resources in wanted.items()]
         self._bundles = {address: place for place, address in enumerate(wanted)}
         self._group = placement_group(bundles, strategy="SPREAD")
@@ -116,8 +116,8 @@ class RayCluster:
             )
 
     def connect(self, address: str) -> Callable[[int], Calls]:
-        """Return a function that makes a new agent on that host and its reserved devices
-        (`Connect`)."""
+        """Return a function that makes a new agent on that host, with the host's reserved devices.
+        Its argument is the process id of the last agent there, or 0 (`Connect`)."""
         place = self._bundles[address]
 
         def make(predecessor: int) -> Calls:
@@ -178,7 +178,7 @@ _Actor: Any = ray.remote(
 
 
 class _RayCalls:
-    """An agent of the run whose methods are called through ray."""
+    """Calls the methods of one agent (the run's process on a host) through ray. Meets `Calls`."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -200,7 +200,7 @@ class _RayCalls:
 
 
 class _RayAnswer:
-    """The answer of an agent to a call through ray, which may be still to come."""
+    """The answer of an agent to a call through ray, which may not have come yet."""
 
     def __init__(self, reference: Any) -> None:
         self._reference = reference

@@ -47,7 +47,7 @@ def connect(address: str, *, log_to_driver: bool = False) -> None:
 
 
 def disconnect() -> None:
-    """Release one use of the connection to ray, which ends with its last user."""
+    """Undo one `connect`. The connection to ray ends once each `connect` was undone."""
     global _num_users
     with _lock:
         _num_users = max(_num_users - 1, 0)

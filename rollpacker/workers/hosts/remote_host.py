@@ -37,16 +37,16 @@ from rollpacker.workers.hosts.pump import Pump
 from rollpacker.workers.line import Line
 
 SLICE_S = 0.25
-"""Seconds of one wait for an answer, after which it is waited for again. Time in which this process
-was stopped counts as two such waits at most."""
+"""Seconds of one of the waits into which waiting for an agent's answer is divided. A wait during
+which this process was stopped, and so took longer, counts as two at most."""
 REACH = (2, 24)
 """Number of heartbeat intervals for which a new agent's first answer is awaited, at the first try
 and at most: each try is twice as patient as the one before. The request may have been lost with a
 link, or the host may be busy."""
 SILENT_S = 2 * HEAR_S
-"""Seconds without an answer after which an agent counts as silent: every `hear` is answered."""
+"""Seconds without an answer after which an agent is silent: `hear` answers within `HEAR_S`."""
 RETRY_S = 1.0
-"""Seconds between two attempts to get a new agent on a host."""
+"""Seconds between two attempts to start a new agent (the run's process on another host)."""
 
 
 class Unavailable(Exception):
@@ -58,7 +58,7 @@ class Gone(Exception):
 
 
 class Answer(Protocol):
-    """The answer of an agent to a call, which may be still to come."""
+    """The answer of an agent to a call, which may not have come yet."""
 
     def result(self, timeout_s: float) -> Any:
         """Return the answer, or raise `TimeoutError`, `Unavailable`, `Gone` or the call's error."""
@@ -71,7 +71,7 @@ class Calls(Protocol):
     def begin(self, method: str, *arguments: Any) -> Answer: ...
 
     def end(self) -> None:
-        """End the agent, if it can be reached."""
+        """End the agent process, if it can be reached. Otherwise its lease ends it."""
         ...
 
 
@@ -123,8 +123,8 @@ class RemoteProcess:
 
 
 class RemoteHost:
-    """Another host, on which this run starts processes (`Host`) and which gets weights
-    (`Member`)."""
+    """Another host, on which this run starts processes (it meets `Host`) and to which weights are
+    brought (it meets `Member` of `Spread`)."""
 
     def __init__(
         self,
@@ -135,8 +135,8 @@ class RemoteHost:
         heartbeat_s: float,
         address: str | None = None,
     ) -> None:
-        """`heartbeat_s`: seconds without an answer after which the host's agent counts as lost,
-        with all its processes. `address`: where other hosts reach this one; None: at `name`."""
+        """Begin to connect to a host. `spread` brings it weights. `heartbeat_s`: seconds of silence
+        after which its agent is lost. `address`: for other hosts; None: `name`."""
         self.name, self.address = name, address or name
         spread.add(name, self)
         self._connect, self._spread, self._heartbeat_s = connect, spread, heartbeat_s
@@ -146,11 +146,11 @@ class RemoteHost:
     def start(
         self, module: str, name: str, *, guarded: bool, environment: Mapping[str, str | None]
     ) -> tuple[RemoteProcess, Line]:
-        """Return a process and its line at once; the process begins once the host is reached."""
+        """Return a process and its line (socket); it is started once the host is reached."""
         return self._living().start(module, name, guarded=guarded, environment=environment)
 
     def hold(self, layout: BufferLayout) -> BufferLayout:
-        """Return the layout of memory of that host into which a process there will write."""
+        """Reserve memory for weights on that host, the same each time, and return its layout."""
         wanted = replace(layout, host="", path="", inode=0)  # whatever was held before
         there: BufferLayout = self._call(self._living(), "copy", wanted)
         return replace(there, host=self.name)
@@ -162,14 +162,14 @@ class RemoteHost:
             raise OSError(f"{self.name} is lost: {error}") from error
 
     def weights(self, source: WeightSource) -> WeightSource:
-        """Return where processes of that host read these weights, after bringing them there."""
+        """Bring these weights to that host, and return where the host's processes read them."""
         if source.layout.host == self.name:
             return source
         session = self._session
         return self._spread.bring(source, session, partial(self._call, session), self.address)
 
     def agent(self) -> tuple[object, Call]:
-        """Return the host's present agent and the function that calls it. Raises `OSError`."""
+        """Return the host's present agent, and a function that calls it. Raises `OSError`."""
         session = self._session
         if not session.is_there():
             raise OSError(f"{self.name} cannot be reached now")
@@ -247,7 +247,7 @@ class _Session:
             self._changed.notify_all()
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Call this method of the agent, again if need be. Returns its answer. Raises `Gone`."""
+        """Call this method of the agent, again if the call may be lost. Raises `Gone`."""
         while not self._connected.wait(SLICE_S):
             if self.is_over:
                 raise Gone(self._why)
@@ -329,9 +329,9 @@ class _Session:
             self._ended(news.process, news.how)
 
     def _patiently(self, method: str, *arguments: Any, patience_s: float) -> Any:
-        """Call a method of the agent, again if the call may be lost. Returns its answer. Raises
-        `Gone` after `patience_s` seconds without an answer, in which this process was not
-        stopped."""
+        """Call a method of the agent and return its answer. A call that may have been lost is
+        repeated. Raises `Gone` after `patience_s` seconds without an answer; seconds in which this
+        process was stopped are left out."""
         assert self._calls is not None
         silent_s = 0.0
         answer = self._calls.begin(method, *arguments)

@@ -45,8 +45,9 @@ RIGHT, WRONG, UNKNOWN = "right", "wrong", "unknown"
 
 
 class Comparison:
-    """Compares a right answer ("gold") with another answer, under the options. `strict`: equal text
-    is not enough, the parser must also be able to read it."""
+    """Compares a right answer ("gold") with another answer. The options are those of `MathConfig`,
+    except `strict`: whether the parser must be able to read a right answer even if equal text will
+    do."""
 
     def __init__(self, *, form: str, percent: str, min_digits: int, strict: bool = False) -> None:
         self.strict = strict
@@ -185,8 +186,8 @@ def _is_choice(group: Group) -> bool:
 
 
 def _in_order(group: Group) -> list[Any]:
-    """Values of an answer such as `y=2, x=1`. If they are named x, y and z they are sorted by name;
-    values with other names or none keep their order."""
+    """Values of an answer such as `y=2, x=1` in the order in which to compare them: sorted by name
+    if all are named and the names are among x, y and z, else as written."""
     if _is_named(group) and {item.name for item in group.items} <= set("xyz"):
         return sorted(group.items, key=lambda item: item.name)
     return list(group.items)
@@ -206,8 +207,9 @@ _STILL_TO_DO = re.compile(r"[\d)}!]\s*[-+]|[\d)}!]\s*\(|[\d)}!]\s+\d|\}\s*\d|\)\
 
 
 def _worked_out(gold: str, gold_number: Number | None, answer: str, min_digits: int) -> bool:
-    """Whether the answer has been worked out as far as the right one has. `gold_number`: the right
-    answer, None if it is no number. `min_digits`: fewest digits of a decimal."""
+    """Whether the answer leaves no work undone (an integral, a sum of numbers) that the right
+    answer has done. `gold_number`: None if the right answer is no number. `min_digits`: fewest
+    digits with which a decimal counts as rounded, so that other forms of the number are right."""
     if {m[0] for m in _CARRY_OUT.finditer(answer)} - {m[0] for m in _CARRY_OUT.finditer(gold)}:
         return False
     if gold_number is None or (gold_number.decimals and gold_number.digits >= min_digits):

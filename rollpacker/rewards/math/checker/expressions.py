@@ -28,14 +28,15 @@ _SIDE_BY_SIDE = re.compile(r"\d\s+\d|(?:\\pi|[)}])\s*\d|(?<![A-Za-z\\])[A-Za-z]\
 _TAKES_ARGUMENT = re.compile(
     r"\\(?:sum|int|prod|lim|log|ln|sinh?|cosh?|tanh?|cot|sec|csc)(?![A-Za-z])"
 )
-"""Matches commands after which, or in whose limits, a number may stand without an operator."""
+"""Matches commands (log, sum) after which, or in whose limits, a number needs no operator."""
 
 
 def same_expression(
     gold: str, gold_number: Number | None, answer: str, answer_number: Number | None, digits: int
 ) -> bool:
-    """Whether two expressions are equal: by value if they have no variables, otherwise by their
-    values at some points."""
+    """Whether two expressions are equal: by value if they have no variables, else by their values
+    at some points. `gold_number` and `answer_number`: None for what is not written as a number.
+    `digits`: fewest digits of a rounded decimal."""
     import sympy
 
     right, given = parse(gold), parse(answer)
@@ -133,8 +134,8 @@ def _same_at_points(gold: Any, answer: Any) -> bool | None:
 
 
 def same_relation(gold: str, answer: str) -> bool:
-    """Whether two equations or inequalities are the same, up to a constant factor or according to
-    math-verify."""
+    """Whether two equations or inequalities, given as text, are the same: equal up to a constant
+    factor, or the same according to the package math-verify."""
     if squashed(gold) == squashed(answer):
         return True
     sides = [split(text, EQUALS)[0] for text in (gold, answer)]
@@ -225,7 +226,7 @@ _converter_class: Any = None
 
 
 def _converter() -> Any:
-    """math-verify's LaTeX parser, changed: decimals are exact, and 2(3) is 6, no mixed number."""
+    """math-verify's class of LaTeX parsers, with exact decimals, and 2(3) as 6, no mixed number."""
     global _converter_class
     if _converter_class is not None:
         return _converter_class

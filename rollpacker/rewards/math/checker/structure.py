@@ -23,8 +23,8 @@ from rollpacker.rewards.math.checker.text import (
 
 
 class Value(NamedTuple):
-    """One value in an answer, written `name = side = side`. Without a name (None), several sides
-    are an equation."""
+    """One value in an answer, written `name = side = side`. `whole` is this text. If `name` is None
+    and there are several sides, it is an equation."""
 
     sides: tuple[str, ...]
     name: str | None = None
@@ -33,7 +33,8 @@ class Value(NamedTuple):
 
 class Group(NamedTuple):
     kind: str
-    """Kind of the group: "list", "set", "matrix", or the two brackets of a tuple or interval."""
+    """The group's form: "list" (values without brackets), "set", "matrix", or the two brackets of
+    a tuple or interval, such as "(]"."""
     items: tuple[Any, ...]
     shape: tuple[int, ...] = ()
 
@@ -67,7 +68,7 @@ _LINE = ("-\\infty", "\\infty")
 
 
 def read(text: str) -> Value | Group:
-    """Read the structure of cleaned text. Raises `Unreadable`."""
+    """Read a text that went through `clean` as a value or a group. Raises `Unreadable`."""
     if found := _MATRIX.match(text):
         return _matrix(found["rows"])
     if (found := _NAMED_TUPLE.match(text)) and _is_sorted(found[1]):
@@ -100,8 +101,8 @@ def _is_sorted(names: str) -> bool:
 
 
 def _joined_spaced(text: str) -> str:
-    """Return the text without thousands separators where it is certain that commas are such
-    separators: within brackets only if the other commas are followed by a space."""
+    """Return the text inside brackets, with `joined_thousands` applied if a comma is followed by a
+    space, as only commas that separate elements are. Else any comma may separate elements."""
     return joined_thousands(text) if re.search(r",\s", text) else text
 
 
@@ -232,8 +233,8 @@ _COUNTED = re.compile(
     r"(?P<rest>[+-]?[\d.,\u2063]*\d)\s+(?!" + _NUMBER_WORD + r")"
     r"(?P<unit>people|children|men|women|[A-Za-z]{3,23}s)(?P<power>)(?P<tail>)$"
 )
-"""Matches 12 apples: a number and a plain word in the plural. Any other word may be part of the
-value (5 million, 2 theta, 3 squared), and so may words of numbers (3 tenths)."""
+"""Matches a number and a plain word in the plural, such as 12 apples. Other words may be part of
+the value (5 million, 2 theta, 3 squared), and so may words of numbers (3 tenths)."""
 _CURRENCY = re.compile(
     r"(?P<sign>[+-]?)\s*\\text\s*\{(?P<unit>dollar|euro|pound)\}\s*(?P<rest>.+)$"
 )
@@ -303,8 +304,8 @@ _BASED = re.compile(r"\(?(?P<digits>\d[0-9A-Fa-f]*)\)?\s*_\s*\{?\s*(?P<base>\d+|
 
 
 def same_based(gold: str, answer: str) -> bool | None:
-    """Whether two numbers have the same digits in the same base, which the answer may leave out.
-    None if the right answer names no base."""
+    """Whether two numbers have the same digits and the same base, where `answer` may leave out the
+    base (1011 for 1011_2). None if the right answer `gold` names no base."""
     if (expected := _BASED.match(gold)) is None:
         return None
     found = _BASED.match(answer)

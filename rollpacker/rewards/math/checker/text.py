@@ -80,7 +80,7 @@ _REWRITES = [
 ]  # fmt: skip
 NO_LETTER = r"(?![A-Za-z])"
 _SPACED_THOUSANDS = re.compile(r"(?<![\w.,/^}\u2063])\d{1,3}(?: \d{3})+(?![\w/.,]|\s*[/\d])")
-"""Matches 10 000 as one number, but not `1 500/1000`, which is a mixed number."""
+"""Matches digits in groups of three: 10 000, but not the mixed number `1 500/1000`."""
 
 
 def clean(text: str) -> str:
@@ -114,7 +114,7 @@ def _ascii(character: str) -> str:
 
 
 def wrapped(text: str, opening: str, closing: str) -> str | None:
-    """The text inside a pair of brackets that encloses all of it. None if no such pair does."""
+    """The text inside the brackets `opening` and `closing` if they enclose it all, else None."""
     if not (text.startswith(opening) and text.endswith(closing)):
         return None
     inner = text[len(opening) : len(text) - len(closing)]
@@ -198,8 +198,8 @@ _MAX_POWER_OF_TEN = 10_000
 
 
 def number(text: str) -> Number | None:
-    """The number that the text writes out. None for anything that must be worked out first. Raises
-    `Undefined` for a division by zero."""
+    """The number that the text writes out: a decimal, a fraction, or a decimal times a power of
+    ten. None if the text is anything else. Raises `Undefined` for a division by zero."""
     text = text.replace("\u2063", "").strip()
     while text.startswith("(") and (inner := wrapped(text, "(", ")")) is not None:
         text = inner.strip()
@@ -234,7 +234,7 @@ def _signed(found: re.Match[str], value: Fraction) -> Fraction:
 
 
 def stands_for(decimal: Number, value: Any, min_digits: int) -> bool:
-    """Whether the decimal is this value, rounded or cut off, with at least `min_digits` digits."""
+    """Whether the decimal is `value` rounded or cut off, with at least `min_digits` digits."""
     if decimal.decimals is None or decimal.digits < min_digits:
         return False
     one = Fraction(1, 10**decimal.decimals)
