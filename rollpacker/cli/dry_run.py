@@ -60,18 +60,20 @@ def _print_devices(config: RunConfig) -> RunConfig:
     from the placement. Raises `PlacementError` if devices or their memory are short."""
     from rollpacker.run.parts import placement
 
-    hosts = placement.hosts_of(config)
-    kind = placement.device_kind(config)
-    plan = None
-    if config.placement is None and config.runtime == "local":
-        lines = placement.table_without(config, hosts[0], kind)
+    if config.runtime == "local":
+        placed, plan = placement.on_this_host(config)
     else:
-        plan = placement.plan_of(config, hosts)
+        plan = placement.plan_of(config, placement.hosts_of(config))
+        placed = placement.placed(config, plan)
+    if plan is None:
+        [host], kind = placement.hosts_of(config), placement.device_kind(config)
+        lines = placement.table_without(config, host, kind)
+    else:
         lines = placement.table(plan)
     for line in lines:
         print(f"  {line}")
     sys.stdout.flush()
-    return config if plan is None else placement.placed(config, plan)
+    return placed
 
 
 def _first_rows(config: RunConfig) -> tuple[Sequence[str], Sequence[PromptRow]]:

@@ -106,6 +106,10 @@ class DeadlineConfig:
     engine's own process, a process that checks responses (`rewards_hosts`), and with `runtime: ray`
     another host, with all of the run's processes there. An engine also counts as lost if it makes
     no progress for twelve times as long while others make some."""
+    start_s: float = 600.0
+    """Within so many seconds an engine's process must have loaded its model, and each of the
+    trainer's processes its libraries. A large model from a slow disk, or vLLM's first compilation,
+    may need more."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:

@@ -286,6 +286,11 @@ class RunConfig:
         return self.rollout.engines > 1 or of_several or self.runtime == "ray"
 
     @property
+    def run_computes(self) -> bool:
+        """Whether the run's own process generates responses or trains."""
+        return not self.engines_are_apart or self.train.processes is None
+
+    @property
     def trainer_apart(self) -> bool:
         """Whether the trainer has devices of its own, which no engine uses."""
         return self.train.processes is not None and not self.train.colocate

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rollpacker.core.commands import LIMITS
 from rollpacker.core.events import SampleAborted, SampleFailed, SampleGenerated
@@ -13,6 +13,7 @@ from rollpacker.engines.table import (
     ENGINES,
     TAKE_UP_CARRIED,
     TENSOR_PARALLEL,
+    VLLM_DECIDED,
     WITHOUT_QUANTIZATION,
 )
 from rollpacker.spans import Rewritten, Spans, num_in_rows, num_outside
@@ -277,6 +278,10 @@ class EngineConfig:
     Guesses are copies of what followed the same words before, in the sample itself, its prompt or
     other samples of that prompt. The tokens that come out are the same; only which sample ends
     first may change. 0: no guesses. Has an effect on a CPU only."""
+    vllm: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's engine by their names in vLLM (`EngineArgs`), such as
+    `quantization: fp8`. Those that follow from other settings are refused. Empty for the embedded
+    engine."""
 
     def __post_init__(self) -> None:
         if self.name not in ENGINES:
@@ -287,6 +292,11 @@ class EngineConfig:
             raise ValueError("kv_cache_gib must be more than 0")
         if self.draft_tokens < 0:
             raise ValueError("draft_tokens must be at least 0")
+        if self.vllm and self.name != "vllm":
+            raise ValueError(f"vllm has arguments for vLLM, and name is {self.name}: set name=vllm")
+        for argument in self.vllm:
+            if (instead := VLLM_DECIDED.get(argument)) is not None:
+                raise ValueError(f"vllm.{argument} follows from {instead}: leave it out")
 
     @property
     def takes_up_carried(self) -> bool:

@@ -22,6 +22,32 @@ TOLD_TO_SLEEP = ("vllm",)
 """Engines that must be told when they are made that they will have to free their device's memory.
 If so, the engine's function gets the keyword argument `sleeps`, too."""
 
+_DRAWS = "how tokens are drawn and carried, which needs it as it is"
+VLLM_DECIDED = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "skip_tokenizer_init": "model.path",
+    "load_format": "model.path",
+    "generation_config": "rollout",
+    "dtype": "model.dtype",
+    "max_num_seqs": "rollout.engine.max_slots",
+    "kv_cache_memory_bytes": "rollout.engine.kv_cache_gib",
+    "tensor_parallel_size": "placement.rollout.per_engine",
+    "distributed_executor_backend": "placement.rollout.per_engine",
+    "enable_sleep_mode": "train.colocate",
+    "enable_lora": "model.lora",
+    "max_lora_rank": "model.lora",
+    "trust_remote_code": "a rule: no code of a model is ever run",
+    "runner": _DRAWS,
+    "async_scheduling": _DRAWS,
+    "logprobs_mode": _DRAWS,
+    "logits_processors": _DRAWS,
+    "worker_extension_cls": _DRAWS,
+    "block_size": _DRAWS,
+}
+"""Arguments of vLLM's engine that nobody may give (`rollout.engine.vllm`), with what decides each
+of them."""
+
 WITHOUT_QUANTIZATION = ("vllm",)
 """Engines that cannot generate with a base model quantised to 4 bits (`model.quantization`)."""
 

@@ -125,11 +125,17 @@ class Ranks:
     """All ranks (processes) of a trainer, as the run's own process starts and calls them."""
 
     def __init__(
-        self, num_processes: int, places: Sequence[RankPlace] = (), address: str = LOOPBACK
+        self,
+        num_processes: int,
+        places: Sequence[RankPlace] = (),
+        address: str = LOOPBACK,
+        *,
+        start_s: float = START_S,
     ) -> None:
         """Start the ranks at `places`, or all on this machine if that is empty; call `connect`
-        before the first call. `address` is where ranks on other hosts reach this machine."""
-        self.num_processes = num_processes
+        before the first call. `address` is where ranks on other hosts reach this machine. `start_s`
+        is the number of seconds within which each rank must report."""
+        self.num_processes, self._start_s = num_processes, start_s
         self._places = places or [RankPlace(rank, ThisHost(), {}) for rank in range(num_processes)]
         self._order = tuple(range(num_processes))
         self._address = address
@@ -258,13 +264,14 @@ class Ranks:
     def _greeted(self) -> list[Member]:
         """Wait for the first message of every rank, and return the ranks by number."""
         found: dict[int, Member] = {}
-        until = time.monotonic() + START_S
+        until = time.monotonic() + self._start_s
         while len(found) < self.num_processes:
             self._check_started()
             if time.monotonic() > until:
                 missing = sorted(set(range(self.num_processes)) - set(found))
                 raise self.lose(
-                    f"processes {missing} of the trainer did not report within {START_S:.0f} s"
+                    f"processes {missing} of the trainer did not report within "
+                    f"{self._start_s:.0f} s (deadlines.start_s)"
                 )
             own = {rank.line: rank for rank in self._started if rank.number not in found}
             for line in ready(own, 0.0 if self._listener is not None else 0.2):

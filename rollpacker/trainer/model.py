@@ -71,16 +71,23 @@ class ModelError(ValueError):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
     model: PreTrainedModel
-    """The model, on `device`, in `dtype`, in eval mode, with every parameter trainable."""
+    """The model, on `device`, in `dtype`, in eval mode, with every parameter trainable. Its tensors
+    are on the meta device, without memory, if only names and shapes were asked for."""
     tokenizer: PreTrainedTokenizerBase
     """The tokenizer. It has a padding token (the end token where the folder names none)."""
     device: torch.device
     dtype: torch.dtype
 
 
-def load_model(config: ModelConfig, *, setting: str = "model.path") -> LoadedModel:
+def load_model(
+    config: ModelConfig, *, setting: str = "model.path", without_weights: bool = False
+) -> LoadedModel:
     """Load the model and tokenizer of `config.path`. Raises `ModelError`, with one message, for
-    whatever is wrong with them; `setting` names the path's setting in that message."""
+    whatever is wrong with them; `setting` names the path's setting in that message.
+
+    `without_weights`: the model's tensors have names, shapes and dtype, and no memory (meta
+    device), for a process that computes nothing with them.
+    """
     device = model_device(config.device)
     dtype = model_dtype(config.dtype, device)
     path = _checked_path(config.path, setting)
@@ -94,12 +101,15 @@ def load_model(config: ModelConfig, *, setting: str = "model.path") -> LoadedMod
                 use_safetensors=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # so that the message below can name one
+                **({"device_map": "meta"} if without_weights else {}),
             )
         except _LOAD_ERRORS as error:
             raise ModelError(f"cannot load the model {config.path}: {_short(error)}") from error
     model, info = read
     _check_loaded(info, config.path)
     check_vocabulary(model, tokenizer, config.path)
+    if without_weights:
+        return LoadedModel(model=model.eval(), tokenizer=tokenizer, device=device, dtype=dtype)
     if config.quantization is not None and not quantize_layers(model, device, dtype):
         raise ModelError(
             f"model.quantization={config.quantization}: {config.path} has no plain matrices in its"
@@ -410,13 +420,13 @@ def _checked_path(path: str, setting: str = "model.path") -> str:
 
 
 def model_device(name: str) -> torch.device:
-    """Return the device that a value of `model.device` means in this process. Raises `ModelError`
-    for cuda if torch sees no CUDA device."""
+    """Return the device that a value of `model.device` means in this process: on CUDA the current
+    one. Raises `ModelError` for cuda if torch sees no CUDA device."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ModelError("model.device=cuda, but torch sees no CUDA device; use auto or cpu")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
+    return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
 
 
 def model_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -110,23 +110,29 @@ class LocalPasses:
         """Run forward and backward over the samples, and return whether all losses were finite. The
         parameters are as in `Passes.differentiate`."""
         rows = [row_of(sample) for sample in samples]
-        finite = True
+        done: list[tuple[MicroBatch, list[TrainSample], Losses]] = []
+        started = time.perf_counter()
+        seconds: float | None = None
         with self._batcher.attention(), self._models.for_backward():
             for places, batch in self._micro_batches(rows):
-                started = time.perf_counter()
                 part = [samples[place] for place in places]
+                if not part and seconds is None:  # fillers, which come last, do not count
+                    seconds = self._seconds_since(started)
                 outputs = self._models.outputs(batch)
                 found = losses(outputs, part) if part else no_losses(outputs)
-                finite = finite and found.finite
                 for loss in found.losses:
                     _backward(loss * gradient_factor)
-                if part:
-                    self._synchronize()
-                    sums.seconds += time.perf_counter() - started
-                    note_micro_batch(sums, batch, part, found, factor, self._flops)
+                found = found.detached()
+                done.append((batch, part, found))
                 if look is not None:
                     look(found, part)
-        return finite
+        sums.seconds += self._seconds_since(started) if seconds is None else seconds
+        # Numbers are read at the end: a read waits for the GPU, which would then wait for the next
+        # micro-batch to be prepared.
+        for batch, part, found in done:
+            if part:
+                note_micro_batch(sums, batch, part, found, factor, self._flops)
+        return all(found.finite for *_, found in done)
 
     def rescale(self, factor: float) -> bool:
         """Return True, since no pass is running: each call of `differentiate` waits for its passes,
@@ -154,10 +160,11 @@ class LocalPasses:
         for _ in range(num_fillers):
             yield [], self._batcher.filler()
 
-    def _synchronize(self) -> None:
-        """Wait until the GPU has done its work, so that passes are timed rightly."""
+    def _seconds_since(self, started: float) -> float:
+        """Seconds since `started` (of `time.perf_counter`), once the GPU has done its work."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+        return time.perf_counter() - started
 
 
 def token_scores(columns: Mapping[str, Tensor], batch: MicroBatch) -> list[TokenScores]:

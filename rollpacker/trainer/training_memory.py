@@ -703,7 +703,8 @@ def run_memory(config: RunConfig) -> int:
     """Return the bytes that the run's own process takes on a CPU, with the weights on their way
     from the trainer to engines; 0 if the model's size is not known."""
     models = TrainingMemory.of(config, on_cuda=False, notes=[])
-    return 0 if models.policy is None else 2 * models.policy.parameters * models.element
+    copies = 2 if config.run_computes else 1
+    return 0 if models.policy is None else copies * models.policy.parameters * models.element
 
 
 def _decoder(

@@ -14,7 +14,7 @@ from rollpacker.algo import AlgorithmConfig
 from rollpacker.core.fleet.parallelism import ParallelismConfig
 from rollpacker.engines.engine import EngineConfig
 from rollpacker.engines.messages import codec
-from rollpacker.run.parts.engines import check_heads, devices_of_engines, engine_setup, make_engine
+from rollpacker.run.parts.engines import check_heads, engine_setup, make_engine
 from rollpacker.trainer.setup import LearnerSetup, build_learner
 from rollpacker.trainer.torch_trainer import TorchTrainer
 from rollpacker.trainer.trainer import LoraConfig, ModelConfig, TrainConfig
@@ -59,16 +59,6 @@ def test_it_takes_the_weights_that_the_trainer_writes(tmp_path, lora):
 def test_a_model_that_is_not_there_is_the_users_to_mend(tmp_path):
     with pytest.raises(ValueError, match=re.escape(f"{tmp_path}: no config.json")):
         made(ModelConfig(path=str(tmp_path)))
-
-
-def test_each_engine_has_devices_of_its_own():
-    assert devices_of_engines(2, 1, 2, None) == ["0", "1"]
-    assert devices_of_engines(2, 1, 3, "5, 7,1") == ["5", "7"]
-    assert devices_of_engines(2, 2, 4, None) == ["0", "1", "2", "3"]
-    with pytest.raises(ValueError, match=r"rollout.engines=2, but torch sees 1 CUDA device, and"):
-        devices_of_engines(2, 1, 1, None)
-    with pytest.raises(ValueError, match=r"needs 2 of its own: set rollout.engines=1, or"):
-        devices_of_engines(2, 2, 3, None)
 
 
 @pytest.mark.parametrize(

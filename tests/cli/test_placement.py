@@ -142,12 +142,12 @@ def test_a_cluster_is_never_without_a_token(
 def test_a_run_has_the_processes_of_its_placement(tmp_path: Path, two_cores: None) -> None:
     """Its folder will say both, which is read back."""
     config = config_with(rollout={"devices": 1}, train={"devices": 1})
-    found = on_this_host(config)
+    found, _ = on_this_host(config)
     assert (found.rollout.engines, found.train.processes, found.train.replicas) == (1, 1, 1)
     save_config(found, tmp_path / "config.yaml")
     again = load_config(tmp_path / "config.yaml", [], RunConfig)
-    assert again == found and on_this_host(again) == found
-    assert on_this_host(config_with()) == config_with()
+    assert again == found and on_this_host(again)[0] == found
+    assert on_this_host(config_with()) == (config_with(), None)
 
 
 def test_this_machine_has_cores_and_memory() -> None:

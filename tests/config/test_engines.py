@@ -10,6 +10,8 @@ from rollpacker.config.running import DeadlineConfig
 from rollpacker.config.schema import RolloutConfig
 from rollpacker.core.fleet.fleet import FleetConfig
 from rollpacker.engines.engine import EngineConfig
+from rollpacker.engines.messages import codec
+from rollpacker.run.parts.engines import engine_setup
 from rollpacker.trainer.trainer import LoraConfig, ModelConfig
 from tests.run.fakes import run_config
 
@@ -41,3 +43,14 @@ def test_mistakes_are_named() -> None:
     model = ModelConfig(path="x", quantization="4bit", lora=LoraConfig())
     with pytest.raises(ValueError, match=r"engines=2 does not go with model.quantization=4bit"):
         replace(run_config(), model=model, rollout=rollout(engines=2))
+
+
+def test_vllms_own_arguments_are_kept_and_ours_refused() -> None:
+    given = {"quantization": "fp8", "swap": [1]}
+    setup = engine_setup(ModelConfig(path="x"), EngineConfig(name="vllm", vllm=given), threads=1)
+    assert codec().decode(codec().encode(setup)).config.vllm == given
+    for argument, cure in (("dtype", "model.dtype"), ("max_num_seqs", "rollout.engine.max_slots")):
+        with pytest.raises(ValueError, match=f"vllm.{argument} follows from {cure}: leave it out"):
+            EngineConfig(name="vllm", vllm={argument: 1})
+    with pytest.raises(ValueError, match=r"vllm has arguments for vLLM, and name is torch"):
+        EngineConfig(vllm=given)

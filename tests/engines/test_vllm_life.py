@@ -292,24 +292,39 @@ def test_on_a_gpu_it_takes_of_what_is_free_and_can_sleep_if_it_must(
     monkeypatch: pytest.MonkeyPatch, sleeps: bool
 ) -> None:
     """By names that vLLM's own arguments have."""
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
 
     told: list[Any] = []
+    contexts: list[Any] = []
 
     class Opened:
         def collective_rpc(self, method: Any, *arguments: Any, **more: Any) -> list[str | None]:
             """Return no answers: it has no workers that could be asked."""
             return []
 
-    def opened(arguments: Any) -> Opened:
+    def opened(arguments: Any, usage_context: Any) -> Opened:
         told.append(arguments)
+        contexts.append(usage_context)
         return Opened()
 
     monkeypatch.setattr(vllm_setup, "_platform_is_cpu", lambda: False)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (60, 80))
     monkeypatch.setattr(LLMEngine, "from_engine_args", opened)
-    vllm_setup.open_vllm(model_of(), EngineConfig(name="vllm"), Draws(), sleeps=sleeps)
+    own = {"max_num_batched_tokens": 4096, "gpu_memory_utilization": 0.3} if sleeps else {}
+    config = EngineConfig(name="vllm", vllm=own)
+    vllm_setup.open_vllm(model_of(), config, Draws(), sleeps=sleeps)
     vllm_setup._the_only_one.release()
     (arguments,) = told
     assert arguments.enable_sleep_mode is sleeps and not arguments.enforce_eager
-    assert arguments.gpu_memory_utilization == pytest.approx(0.9 * 60 / 80)
+    share = 0.3 if sleeps else 0.9 * 60 / 80
+    assert arguments.gpu_memory_utilization == pytest.approx(share)
+    assert arguments.max_num_batched_tokens == own.get("max_num_batched_tokens")
+    assert contexts == [UsageContext.LLM_CLASS]  # whose batches are those of vLLM's own users
+
+
+def test_an_argument_that_vllm_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(name="vllm", kv_cache_gib=0.02, vllm={"quantisation": "fp8"})
+    with pytest.raises(ValueError, match=r'no such argument. Did you mean "quantization"\?'):
+        vllm_setup.open_vllm(model_of(), config, Draws())
+    asyncio.run(made(model_of()).close())  # another may be opened afterwards

@@ -23,6 +23,7 @@ from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 from rollpacker.engines import process_engine
 from rollpacker.report.log import EventLog
 from rollpacker.run.parts.engines import build_engines
+from rollpacker.run.parts.hosts import Hosts
 from rollpacker.run.ports.engines import Engines
 from rollpacker.run.replay import replay
 from rollpacker.trainer.trainer import TrainSample
@@ -137,29 +138,22 @@ def test_engines_and_processes_are_as_many() -> None:
 
 
 def test_on_cuda_engines_know_that_they_will_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the run's own process has nothing on their devices."""
     made: list[tuple[Any, dict[str, str]]] = []
 
     def make(setup: Any, *, environment: dict[str, str], **_: Any) -> FakeEngine:
         made.append((setup.arguments, environment))
         return FakeEngine()
 
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(process_engine, "ProcessEngine", make)
-    moved: list[str] = []
-    model = SimpleNamespace(to=moved.append)
-    loaded = SimpleNamespace(device=torch.device("cuda"), model=model)
-    policy: Any = SimpleNamespace(loaded=loaded, threads=2)
+    policy: Any = SimpleNamespace(threads=2)
     config = colocated(steps=1)
-    build_engines(config, policy)
-    assert moved == ["cpu"] and [arguments["sleeps"] for arguments, _ in made] == [True, True]
-    assert [one["CUDA_VISIBLE_DEVICES"] for _, one in made] == ["0", "1"]
-    build_engines(replace(config, train=replace(config.train, colocate=False)), policy)
-    assert moved == ["cpu"] and not made[-1][0]["sleeps"]
+    build_engines(config, policy, Hosts())
+    assert [arguments["sleeps"] for arguments, _ in made] == [True, True]
     apart = replace(config, train=replace(config.train, colocate=False))
-    build_engines(apart, policy, shares_pools=True)
-    assert moved == ["cpu", "cpu"] and made[-1][0]["sleeps"]
+    build_engines(apart, policy, Hosts())
+    assert not made[-1][0]["sleeps"]
+    build_engines(apart, policy, Hosts(), shares_pools=True)
+    assert made[-1][0]["sleeps"]
 
 
 # --- for real -------------------------------------------------------------------------------------

@@ -16,11 +16,12 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollpacker import algo
 from rollpacker.algo import AlgorithmConfig
 from rollpacker.engines.engine import Response
-from rollpacker.trainer import model_set
+from rollpacker.trainer import model_set, passes
 from rollpacker.trainer.compiling import compile_layers
 from rollpacker.trainer.critic import from_policy_model
 from rollpacker.trainer.frozen import FrozenPolicy
@@ -615,3 +616,45 @@ def test_compiled_layers_take_the_same_step_or_fall_back(monkeypatch, caplog, wo
     assert ("train.compile failed" in caplog.text) == (not works)
     for one, other in zip(weights(plain).values(), weights(compiled).values(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
+
+
+class Reads(TorchDispatchMode):
+    """Notes, in order, each number that is read out of a tensor, which on a GPU waits for all that
+    was begun, and each backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.noted.append("read")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("algorithm", [GRPO, PPO], ids=["grpo", "ppo"])
+def test_numbers_are_read_when_all_micro_batches_are_done(
+    monkeypatch: pytest.MonkeyPatch, algorithm: AlgorithmConfig
+) -> None:
+    learner = learner_of(algorithm)
+    samples = samples_for(learner, algorithm, 0)
+    reads, waits = Reads(), []
+    backward, lost = passes._backward, []
+
+    def seen(loss: Tensor) -> None:
+        reads.noted.append("backward")
+        lost.append(loss)
+        backward(loss)
+
+    monkeypatch.setattr(passes, "_backward", seen)
+    monkeypatch.setattr(learner._passes, "_device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waits.append(len(reads.noted)))
+    with reads:
+        learner.accumulate(samples)
+    micro_batches = len(lost) // (2 if algorithm.needs_critic else 1)
+    assert micro_batches > 2 and len(waits) == 1  # one call, and one wait for the GPU
+    last = len(reads.noted) - 1 - reads.noted[::-1].index("backward")
+    assert "read" not in reads.noted[:last] and "read" in reads.noted[last:]
+    assert waits[0] > last

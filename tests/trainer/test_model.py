@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -83,6 +85,38 @@ def test_load_model(folder):
     assert loaded.model.config.eos_token_id == loaded.tokenizer.eos_token_id
     assert loaded.model.generation_config.eos_token_id == loaded.tokenizer.eos_token_id
     assert load(folder, dtype="bfloat16").model.dtype == torch.bfloat16
+
+
+TAKEN = """
+import resource, sys
+from rollpacker.trainer.model import load_model
+from rollpacker.trainer.trainer import ModelConfig
+
+def peak_mib():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+small, large = (ModelConfig(path=path, device="cpu") for path in sys.argv[1:])
+load_model(small, without_weights=True)  # code that loading imports
+before = peak_mib()
+loaded = load_model(large, without_weights=True)
+print(peak_mib() - before, sum(p.numel() for p in loaded.model.parameters()))
+print({p.device.type for p in loaded.model.parameters()}, loaded.dtype, loaded.device)
+"""
+
+
+def test_names_and_shapes_alone_take_no_memory(folder, tmp_path_factory):
+    """Of a model of 200 MB less than 20 MB, as the process measures it."""
+    large = tmp_path_factory.mktemp("large")
+    tokenizer = write_character_tokenizer(ALPHABET, large)
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 16}
+    new_model(ARCHITECTURE | sizes, tokenizer, seed=0).save_pretrained(large)
+    told = subprocess.run(
+        [sys.executable, "-c", TAKEN, str(folder), str(large)], capture_output=True, text=True
+    )
+    taken, parameters, *kinds = told.stdout.split(maxsplit=2)
+    assert 4 * int(parameters) > 200 << 20, told.stderr
+    assert float(taken) < 20
+    assert kinds == ["{'meta'} torch.float32 cpu\n"]
 
 
 def test_a_seed_gives_the_same_model():

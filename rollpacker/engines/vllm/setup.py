@@ -4,6 +4,7 @@ settings of this process that vLLM would change."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import os
 import random
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from rollpacker.did_you_mean import did_you_mean
 from rollpacker.engines.embedded.attention import UnsupportedModelError, other_layers
 from rollpacker.engines.engine import EngineConfig
 from rollpacker.engines.vllm.adapters import adapter_arguments
@@ -141,6 +143,7 @@ def _open(
 ) -> LLMEngine:
     logging.getLogger("vllm").setLevel(logging.ERROR)
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
 
     on_cpu = _platform_is_cpu()
@@ -177,16 +180,34 @@ def _open(
         arguments |= {"enable_sleep_mode": sleeps, "gpu_memory_utilization": _share_of_memory()}
     if config.max_slots is not None:
         arguments["max_num_seqs"] = config.max_slots
+    arguments |= _given(config, EngineArgs)
     shape = copy.deepcopy(model.config)
     shape.architectures = [type(model).__name__]  # a config that was made by hand may have none
     with tempfile.TemporaryDirectory() as folder:  # all that it reads of the model's
         shape.save_pretrained(folder)
         try:
-            engine = LLMEngine.from_engine_args(EngineArgs(model=folder, **arguments))
+            # As its `LLM` class does: by default vLLM batches an eighth as much on large GPUs.
+            engine = LLMEngine.from_engine_args(
+                EngineArgs(model=folder, **arguments), usage_context=UsageContext.LLM_CLASS
+            )
         except ValueError as error:
             raise UnsupportedModelError(_why_it_does_not_start(error, config)) from error
     _watch_runners(engine, draws, tensor_parallel)
     return engine
+
+
+def _given(config: EngineConfig, known: type) -> dict[str, Any]:
+    """The user's own arguments of vLLM's engine (`rollout.engine.vllm`). `known` is vLLM's class of
+    arguments. Raises `ValueError`, with the name that was probably meant, for one that vLLM does
+    not have."""
+    names = [field.name for field in dataclasses.fields(known)]
+    for name in config.vllm:
+        if name not in names:
+            raise ValueError(
+                f"rollout.engine.vllm.{name}: vLLM {_version('vllm')} has no such argument."
+                f"{did_you_mean(name, names)}"
+            )
+    return dict(config.vllm)
 
 
 def _watch_runners(engine: LLMEngine, draws: Draws, tensor_parallel: int) -> None:

@@ -3,7 +3,6 @@ own, each of which calls `make_engine`."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -14,7 +13,6 @@ from rollpacker.run.parts.policy import engine_in_process
 from rollpacker.run.parts.trainer import give_adapter
 from rollpacker.run.ports.engines import Engines
 from rollpacker.run.ports.shared_devices import let_go_of_all
-from rollpacker.workers.host import Host, ThisHost
 
 if TYPE_CHECKING:
     from rollpacker.config.schema import RunConfig
@@ -29,13 +27,13 @@ if TYPE_CHECKING:
 def build_engines(
     config: RunConfig,
     policy: LoadedPolicy,
-    hosts: Hosts | None = None,
+    hosts: Hosts,
     *,
     shares_pools: bool = False,
 ) -> Engines:
-    """Returns the engines of the config; those in processes of their own begin to load. `hosts`:
-    where they start; None: on this machine. `shares_pools`: whether other jobs use their devices in
-    turn. Raises `ValueError` if devices are too few, or cannot share the model."""
+    """Returns the engines that the config asks for, on these hosts; engines in processes begin to
+    load. `shares_pools`: whether other jobs use their devices by turns. Raises `ValueError` for a
+    model that so many devices cannot share."""
     from rollpacker.engines.process_engine import ProcessEngine
 
     count, planner = config.rollout.engines, config.parallelism_planner
@@ -49,25 +47,9 @@ def build_engines(
     if planner.of_several:
         check_heads(policy.loaded.model.config, planner)
     num_devices = count * planner.initial
-    devices = [""] * num_devices
-    if policy.loaded.device.type == "cuda":
-        import torch
-
-        if sleeps:  # names and shapes are all that is asked of it from now on
-            model: torch.nn.Module = policy.loaded.model
-            model.to("cpu")
-            torch.cuda.empty_cache()
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        devices = devices_of_engines(count, planner.initial, torch.cuda.device_count(), visible)
-
-    def place(number: int, tensor_parallel: int) -> tuple[Host, dict[str, str]]:
-        if hosts is not None and hosts.plan is not None:
-            return hosts.of_engine(number, tensor_parallel)
-        own = ",".join(devices[number * tensor_parallel : (number + 1) * tensor_parallel])
-        return ThisHost(), {"CUDA_VISIBLE_DEVICES": own} if own.strip(",") else {}
 
     def make(number: int, incarnation: int, tensor_parallel: int) -> Engine:
-        host, environment = place(number, tensor_parallel)
+        host, environment = hosts.of_engine(number, tensor_parallel)
         return ProcessEngine(
             engine_setup(
                 config.model,
@@ -78,6 +60,7 @@ def build_engines(
             ),
             name=f"engine {number}" + (f", made anew {incarnation} times" if incarnation else ""),
             heartbeat_s=config.deadlines.heartbeat_s,
+            start_s=config.deadlines.start_s,
             environment=environment,
             host=host,
         )
@@ -121,21 +104,6 @@ def check_heads(model: Any, planner: ParallelismConfig) -> None:
                 f" {heads} attention heads and {of_keys} heads of keys and values they would have "
                 "to share evenly: choose other degrees"
             )
-
-
-def devices_of_engines(count: int, degree: int, num_devices: int, visible: str | None) -> list[str]:
-    """Returns device names for `count` engines, `degree` devices for each, in order. `num_devices`:
-    number that torch sees. `visible`: CUDA_VISIBLE_DEVICES; None if not set. Raises `ValueError` if
-    there are too few."""
-    if count * degree > num_devices:
-        devices = f"{num_devices} CUDA device{'' if num_devices == 1 else 's'}"
-        each = "one of its own" if degree == 1 else f"{degree} of its own"
-        raise ValueError(
-            f"rollout.engines={count}, but torch sees {devices}, and each engine needs {each}: set "
-            f"rollout.engines={max(num_devices // degree, 1)}, or model.device=cpu"
-        )
-    names = [str(n) for n in range(num_devices)] if visible is None else visible.split(",")
-    return [name.strip() for name in names[: count * degree]]
 
 
 def engine_setup(

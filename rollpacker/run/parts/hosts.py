@@ -25,6 +25,10 @@ HEAD_S = 15.0
 """Seconds without an answer after which ray's head process counts as lost."""
 RESERVE_S = 60.0
 """Seconds that ray may take to reserve the run's devices, which other programs may hold."""
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Environment variables for torch's allocator: today's name, and an earlier one, also heeded."""
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Environment variables with the network interface for torch's collectives, by backend."""
 SHM_BYTES = 64 << 20
 """Bytes that must be free in a host's /dev/shm, through which torch and vLLM share memory."""
 
@@ -35,7 +39,10 @@ class Hosts:
 
     plan: Placement | None = None
     """Which devices the engines, the trainer and the judge (a model that rates responses) get. None
-    for a run on this machine, whose processes take devices without a plan."""
+    if there is nothing to place: on this machine's processors without `placement`, or if the run's
+    own process generates and trains."""
+    gpu_names: Sequence[str] | None = None
+    """Names of this machine's GPUs for CUDA_VISIBLE_DEVICES, by number. None: the numbers."""
     by_name: Mapping[str, Host] = field(default_factory=dict)
     interfaces: Mapping[str, str] = field(default_factory=dict)
     """Name of the network interface through which a host reaches the others, by host name."""
@@ -73,6 +80,10 @@ class Hosts:
     def of_engine(self, number: int, degree: int) -> tuple[Host, dict[str, str]]:
         """Returns the host and the environment variables for the process of an engine. `number`:
         the engine's number, from 0. `degree`: number of devices of each engine."""
+        from rollpacker.workers.host import ThisHost
+
+        if self.plan is None:
+            return ThisHost(), {}
         devices = self._devices("rollout")[number * degree : (number + 1) * degree]
         return self._place(devices)
 
@@ -81,6 +92,11 @@ class Hosts:
         from rollpacker.trainer.launch import RankPlace
 
         places = [self._place([device]) for device in self._devices("train")]
+        assert self.plan is not None
+        if self.plan.kind == "cuda" and not any(name in os.environ for name in ALLOCATOR):
+            # Micro-batches differ in size, and would leave holes in fixed segments of memory.
+            for _, environment in places:
+                environment[ALLOCATOR[0]] = "expandable_segments:True"
         # On CUDA each sees its own device alone, which is its first.
         return [RankPlace(0, host, environment) for host, environment in places]
 
@@ -109,9 +125,11 @@ class Hosts:
         # By its mark a cluster's service finds all processes of a job.
         environment = {MARK: os.environ[MARK]} if MARK in os.environ else {}
         if self.plan.kind == "cuda":
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(one.local) for one in there)
+            names = [str(one.local) if self.gpu_names is None else self.gpu_names[one.local]
+                     for one in there]  # fmt: skip
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(names)
         if name in self.interfaces:
-            environment["GLOO_SOCKET_IFNAME"] = self.interfaces[name]
+            environment |= dict.fromkeys(INTERFACES, self.interfaces[name])
         return self.by_name.get(name) or ThisHost(), environment
 
 
@@ -122,7 +140,8 @@ def open_hosts(config: RunConfig) -> tuple[RunConfig, Hosts]:
     from rollpacker.run.parts.placement import on_nodes, on_this_host, placed, plan_of
 
     if config.runtime == "local":
-        return on_this_host(config), Hosts()
+        config, plan = on_this_host(config)
+        return config, _on_this_host(config, plan)
     cluster = join_cluster()
     try:
         facts = facts_of(cluster)
@@ -134,6 +153,21 @@ def open_hosts(config: RunConfig) -> tuple[RunConfig, Hosts]:
     except BaseException:
         cluster.close()
         raise
+
+
+def _on_this_host(config: RunConfig, plan: Placement | None) -> Hosts:
+    """Returns this machine as the only host. On CUDA the run's own process, if it generates or
+    trains beside processes of the other role, computes on that role's first GPU from now on."""
+    from rollpacker.run.parts.this_host import gpu_names
+
+    if plan is None or plan.kind == "cpu":
+        return Hosts(plan=plan)
+    if config.run_computes:
+        import torch
+
+        role = "train" if config.engines_are_apart else "rollout"
+        torch.cuda.set_device(plan.devices[plan.of(role)[0].devices[0]].local)
+    return Hosts(plan=plan, gpu_names=gpu_names(os.environ, len(plan.devices)))
 
 
 def nodes_of(environ: Mapping[str, str]) -> dict[str, list[str]]:

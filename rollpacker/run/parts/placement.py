@@ -44,19 +44,22 @@ def device_kind(config: RunConfig) -> DeviceKind:
 
 
 def lines_of_keys(config: RunConfig) -> PlacementConfig:
-    """Returns the `placement` that means the same as the config's `rollout.engines`,
-    `train.processes` and so on. Raises `ValueError` if the trainer has no processes of its own."""
+    """Returns the `placement` that is equal to `rollout.engines`, `train.processes` and such keys.
+    An engine or a trainer in the run's own process counts as one on a device. Raises `ValueError`
+    for a ray cluster if the trainer has no processes of its own."""
     from rollpacker.config.placement import PlacementConfig, RolloutPlacement, TrainPlacement
 
     processes, degree = config.train.processes, config.parallelism_planner.initial
-    if processes is None:
+    if processes is None and config.runtime == "ray":
         raise ValueError(
             "the trainer has no processes of its own to be placed: set train.processes, or "
             "placement"
         )
     return PlacementConfig(
         rollout=RolloutPlacement(devices=config.rollout.engines * degree, per_engine=degree),
-        train=TrainPlacement(devices=processes, per_replica=processes // config.train.replicas),
+        train=TrainPlacement(
+            devices=processes or 1, per_replica=(processes or 1) // config.train.replicas
+        ),
         colocate=("rollout", "train") if config.train.colocate else (),
     )
 
@@ -96,7 +99,8 @@ def request_of(config: RunConfig, kind: DeviceKind) -> PlacementRequest:
                 needs=lambda devices: given,
             )
         )
-    if config.runtime == "ray":  # on the run's host, the first, if it has room
+    if config.runtime == "ray" or _is_under_torchrun():
+        # On the run's host, the first, if it has room; torchrun gives it the first devices.
         roles.sort(key=lambda role: role.name != "train")
     across = set(lines.across_hosts)
     return PlacementRequest(
@@ -187,27 +191,36 @@ def on_nodes(
     return replace(config, placement=lines)
 
 
-def on_this_host(config: RunConfig) -> RunConfig:
-    """Returns the config with the keys filled in that its `placement` implies on this machine, such
-    as `rollout.engines`. Raises `ValueError` if there are too few devices."""
-    if config.placement is None:
-        return config
+def on_this_host(config: RunConfig) -> tuple[RunConfig, Placement | None]:
+    """Returns the config with the keys that its `placement` implies on this machine, such as
+    `rollout.engines`, and the plan. The plan is None if there is nothing to place: on a CPU without
+    `placement`, where any process may use any core, and where the run's own process generates and
+    trains. Raises `ValueError` if devices are short."""
+    kind = device_kind(config)
+    alone = not config.engines_are_apart and config.train.processes is None
+    if config.placement is None and (kind == "cpu" or alone):
+        return config, None
     plan = plan_of(config, hosts_of(config))
-    _check_in_turn(plan)
-    return placed(config, plan)
+    _check_torchrun(plan)
+    return placed(config, plan), plan
 
 
-def _check_in_turn(plan: Placement) -> None:
-    """On CUDA, raise `ValueError` unless the plan gives engines devices 0, 1, 2 and so on in order,
-    and the trainer's processes likewise, since local processes take devices in this order."""
-    for role in ("rollout", "train"):
-        devices = [device for unit in plan.of(role) for device in unit.devices]
-        if plan.kind == "cuda" and devices != list(range(len(devices))):
-            raise ValueError(
-                f"placement.{role} has devices {as_ranges(devices)}, and with runtime=local "
-                "engines and the trainer's processes take CUDA devices from 0 on: this can be "
-                "looked at by --dry-run, and not run"
-            )
+def _check_torchrun(plan: Placement) -> None:
+    """Raise `ValueError` for a plan that torchrun, if it started this process, does not keep to: it
+    starts the trainer's processes itself, on GPUs 0, 1, 2 and so on."""
+    devices = [device for unit in plan.of("train") for device in unit.devices]
+    if plan.kind == "cuda" and _is_under_torchrun() and devices != list(range(len(devices))):
+        raise ValueError(
+            f"placement.train has devices {as_ranges(devices)}, and torchrun puts the trainer's "
+            "processes on the first GPUs: leave placement.train.devices a number, or start the run "
+            "without torchrun"
+        )
+
+
+def _is_under_torchrun() -> bool:
+    from rollpacker.trainer.launch import Torchrun
+
+    return Torchrun.from_environment() is not None
 
 
 def placed(config: RunConfig, plan: Placement) -> RunConfig:
@@ -284,41 +297,36 @@ def table(plan: Placement) -> list[str]:
 
 
 def table_without(config: RunConfig, host: Host, kind: DeviceKind) -> list[str]:
-    """Returns the lines of a table (devices, their content, memory) for a run on this machine
-    without `placement`: on a CPU any process may use any core, and GPUs are taken in order."""
+    """Returns the table of a run on this machine where nothing is placed: on a CPU any process may
+    use any core, and on a GPU the run's own process has the first one for itself."""
     from rollpacker.trainer.estimate import estimate
     from rollpacker.trainer.training_memory import engine_memory
 
     known = estimate(config)
-    engines = config.rollout.engines if config.engines_are_apart else 0
-    degree = config.parallelism_planner.initial
-    one = engine_memory(config, degree, on_cuda=kind == "cuda")
-    each = 0 if one is None else one.stays_bytes + one.turn_bytes
-    on: dict[int, list[tuple[str, int]]] = {0: [("run", known.memory.size_bytes)]}
-    for number in range(engines):
-        for device in range(number * degree, (number + 1) * degree):
-            on.setdefault(device, []).append((f"engine {number}", each))
-    for number in range(known.processes):
-        rank = known.rank(number)
-        name = f"trainer's process {number}{rank.name and f' ({rank.name})'}"
-        on.setdefault(number, []).append((name, rank.size_bytes))
-    names = {device: tuple(name for name, _ in units) for device, units in on.items()}
-    used = {device: sum(size for _, size in units) for device, units in on.items()}
-    if kind == "cpu":
-        every = tuple(dict.fromkeys(name for units in names.values() for name in units))
-        total = sum(used.values())
-        memory = f"{text_of_bytes(total)} together" if known.whole else "not known"
-        row = (_numbers(0, host.cores - 1), host.name, every, memory)
-        told = f"{host.name}: {text_of_bytes(total)} of {text_of_bytes(host.memory_bytes)}"
-        return [*_rows([row]), *([told] if known.whole else [])]
-    rows = []
-    for device in range(max([len(host.gpu_bytes), *(n + 1 for n in on)])):
-        size = text_of_bytes(used.get(device, 0)) if known.whole else "not known"
+    own = known.memory.size_bytes
+    if kind == "cuda":
         has = ", and there is no such device here"
-        if device < len(host.gpu_bytes):
-            has = f" of {text_of_bytes(host.gpu_bytes[device])}"
-        rows.append((str(device), host.name, names.get(device, ()), f"{size}{has}"))
-    return _rows(rows)
+        if host.gpu_bytes:
+            has = f" of {text_of_bytes(host.gpu_bytes[0])}"
+        size = text_of_bytes(own) if known.whole else "not known"
+        others = [(str(n), host.name, (), f"- of {text_of_bytes(host.gpu_bytes[n])}")
+                  for n in range(1, len(host.gpu_bytes))]  # fmt: skip
+        return _rows([("0", host.name, ("run",), f"{size}{has}"), *others])
+    engines = config.rollout.engines if config.engines_are_apart else 0
+    one = engine_memory(config, config.parallelism_planner.initial, on_cuda=False)
+    each = 0 if one is None else one.stays_bytes + one.turn_bytes
+    names, total = ["run"], own + engines * each
+    for number in range(max(engines, known.processes)):
+        if number < engines:
+            names.append(f"engine {number}")
+        if number < known.processes:
+            rank = known.rank(number)
+            names.append(f"trainer's process {number}{rank.name and f' ({rank.name})'}")
+            total += rank.size_bytes
+    memory = f"{text_of_bytes(total)} together" if known.whole else "not known"
+    row = (_numbers(0, host.cores - 1), host.name, tuple(names), memory)
+    told = f"{host.name}: {text_of_bytes(total)} of {text_of_bytes(host.memory_bytes)}"
+    return [*_rows([row]), *([told] if known.whole else [])]
 
 
 def _rows(rows: Sequence[tuple[str, str, tuple[str, ...], str]]) -> list[str]:

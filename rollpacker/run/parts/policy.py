@@ -203,7 +203,8 @@ def load_policy(
 ) -> LoadedPolicy:
     """Load prompts and rewards, which fail fast, then the model. `model_path`: other weights and
     tokenizer than the config's. `threads` replaces `train.threads`, unless None. `tell` is given
-    lines to show, `progress` shows how far long work is."""
+    lines to show, `progress` shows how far long work is. If engines and trainer have processes of
+    their own, the model has names and shapes alone, without memory."""
     from rollpacker.engines.embedded.attention import install_attention, other_layers
     from rollpacker.engines.table import BRING_THEIR_OWN_MODEL
     from rollpacker.trainer.model import load_model
@@ -215,8 +216,11 @@ def load_policy(
     inputs = load_inputs(config, model_path=model_path, tell=tell, progress=progress)
     for doubt in inputs.doubts:
         logger.warning("%s", doubt)
-    loaded = load_model(model_config)
-    if config.rollout.engine.name not in BRING_THEIR_OWN_MODEL or not other_layers(loaded.model):
+    computes = model_path is not None or config.run_computes
+    loaded = load_model(model_config, without_weights=not computes)
+    if computes and not (
+        config.rollout.engine.name in BRING_THEIR_OWN_MODEL and other_layers(loaded.model)
+    ):
         install_attention(loaded.model)
     threads = set_threads(config, loaded, threads)
     return LoadedPolicy(
@@ -243,7 +247,7 @@ def set_threads(config: RunConfig, loaded: LoadedModel, threads: int | None) -> 
 def _measured_threads(config: RunConfig, loaded: LoadedModel) -> int:
     import torch
 
-    if loaded.device.type != "cpu":
+    if loaded.model.device.type != "cpu":  # a GPU, or no weights to measure with
         return torch.get_num_threads()
     rows = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     tokens = torch.zeros((min(rows, 64), 16), dtype=torch.long)

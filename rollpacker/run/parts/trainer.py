@@ -53,8 +53,10 @@ def start_trainer_processes(config: RunConfig, hosts: Hosts | None = None) -> Ra
     from rollpacker.trainer.launch import Ranks
 
     if hosts is None or hosts.plan is None:
-        return Ranks(config.train.processes)
-    return Ranks(config.train.processes, hosts.of_ranks(), hosts.address)
+        return Ranks(config.train.processes, start_s=config.deadlines.start_s)
+    return Ranks(
+        config.train.processes, hosts.of_ranks(), hosts.address, start_s=config.deadlines.start_s
+    )
 
 
 def build_trainer(
