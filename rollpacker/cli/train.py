@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 DRY_RUN_INTERRUPTED = "interrupted; nothing was written"
 MAX_COUNTED_BYTES = 64 << 20
-"""Maximum size in bytes of a data file whose rows are counted for the first line. Counting those of
-such a file takes a tenth of a second."""
+"""Maximum size in bytes of a data file whose rows are counted for the first line that a run prints.
+To count those of such a file takes a tenth of a second."""
 
 
 def add_parser(subparsers: Any) -> None:

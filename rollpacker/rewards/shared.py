@@ -60,7 +60,8 @@ class Shared:
         self.config = sandbox
         self._workers = workers
         self.engine_completer = engine_completer
-        """Makes the completer for a judge's model folder. None: no engine can be used here."""
+        """Function from a judge's model folder to what generates the judge's answers, on an engine
+        of this process. None: this process has no engine."""
         self.progress: Progress = logged_progress
         """Shows how far a long check before the run is, such as that of reference solutions."""
         self._capabilities: Capabilities | None = None

@@ -91,7 +91,8 @@ class ThisHost:
         return child, line
 
     def hold(self, layout: BufferLayout) -> BufferLayout:
-        """Reserve memory for weights on this machine, the same each time, and return its layout."""
+        """Reserve memory for weights on this machine, the same at each call. Returns `layout` with
+        the place of that memory."""
         if self._memory is None:
             self._memory = layout.memory()
         return layout.at(self._memory)

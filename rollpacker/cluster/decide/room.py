@@ -113,7 +113,7 @@ def by_stopping(
 ) -> tuple[str, Choice] | None:
     """Return the running job to stop and the place that the waiting job then gets, or None if no
     stop helps. `behind`: running jobs that would come after it in the queue, the last first, each
-    with the number of its group."""
+    with the number of its group (the jobs that share the same pools)."""
     for name, number in list(behind.items())[:MAX_STOPPED]:
         without = state.copy()
         without.unsettle(name, number)

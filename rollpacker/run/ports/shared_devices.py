@@ -76,7 +76,8 @@ class SharedDevices:
 
     @property
     def are_awaited(self) -> bool:
-        """Whether calls wait for engines that are off their devices. Used under the bus's lock."""
+        """Whether calls to engines wait until these are back on their devices. The caller holds the
+        lock under which events are handled."""
         return any(handle.told for handle in self._engines.living)
 
     def take_seconds(self) -> dict[str, float]:
