@@ -305,8 +305,9 @@ def _step_result(step: StepSummary) -> StepResult:
 
 
 def load_run(run: str | Path) -> RunModel:
-    """Read a run's folder and fit the simulator's constants to its event log. Raises `ValueError` (or its subclass
-    `LogError` or `ConfigError`) that says what is missing and what can still be used."""
+    """Read a run's folder and fit the simulator's constants to its event log. Raises `ValueError`
+    (or its subclass `LogError` or `ConfigError`) that says what is missing, and what can be used.
+    """
     if Path(run).name == CONFIG_FILE:
         raise ValueError(f"{run} is a run's config: give its folder, {Path(run).parent}")
     path = events_path(run)
