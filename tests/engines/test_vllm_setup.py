@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -254,7 +254,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         class LLMEngine:
             @staticmethod
-            def from_engine_args(arguments: Any) -> StandIn:
+            def from_engine_args(arguments: Any, usage_context: str) -> StandIn:
+                assert usage_context == "as its LLM class"
                 seen.append(os.environ.get("VLLM_USE_V2_MODEL_RUNNER"))
                 if error is not None:
                     raise error
@@ -270,7 +271,11 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         arguments = ModuleType("vllm.engine.arg_utils")
         arguments.EngineArgs = lambda **given: given  # type: ignore[attr-defined]  # a stand-in
-        modules = [ModuleType(name) for name in ("vllm", "vllm.engine", "vllm.v1")]
+        usage = ModuleType("vllm.usage.usage_lib")
+        context = SimpleNamespace(LLM_CLASS="as its LLM class")
+        usage.UsageContext = context  # type: ignore[attr-defined]  # a stand-in, too
+        names = ("vllm", "vllm.engine", "vllm.usage", "vllm.v1")
+        modules = [*(ModuleType(name) for name in names), usage]
         modules += [ModuleType("vllm.v1.engine"), arguments, Engine("vllm.v1.engine.llm_engine")]
         for module in modules:
             monkeypatch.setitem(sys.modules, module.__name__, module)

@@ -200,6 +200,8 @@ def _given(config: EngineConfig, known: type) -> dict[str, Any]:
     """The user's own arguments of vLLM's engine (`rollout.engine.vllm`). `known` is vLLM's class of
     arguments. Raises `ValueError`, with the name that was probably meant, for one that vLLM does
     not have."""
+    if not config.vllm:
+        return {}
     names = [field.name for field in dataclasses.fields(known)]
     for name in config.vllm:
         if name not in names:
