@@ -11,7 +11,7 @@ import pytest
 
 from rollpacker.config.load import load_config, save_config
 from rollpacker.config.schema import RunConfig
-from rollpacker.core.placement.roles import Host, PlacementError
+from rollpacker.core.placement.roles import Host, PlacementError, text_of_bytes
 from rollpacker.run.parts import placement
 from rollpacker.run.parts.placement import (
     on_nodes,
@@ -20,6 +20,7 @@ from rollpacker.run.parts.placement import (
     plan_of,
     request_of,
     table,
+    table_without,
     this_host,
 )
 from rollpacker.trainer.estimate import estimate
@@ -86,6 +87,19 @@ def test_without_lines_the_machine_is_everybodys(command: Command, two_cores: No
     assert command.train("--dry-run", **two) == 0
     _, row, *_ = devices_in(command.out)
     assert row[2] == "run, engine 0, trainer's process 0, engine 1, trainer's process 1"
+
+
+def test_on_a_cpu_all_parts_of_an_engine_share_the_memory(shape: Path) -> None:
+    settings = ("model.device=cpu", "rollout.engine.name=vllm", "rollout.engines=2")
+    planner = "parallelism_planner={initial: 2, degrees: [2]}"
+    config = config_with(*settings, planner, folder=shape)
+    part = engine_memory(config, 2, on_cuda=False)
+    assert part is not None
+    of_run = estimate(config).memory.size_bytes
+    total = of_run + 2 * 2 * (part.stays_bytes + part.turn_bytes)
+    assert table_without(config, TWO_CORES, "cpu")[-1].startswith(
+        f"this host: {text_of_bytes(total)} of "
+    )
 
 
 def test_a_gpu_that_is_not_there_is_said(command: Command, two_cores: None) -> None:

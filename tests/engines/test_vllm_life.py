@@ -323,7 +323,7 @@ def test_on_a_gpu_it_takes_of_what_is_free_and_can_sleep_if_it_must(
     assert contexts == [UsageContext.LLM_CLASS]  # whose batches are those of vLLM's own users
 
 
-def test_an_argument_that_vllm_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_argument_that_vllm_does_not_have() -> None:
     config = EngineConfig(name="vllm", kv_cache_gib=0.02, vllm={"quantisation": "fp8"})
     with pytest.raises(ValueError, match=r'no such argument. Did you mean "quantization"\?'):
         vllm_setup.open_vllm(model_of(), config, Draws())

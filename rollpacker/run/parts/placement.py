@@ -313,8 +313,9 @@ def table_without(config: RunConfig, host: Host, kind: DeviceKind) -> list[str]:
                   for n in range(1, len(host.gpu_bytes))]  # fmt: skip
         return _rows([("0", host.name, ("run",), f"{size}{has}"), *others])
     engines = config.rollout.engines if config.engines_are_apart else 0
-    one = engine_memory(config, config.parallelism_planner.initial, on_cuda=False)
-    each = 0 if one is None else one.stays_bytes + one.turn_bytes
+    degree = config.parallelism_planner.initial
+    one = engine_memory(config, degree, on_cuda=False)
+    each = 0 if one is None else degree * (one.stays_bytes + one.turn_bytes)
     names, total = ["run"], own + engines * each
     for number in range(max(engines, known.processes)):
         if number < engines:
