@@ -244,6 +244,7 @@ MOVED: dict[str, tuple[Tier, str]] = {
         "nightly",
         "the libraries themselves, which start services and processes of their own",
         "tests/remote/test_ray.py",
+        "tests/remote/test_ray_gpus.py",
         "tests/trackers/test_trackers.py::test_a_killed_run_goes_on_as_the_same_run",
         "tests/trackers/test_trackers.py::test_doctor_says_which_can_be_used",
     ),

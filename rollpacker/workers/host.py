@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from rollpacker.workers.child import Child
@@ -12,6 +12,9 @@ from rollpacker.workers.line import LINE_FD, Line
 
 if TYPE_CHECKING:
     from rollpacker.weights.buffer import BufferLayout, Memory, WeightSource
+
+GPUS = "CUDA_VISIBLE_DEVICES"
+"""Environment variable with the numbers or names of the GPUs that CUDA shows to a process."""
 
 
 class Process(Protocol):
@@ -51,7 +54,8 @@ class Host(Protocol):
         to it.
 
         A `guarded` process ends with this one. `environment` is added to the host's variables; None
-        removes one. A process out of reach is reported as ended. Raises `OSError`.
+        removes one. Numbers in its `CUDA_VISIBLE_DEVICES` count among the GPUs that the run may use
+        on this host. A process out of reach is reported as ended. Raises `OSError`.
         """
         ...
 
@@ -72,21 +76,32 @@ class ThisHost:
     """The machine on which this process runs, as a `Host`."""
 
     name = "this machine"
+    gpus: Sequence[str] = ()
+    """Names, for CUDA_VISIBLE_DEVICES, of the GPUs that the run may use here. Empty: those that
+    this process sees."""
     _memory: Memory | None = None
+
+    def variables(self, environment: Mapping[str, str | None]) -> dict[str, str]:
+        """Return all environment variables of a process that is started with `environment`."""
+        merged = {**os.environ, **environment}
+        gpus = self.gpus or _names(os.environ.get(GPUS))
+        if gpus and environment.get(GPUS):
+            merged[GPUS] = ",".join(gpus[int(number)] for number in _names(merged[GPUS]))
+        return {name: value for name, value in merged.items() if value is not None}
 
     def start(
         self, module: str, name: str, *, guarded: bool, environment: Mapping[str, str | None]
     ) -> tuple[Child, Line]:
         """Start `python -m module` here. Returns the process and a line (socket) to it."""
         line, theirs = Line.pair()
-        variables = {**os.environ, **environment, LINE_FD: str(theirs.fileno())}
+        variables = {**self.variables(environment), LINE_FD: str(theirs.fileno())}
         with theirs:
             child = Child.start(
                 [sys.executable, "-m", module],
                 name,
                 guarded=guarded,
                 pass_fds=[theirs.fileno()],
-                env={name: value for name, value in variables.items() if value is not None},
+                env=variables,
             )
         return child, line
 
@@ -100,3 +115,7 @@ class ThisHost:
     def weights(self, source: WeightSource) -> WeightSource:
         """Return `source` itself: its weights are on this machine already."""
         return source
+
+
+def _names(listed: str | None) -> list[str]:
+    return [name.strip() for name in (listed or "").split(",") if name.strip()]

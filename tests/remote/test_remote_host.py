@@ -308,6 +308,17 @@ def test_on_this_machine_weights_are_where_they_are():
 # -- facts -----------------------------------------------------------------------------------------
 
 
+def test_facts_are_of_the_gpus_that_this_process_may_use(tmp_path, monkeypatch):
+    smi = tmp_path / "nvidia-smi"
+    rows = "".join(f"echo '{n}, GPU-{n}a, {n + 1}'\n" for n in range(4))
+    smi.write_text(f"#!/bin/sh\n{rows}")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for listed, mib in (("", [1, 2, 3, 4]), ("2, 0", [3, 1]), ("GPU-3,GPU-1a", [4, 2])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+        assert [size >> 20 for size in facts().gpu_bytes] == mib
+
+
 def test_facts_of_this_host():
     found = facts()
     assert found.pid == os.getpid() and found.num_cores >= 1

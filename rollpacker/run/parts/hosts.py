@@ -41,8 +41,9 @@ class Hosts:
     """Which devices the engines, the trainer and the judge (a model that rates responses) get. None
     if there is nothing to place: on this machine's processors without `placement`, or if the run's
     own process generates and trains."""
-    gpu_names: Sequence[str] | None = None
-    """Names of this machine's GPUs for CUDA_VISIBLE_DEVICES, by number. None: the numbers."""
+    is_reserved: bool = False
+    """Whether ray has reserved the plan's devices: a process's GPUs then count among the reserved
+    ones of its host (`ThisHost.gpus`), which need not have the numbers of the plan."""
     by_name: Mapping[str, Host] = field(default_factory=dict)
     interfaces: Mapping[str, str] = field(default_factory=dict)
     """Name of the network interface through which a host reaches the others, by host name."""
@@ -117,7 +118,7 @@ class Hosts:
 
     def _place(self, devices: Sequence[int]) -> tuple[Host, dict[str, str]]:
         from rollpacker.cluster.service.local_runner import MARK
-        from rollpacker.workers.host import ThisHost
+        from rollpacker.workers.host import GPUS, ThisHost
 
         assert self.plan is not None
         there = [self.plan.devices[device] for device in devices]
@@ -125,9 +126,9 @@ class Hosts:
         # By its mark a cluster's service finds all processes of a job.
         environment = {MARK: os.environ[MARK]} if MARK in os.environ else {}
         if self.plan.kind == "cuda":
-            names = [str(one.local) if self.gpu_names is None else self.gpu_names[one.local]
-                     for one in there]  # fmt: skip
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+            counted = [one.local for one in self.plan.devices
+                       if one.host == name and (one.units or not self.is_reserved)]  # fmt: skip
+            environment[GPUS] = ",".join(str(counted.index(one.local)) for one in there)
         if name in self.interfaces:
             environment |= dict.fromkeys(INTERFACES, self.interfaces[name])
         return self.by_name.get(name) or ThisHost(), environment
@@ -158,16 +159,12 @@ def open_hosts(config: RunConfig) -> tuple[RunConfig, Hosts]:
 def _on_this_host(config: RunConfig, plan: Placement | None) -> Hosts:
     """Returns this machine as the only host. On CUDA the run's own process, if it generates or
     trains beside processes of the other role, computes on that role's first GPU from now on."""
-    from rollpacker.run.parts.this_host import gpu_names
-
-    if plan is None or plan.kind == "cpu":
-        return Hosts(plan=plan)
-    if config.run_computes:
+    if plan is not None and plan.kind == "cuda" and config.run_computes:
         import torch
 
         role = "train" if config.engines_are_apart else "rollout"
         torch.cuda.set_device(plan.devices[plan.of(role)[0].devices[0]].local)
-    return Hosts(plan=plan, gpu_names=gpu_names(os.environ, len(plan.devices)))
+    return Hosts(plan=plan)
 
 
 def nodes_of(environ: Mapping[str, str]) -> dict[str, list[str]]:
@@ -181,6 +178,7 @@ def nodes_of(environ: Mapping[str, str]) -> dict[str, list[str]]:
 def _on_cluster(
     config: RunConfig, cluster: RayCluster, plan: Placement, facts: Mapping[str, HostFacts]
 ) -> Hosts:
+    from rollpacker.cluster.service.local_runner import MARK
     from rollpacker.weights.between_hosts.spread import OwnHost, Spread
     from rollpacker.workers.hosts.remote_host import RemoteHost
 
@@ -194,7 +192,7 @@ def _on_cluster(
     for host in used:
         if host != own:
             remote[host] = RemoteHost(host, cluster.connect(host), spread, heartbeat_s=heartbeat_s)
-    own_host = OwnHost(spread, address=own)
+    own_host = OwnHost(spread, address=own, gpus=cluster.own_gpus)
     members: dict[str, RemoteHost | OwnHost] = {**remote, own: own_host}
     engines = {plan.devices[device].host for unit in plan.of("rollout") for device in unit.devices}
     ended = threading.Event()
@@ -210,6 +208,7 @@ def _on_cluster(
         is_there=cluster.has_head,
         _ended=ended,
         plan=plan,
+        is_reserved=MARK not in os.environ,
         by_name=members,
         publish=lambda source: spread.publish(
             [source], [members[name] for name in sorted(engines)]

@@ -64,9 +64,12 @@ def lines_of_keys(config: RunConfig) -> PlacementConfig:
     )
 
 
-def request_of(config: RunConfig, kind: DeviceKind) -> PlacementRequest:
+def request_of(
+    config: RunConfig, kind: DeviceKind, *, train_first: bool = False
+) -> PlacementRequest:
     """Returns what is to be placed (engines, trainer, judge), with the devices and memory that each
-    needs. Raises `ValueError` if the config cannot be placed."""
+    needs. `train_first`: the trainer gets the first devices, as it always does with ray. Raises
+    `ValueError` if the config cannot be placed."""
     from rollpacker.config.placement import devices_of
     from rollpacker.core.placement.roles import PlacementRequest, Role
 
@@ -99,8 +102,8 @@ def request_of(config: RunConfig, kind: DeviceKind) -> PlacementRequest:
                 needs=lambda devices: given,
             )
         )
-    if config.runtime == "ray" or _is_under_torchrun():
-        # On the run's host, the first, if it has room; torchrun gives it the first devices.
+    if config.runtime == "ray" or train_first:
+        # On the run's host, the first, if it has room.
         roles.sort(key=lambda role: role.name != "train")
     across = set(lines.across_hosts)
     return PlacementRequest(
@@ -148,9 +151,10 @@ def _need(memory: Memory | None) -> Need | None:
     return None if memory is None else Need(memory.stays_bytes, memory.turn_bytes, memory.name)
 
 
-def plan_of(config: RunConfig, hosts: Sequence[Host]) -> Placement:
+def plan_of(config: RunConfig, hosts: Sequence[Host], *, train_first: bool = False) -> Placement:
     """Returns the plan of devices on these hosts; the run's own process is on the first host.
-    Raises `PlacementError` (a `ValueError`) if something does not fit."""
+    `train_first`: as in `request_of`. Raises `PlacementError` (a `ValueError`) if something does
+    not fit."""
     from rollpacker.core.placement.placement import plan_placement
     from rollpacker.trainer.training_memory import run_memory
 
@@ -158,7 +162,7 @@ def plan_of(config: RunConfig, hosts: Sequence[Host]) -> Placement:
     first, *others = hosts
     if kind == "cpu":
         first = replace(first, held_bytes=run_memory(config))
-    return plan_placement([first, *others], request_of(config, kind))
+    return plan_placement([first, *others], request_of(config, kind, train_first=train_first))
 
 
 def on_nodes(
@@ -200,16 +204,18 @@ def on_this_host(config: RunConfig) -> tuple[RunConfig, Placement | None]:
     alone = not config.engines_are_apart and config.train.processes is None
     if config.placement is None and (kind == "cpu" or alone):
         return config, None
-    plan = plan_of(config, hosts_of(config))
-    _check_torchrun(plan)
+    torchrun = _is_under_torchrun()
+    plan = plan_of(config, hosts_of(config), train_first=torchrun)
+    if torchrun:
+        _check_torchrun(plan)
     return placed(config, plan), plan
 
 
 def _check_torchrun(plan: Placement) -> None:
-    """Raise `ValueError` for a plan that torchrun, if it started this process, does not keep to: it
-    starts the trainer's processes itself, on GPUs 0, 1, 2 and so on."""
+    """Raise `ValueError` for a plan that torchrun does not keep to: it starts the trainer's
+    processes itself, on GPUs 0, 1, 2 and so on."""
     devices = [device for unit in plan.of("train") for device in unit.devices]
-    if plan.kind == "cuda" and _is_under_torchrun() and devices != list(range(len(devices))):
+    if plan.kind == "cuda" and devices != list(range(len(devices))):
         raise ValueError(
             f"placement.train has devices {as_ranges(devices)}, and torchrun puts the trainer's "
             "processes on the first GPUs: leave placement.train.devices a number, or start the run "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,15 +40,6 @@ def this_host(kind: DeviceKind) -> Host:
         gpu_bytes=gpus,
         shm_bytes=_shm_bytes(),
     )
-
-
-def gpu_names(environ: Mapping[str, str], count: int) -> list[str]:
-    """Returns what CUDA_VISIBLE_DEVICES calls each of the `count` GPUs that torch sees in a process
-    with these environment variables: their numbers, or the names that the process was given."""
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return [str(number) for number in range(count)]
-    return [name.strip() for name in visible.split(",")][:count]
 
 
 def shown_cpus() -> int:

@@ -200,9 +200,13 @@ class OwnHost(ThisHost):
     """The host of the run's own process, if trainer or engines may be on other hosts. Processes are
     started on it (`Host`), and weights brought to and from it (`Member`)."""
 
-    def __init__(self, spread: Spread, *, address: str = "127.0.0.1") -> None:
-        """`address`: the network address at which other hosts reach this one."""
+    def __init__(
+        self, spread: Spread, *, address: str = "127.0.0.1", gpus: Sequence[str] = ()
+    ) -> None:
+        """`address`: the network address at which other hosts reach this one. `gpus`: as in
+        `ThisHost`."""
         self.address = address
+        self.gpus = gpus
         self._spread = spread
         self._weights = HostWeights()
         spread.add("", self)

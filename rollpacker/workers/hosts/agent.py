@@ -114,11 +114,16 @@ class Agent(HostWeights):
     has its methods about weights."""
 
     def __init__(
-        self, *, lease_s: float, predecessor: int = 0, end: Callable[[], None] | None = None
+        self,
+        *,
+        lease_s: float,
+        predecessor: int = 0,
+        end: Callable[[], None] | None = None,
+        gpus: Sequence[str] = (),
     ) -> None:
         """`lease_s`: seconds without a call from the run after which the agent ends. `predecessor`:
         id of this host's last agent process, to be killed; 0: none. `end`: called when the lease is
-        over; None: the process exits."""
+        over; None: the process exits. `gpus`: as in `ThisHost`."""
         if predecessor:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(predecessor, signal.SIGKILL)
@@ -126,6 +131,7 @@ class Agent(HostWeights):
         self._lease_s = lease_s
         self._end = end or (lambda: os._exit(0))
         self._host = ThisHost()
+        self._host.gpus = gpus
         self._own: dict[int, tuple[Child, Pump]] = {}
         self._sequence = 0
         """Number of the newest list of items (tasks from the run) that was carried out."""

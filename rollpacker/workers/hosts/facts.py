@@ -30,7 +30,7 @@ class HostFacts:
     num_cores: int
     memory_bytes: int
     gpu_bytes: tuple[int, ...]
-    """Number of bytes of memory of each GPU of the host."""
+    """Number of bytes of memory of each GPU that this process may use."""
     shm_bytes: int
     """Number of free bytes in /dev/shm, by which processes of vLLM and torch share memory."""
     versions: Mapping[str, str]
@@ -73,13 +73,22 @@ def _versions() -> dict[str, str]:
 
 
 def _gpus() -> tuple[int, ...]:
-    """Return each GPU's bytes of memory, from nvidia-smi: asking CUDA would use some of it."""
+    """Return the bytes of memory of each GPU that CUDA_VISIBLE_DEVICES lists, of all GPUs without
+    it, from nvidia-smi: asking CUDA would use some of the memory."""
     if shutil.which("nvidia-smi") is None:
         return ()
-    asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    asked = ["nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits"]
     with suppress(OSError, subprocess.SubprocessError, ValueError):
         said = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=True)
-        return tuple(int(line) << 20 for line in said.stdout.split())
+        rows = [line.split(", ") for line in said.stdout.splitlines()]
+        listed = [one.strip() for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+        names = listed if any(listed) else [index for index, _, _ in rows]
+        return tuple(
+            int(mib) << 20
+            for name in names
+            for index, uuid, mib in rows
+            if index == name or (not name.isdigit() and uuid.startswith(name))
+        )
     return ()
 
 

@@ -3,11 +3,13 @@
     join(address): connect to a cluster, by token only (`ray_connection.py`).
     RayCluster.nodes: what ray knows of each host, by address.
     RayCluster.reserve(wanted): reserve devices on hosts; the error tells how many are in use.
+    RayCluster.own_gpus: names of the GPUs that ray has reserved on this process's host.
     RayCluster.connect(address): return a function that makes a new agent on that host.
 
 Actors are never restarted by ray and no call is repeated by it. A placement group's bundle is tied
 to its host by the resource `node:ADDRESS` and not by the node's id: a raylet (ray's process on a
-host) that comes back has another id, and a new agent has to find its devices still reserved.
+host) that comes back has another id, and a new agent has to find its devices still reserved. An
+agent holds the GPUs of its bundle, so that ray tells it which they are.
 """
 
 from __future__ import annotations
@@ -69,6 +71,10 @@ class RayCluster:
     def __init__(self) -> None:
         self._group: PlacementGroup | None = None
         self._bundles: dict[str, int] = {}
+        """Number of each host's bundle in the placement group, by the host's address."""
+        self._gpus: dict[str, float] = {}
+        """Number of GPUs that are reserved on each host, by address."""
+        self.own_gpus: list[str] = []
         self._head: str = ray.get_runtime_context().gcs_address
 
     @property
@@ -103,7 +109,8 @@ class RayCluster:
 
     def reserve(self, wanted: Mapping[str, Mapping[str, float]], *, within_s: float) -> None:
         """Reserve these numbers of `CPU` and `GPU`, by host's address, until this process
-        disconnects. Raises `ValueError` after `within_s` seconds, with how much is in use."""
+        disconnects, and find out `own_gpus`. Raises `ValueError` after `within_s` seconds, with how
+        much is in use."""
         bundles = [{**resources, f"node:{address}": 0.001} for address, resources in wanted.items()]
         self._bundles = {address: place for place, address in enumerate(wanted)}
         self._group = placement_group(bundles, strategy="SPREAD")
@@ -114,20 +121,27 @@ class RayCluster:
                 f"ray could not reserve {_said(wanted)} within {within_s:g} s. {_taken()}. "
                 "Wait for the others, or ask for fewer devices"
             )
+        self._gpus = {address: resources.get("GPU", 0.0) for address, resources in wanted.items()}
+        if self._gpus.get(self.own_address):
+            self.own_gpus = _ask(self.own_address, _reserved, **self._bundle_of(self.own_address))
+
+    def _bundle_of(self, address: str) -> dict[str, Any]:
+        """Return ray's options for a task or actor that holds all GPUs reserved on this host."""
+        strategy = PlacementGroupSchedulingStrategy(
+            placement_group=self._group, placement_group_bundle_index=self._bundles[address]
+        )
+        return {"num_gpus": self._gpus[address], "scheduling_strategy": strategy}
 
     def connect(self, address: str) -> Callable[[int], Calls]:
         """Return a function that makes a new agent on that host, with the host's reserved devices.
         Its argument is the process id of the last agent there, or 0 (`Connect`)."""
-        place = self._bundles[address]
+        options = self._bundle_of(address)
 
         def make(predecessor: int) -> Calls:
-            strategy = PlacementGroupSchedulingStrategy(
-                placement_group=self._group, placement_group_bundle_index=place
-            )
             try:
                 _check_reached(address)
                 return _RayCalls(
-                    _Actor.options(scheduling_strategy=strategy, name=None, lifetime=None).remote(
+                    _Actor.options(**options, name=None, lifetime=None).remote(
                         lease_s=LEASE_S, predecessor=predecessor
                     )
                 )
@@ -169,12 +183,24 @@ def _check_reached(address: str) -> None:
     raise error
 
 
+def _reserved() -> list[str]:
+    """Return the names of the GPUs that ray has given this process, in an order that stays."""
+    return sorted(map(str, ray.get_gpu_ids()), key=lambda name: (len(name), name))
+
+
+class _RayAgent(Agent):
+    """An agent in an actor of ray, which may use the GPUs that ray has given the actor."""
+
+    def __init__(self, *, lease_s: float, predecessor: int) -> None:
+        super().__init__(lease_s=lease_s, predecessor=predecessor, gpus=_reserved())
+
+
 _Actor: Any = ray.remote(
     num_cpus=0,
     max_restarts=0,
     max_task_retries=0,
     concurrency_groups={"say": 1, "hear": 1, "bulk": 8},
-)(Agent)
+)(_RayAgent)
 
 
 class _RayCalls:
@@ -230,8 +256,11 @@ def _own_address() -> str:
     return address
 
 
-def _ask(address: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    there = {"num_cpus": 0, "resources": {f"node:{address}": 0.001}, "max_retries": 0}
+def _ask(address: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Return what `function` returns in a process of ray on this host. `options`: ray's, in place
+    of those that choose the host. Raises `ValueError`."""
+    there = {"num_cpus": 0, "max_retries": 0}
+    there |= options or {"resources": {f"node:{address}": 0.001}}
     try:
         asked = ray.remote(function).options(**there).remote(*arguments)
         return ray.get(asked, timeout=ASK_S)
