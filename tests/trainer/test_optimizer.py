@@ -16,6 +16,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rollpacker.trainer.optimizer import MasterOptimizer, build_optimizer
 from rollpacker.trainer.trainer import NonFiniteError, TrainConfig, TrainerError
+from rollpacker.weights import host_store
 from rollpacker.weights.host_store import HostStore, local
 
 RATE, MAX_NORM = 1e-2, 0.7
@@ -327,6 +328,58 @@ def test_views_of_one_storage_move_together():
     assert is_empty(whole)
     store.reload()
     assert whole.tolist() == [0, 1, 2, 3, 4, 5] and parts[1].tolist() == [[2, 3], [4, 5]]
+
+
+class Cudart:
+    """Notes which host memory is page-locked."""
+
+    def __init__(self) -> None:
+        self.locked: dict[int, int] = {}
+        self.calls = 0
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.locked[address] = size
+        self.calls += 1
+        return 0 if size < 1 << 40 else 2
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.locked[address]
+        return 0
+
+
+def test_host_memory_is_locked_once_and_no_larger_than_needed(monkeypatch):
+    """A store on a CPU that locks memory as for CUDA: the device's memory is a CPU's, too."""
+    cudart = Cudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    locking = host_store._host_memory
+    monkeypatch.setattr(host_store, "_host_memory", lambda size, source: locking(size, "cuda"))
+    parts = [torch.rand(700), torch.rand(3, 100, dtype=torch.float64), torch.rand(1)[0]]
+    before = [one.clone() for one in parts]
+    store = HostStore("cpu")
+    for _ in range(4):
+        store.offload(parts)
+        with store.readable():
+            assert all(torch.equal(a, b) for a, b in zip(parts, before, strict=True))
+        store.reload()
+        assert all(torch.equal(a, b) for a, b in zip(parts, before, strict=True))
+    assert cudart.calls == 1 and [*cudart.locked.values()] == [3072 + 2560 + 512]
+    store.offload(parts[:1])  # where there is room already
+    late = torch.rand(9, dtype=torch.float64)
+    store.offload([late])
+    assert [*cudart.locked.values()] == [6144, 512]
+    store.reload()
+    assert [*cudart.locked.values()] == [6144] and torch.equal(parts[0], before[0])
+    store.offload([torch.rand(5000)])  # more than ever
+    assert cudart.calls == 3 and [*cudart.locked.values()] == [20480]
+    del store
+    assert cudart.locked == {}
+
+
+def test_memory_that_cannot_be_locked_is_said(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "cudart", Cudart)
+    monkeypatch.setattr(torch, "empty", lambda size, dtype: torch.zeros(1, dtype=dtype))
+    with pytest.raises(RuntimeError, match=r"cannot lock 1024\.0 GiB of host memory \(error 2\)"):
+        host_store._host_memory(1 << 40, "cuda")
 
 
 def test_two_processes_with_sharded_parameters(tmp_path):
