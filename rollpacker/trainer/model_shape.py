@@ -30,6 +30,7 @@ class DecoderShape:
     """Number of layers that keep keys and values. Other layers keep a state of fixed size."""
     hidden: int
     feed_forward: int
+    """Inner width of a layer's feed-forward part, or of one of its experts."""
     query: int
     """Width of all queries: query heads x head size."""
     key_value: int
@@ -37,6 +38,10 @@ class DecoderShape:
     tied: bool
     """Whether the output layer shares the embeddings' weight."""
     max_positions: int | None
+    experts: int = 1
+    """Number of feed-forward parts in a layer: more than one in a mixture of experts."""
+    used_experts: int = 1
+    """Number of experts that a token goes through in each layer."""
 
     @property
     def embedding(self) -> int:
@@ -45,9 +50,17 @@ class DecoderShape:
     @property
     def layer_matrices(self) -> int:
         """Number of elements of one layer's weight matrices, those of attention and
-        of the feed-forward part."""
+        of all feed-forward parts, with what chooses among these."""
+        return self._matrices(self.experts) + (self.hidden * self.experts) * (self.experts > 1)
+
+    @property
+    def used_matrices(self) -> int:
+        """Number of elements of the matrices of a layer that one token goes through."""
+        return self._matrices(self.used_experts)
+
+    def _matrices(self, experts: int) -> int:
         attention = 2 * self.query + 2 * self.key_value
-        return self.hidden * (attention + 3 * self.feed_forward)
+        return self.hidden * (attention + 3 * experts * self.feed_forward)
 
 
 def model_folder(path: str) -> Path | None:
@@ -95,16 +108,22 @@ def decoder_shape(config: Mapping[str, Any]) -> DecoderShape:
     key_value_heads = config.get("num_key_value_heads") or heads
     positions = config.get("max_position_embeddings") or config.get("n_positions")
     layers = first("num_hidden_layers", "n_layer")
+    experts = config.get("num_experts") or config.get("num_local_experts") or 1
+    feed_forward = config.get("intermediate_size") or config.get("n_inner") or 4 * hidden
+    if experts > 1:
+        feed_forward = config.get("moe_intermediate_size") or feed_forward
     return DecoderShape(
         layers=layers,
         attention_layers=_attention_layers(config, layers),
         hidden=hidden,
-        feed_forward=config.get("intermediate_size") or config.get("n_inner") or 4 * hidden,
+        feed_forward=feed_forward,
         query=heads * head_size,
         key_value=key_value_heads * head_size,
         vocabulary=first("vocab_size"),
         tied=bool(config.get("tie_word_embeddings", True)),
         max_positions=positions,
+        experts=experts,
+        used_experts=config.get("num_experts_per_tok") or 1,
     )
 
 

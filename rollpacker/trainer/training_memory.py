@@ -459,7 +459,7 @@ class TrainingMemory:
             () if pipeline.layers == "auto" else pipeline.layers,
             num_layers=shape.layers,
             num_stages=pipeline.stages,
-            layer_work=each * shape.layer_matrices + 6 * adapters / shape.layers,
+            layer_work=each * shape.used_matrices + 6 * adapters / shape.layers,
             last_work=each * shape.embedding,
         )
         found = [replace(policy, layers=layers)]
@@ -470,7 +470,7 @@ class TrainingMemory:
                 layers if other.shape.layers == shape.layers else (),
                 num_layers=other.shape.layers,
                 num_stages=pipeline.stages,
-                layer_work=other.shape.layer_matrices,
+                layer_work=other.shape.used_matrices,
                 last_work=other.shape.embedding if other.has_head else 0,
             )
             found.append(replace(other, layers=own))
@@ -631,7 +631,7 @@ def _work(decoder: Decoder, stage: int, *, checkpointing: bool) -> tuple[float, 
     for weights in a stage, in matrix elements that are multiplied with. The output layer's weight
     gradient counts as part of the last stage's backward pass for inputs."""
     assert decoder.shape is not None
-    layers = float(decoder.matrices_in(stage))
+    layers = float(decoder.layers_in(stage) * decoder.shape.used_matrices)
     head = float(decoder.shape.embedding) if stage == len(decoder.layers) - 1 else 0.0
     again = layers if checkpointing else 0.0
     trained = layers if decoder.is_trained else 0.0
@@ -699,12 +699,16 @@ def rank_memory(config: RunConfig, *, on_cuda: bool) -> Memory | None:
     return replace(stages[0], parts=parts, name="")
 
 
-def run_memory(config: RunConfig) -> int:
-    """Return the bytes that the run's own process takes on a CPU, with the weights on their way
-    from the trainer to engines; 0 if the model's size is not known."""
-    models = TrainingMemory.of(config, on_cuda=False, notes=[])
-    copies = 2 if config.run_computes else 1
-    return 0 if models.policy is None else copies * models.policy.parameters * models.element
+def run_memory(config: RunConfig, *, on_cuda: bool) -> int:
+    """Return the bytes of host memory that the run's own process takes: weights on their way from
+    the trainer's processes to the engines, and on a CPU a model that it computes with; 0 if the
+    model's size is not known."""
+    models = TrainingMemory.of(config, on_cuda=on_cuda, notes=[])
+    if models.policy is None:
+        return 0
+    is_apart = config.train.processes is not None or config.placement is not None
+    copies = int(is_apart) if on_cuda else 2 if config.run_computes else 1
+    return copies * models.policy.parameters * models.element
 
 
 def _decoder(

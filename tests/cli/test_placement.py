@@ -4,6 +4,7 @@ follow, and what is refused with one message."""
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from rollpacker.config.load import load_config, save_config
 from rollpacker.config.schema import RunConfig
-from rollpacker.core.placement.roles import Host, PlacementError, text_of_bytes
+from rollpacker.core.placement.roles import Host, Placement, PlacementError, text_of_bytes
 from rollpacker.run.parts import placement
 from rollpacker.run.parts.placement import (
     on_nodes,
@@ -216,8 +217,11 @@ def test_engines_and_trainer_by_turns_and_a_judge(shape: Path) -> None:
     shown = rows(table(plan))
     assert shown[1][:3] == ["0-1", "node0", "engine 0, replica 0"]
     assert shown[2][:3] == ["2-3", "node0", "engine 1, replica 0"]
-    assert "judge 0" in [row[2] for row in shown[1:-1]]
-    assert all(row[3].endswith(" of 80.0 GiB") for row in shown[1:-1])
+    of_devices = [row for row in shown[1:] if row[0][0].isdigit()]
+    assert "judge 0" in [row[2] for row in of_devices]
+    assert all(row[3].endswith(" of 80.0 GiB") for row in of_devices)
+    [told] = [row[0] for row in shown if row[0].startswith("train takes on each device: ")]
+    assert " gradients " in told and "; of it waits in host memory: weights " in told
     assert shown[-1][0].startswith("note: what judge takes is not known, and not counted")
 
 
@@ -232,7 +236,7 @@ def test_a_larger_replica_takes_less_of_each_device(shape: Path) -> None:
         assert most == sorted(most, reverse=True) and most[0] > 1.5 * most[-1]
     need = train.needs(4)
     assert need is not None and need.turn > 0
-    assert need.stays > 7e9 * 12 / 4  # a quarter of the weights and both moments, in float32
+    assert need.on_host > 7e9 * 12 / 4  # a quarter of the weights and both moments, in float32
 
 
 def test_a_model_too_large_for_its_devices_names_the_device_and_what_it_takes(shape: Path) -> None:
@@ -290,14 +294,119 @@ def test_what_keys_alone_say_is_placed_as_well(shape: Path) -> None:
         plan_of(replace(config, train=replace(config.train, processes=None, replicas=1)), CLUSTER)
 
 
-def test_what_stays_while_others_have_their_turn(shape: Path) -> None:
-    """With train.offload the optimizer's state goes to host memory between turns."""
+def test_what_stays_on_a_device_and_what_waits_in_host_memory(shape: Path) -> None:
+    """With train.offload the optimizer's state goes to host memory between steps; engines and
+    trainer that take turns leave the device altogether."""
+    turns = {"rollout": {"devices": 4}, "train": {"devices": 4, "per_replica": 4}}
     of = {}
-    for offload in ("false", "true"):
-        config = issue_lines(shape, f"train.offload={offload}")
-        of[offload] = request_of(config, "cuda").roles[1].needs(4)
-    assert of["true"] is not None and of["false"] is not None
-    assert of["true"].most == of["false"].most and of["true"].stays < 0.5 * of["false"].stays
+    for name, offload, lines in (
+        ("apart", "false", {}),
+        ("offload", "true", {}),
+        ("turns", "false", {"colocate": ["rollout", "train"]}),
+    ):
+        config = config_with(*ON_GPUS, f"train.offload={offload}", folder=shape, **turns | lines)
+        of[name] = [role.needs(role.per_unit) for role in request_of(config, "cuda").roles]
+    (engine, rank), (_, offloaded), (sleeping, waiting) = of.values()
+    assert None not in (engine, rank, offloaded, sleeping, waiting)
+    assert rank.most == offloaded.most == waiting.most and rank.host_parts == ()
+    assert offloaded.stays < 0.5 * rank.stays and waiting.stays == 0 < rank.stays
+    assert offloaded.on_host == rank.stays - offloaded.stays
+    assert [name for name, _ in waiting.host_parts] == ["weights", "optimizer"]
+    assert waiting.on_host == rank.stays
+    assert engine.stays == engine.most == sleeping.turn and sleeping.stays == 0
+    assert sleeping.host_parts == ()  # vLLM gets its weights anew
+
+
+NODE = Host(name="this host", cores=64, memory_bytes=1000 * GIB, gpu_bytes=(80 * GIB,) * 8)
+OF_BOTH = {
+    "num_attention_heads": 32,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+}
+OF_8B = OF_BOTH | {
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+}
+OF_30B = OF_BOTH | {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+}
+NUM_8B = 8_190_427_136
+"""36 layers x 4,096 x (2 x 4,096 + 2 x 1,024 + 3 x 12,288), and 2 x 151,936 x 4,096."""
+NUM_30B = 30_531_911_680
+"""48 layers x 2,048 x (2 x 4,096 + 2 x 512 + 128 x (3 x 768 + 1)), and 2 x 151,936 x 2,048."""
+SPLIT = ("rollout.engines=4", "train.processes=4")
+BY_TURNS = ("rollout.engines=8", "train.processes=8", "train.colocate=true")
+
+
+def on_a_node(folder: Path, shape: dict[str, object], *overrides: str) -> RunConfig:
+    """Responses of 16k tokens, as such models give, with a gradient that is sharded at once."""
+    (folder / "config.json").write_text(json.dumps(shape))
+    return config_with(
+        *(*ON_GPUS, "rollout.max_response_tokens=16384", "model.gradient_checkpointing=true"),
+        *("train.micro_batch_tokens=20480", "train.gradient_sync=micro-batch", *overrides),
+        folder=folder,
+    )
+
+
+def parts_of(plan: Placement) -> list[dict[str, int]]:
+    return [dict(need.parts) for _, need in plan.needs]
+
+
+def test_8b_on_a_node_split_in_two(tmp_path: Path) -> None:
+    plan = plan_of(on_a_node(tmp_path, OF_8B, *SPLIT), [NODE])
+    assert [u.devices for u in plan.units] == [(0,), (1,), (2,), (3,), (4, 5, 6, 7)]
+    engine, rank = parts_of(plan)
+    assert engine["weights"] == 2 * NUM_8B
+    # At least one response of 16,384 tokens behind a prompt of 1,024, each token of 36 layers x
+    # 2 x 1,024 x 2 bytes.
+    assert engine["kv cache"] == 17_408 * 147_456
+    assert rank["weights"] == rank["gradients"] == NUM_8B and rank["optimizer"] == 2 * NUM_8B
+    assert [one.used_bytes for one in plan.devices] == [
+        *[sum(engine.values())] * 4, *[sum(rank.values())] * 4
+    ]  # fmt: skip
+    assert all(one.used_bytes < 48 * GIB for one in plan.devices)
+    assert (plan.hosts[0].used_bytes, plan.hosts[0].held_bytes) == (0, 2 * NUM_8B)
+
+
+def test_8b_on_a_node_by_turns(tmp_path: Path) -> None:
+    plan = plan_of(on_a_node(tmp_path, OF_8B, *BY_TURNS), [NODE])
+    engine, rank = parts_of(plan)
+    assert engine["weights"] == 2 * NUM_8B and rank["optimizer"] == NUM_8B
+    assert rank["weights"] == rank["gradients"] == NUM_8B // 2
+    turns = max(sum(engine.values()), sum(rank.values()))
+    assert {one.used_bytes for one in plan.devices} == {turns} and turns < 32 * GIB
+    # Weights and moments of all ranks wait in host memory; vLLM's weights come anew.
+    assert (plan.hosts[0].used_bytes, plan.hosts[0].held_bytes) == (12 * NUM_8B, 2 * NUM_8B)
+    assert f"host memory {text_of_bytes(14 * NUM_8B)} of 1000.0 GiB" in "".join(table(plan))
+
+
+def test_30b_on_a_node(tmp_path: Path) -> None:
+    plan = plan_of(on_a_node(tmp_path, OF_30B, *BY_TURNS), [NODE])
+    engine, rank = parts_of(plan)
+    assert engine["weights"] == 2 * NUM_30B and rank["optimizer"] == NUM_30B
+    assert {one.used_bytes for one in plan.devices} == {sum(rank.values())}
+    assert 16 * NUM_30B // 8 < sum(rank.values()) < 80 * GIB
+    assert plan.hosts[0].used_bytes == 12 * NUM_30B
+    small = replace(NODE, memory_bytes=300 * GIB)
+    for hosts, lines, message in (
+        ([NODE], SPLIT, "optimizer of train 56.9 GiB, weights of train 28.4 GiB, gradients of tra"),
+        ([NODE], (*BY_TURNS, "train.gradient_sync=step"), "are gradients of train 113.7 GiB, weig"),
+        ([small], BY_TURNS, "train keeps 42.7 GiB of host memory for each device); the largest pa"),
+    ):
+        with pytest.raises(PlacementError, match=re.escape(message)):
+            plan_of(on_a_node(tmp_path, OF_30B, *lines), hosts)
 
 
 def test_a_model_that_nobody_knows_is_placed_by_numbers_alone() -> None:

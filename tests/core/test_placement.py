@@ -27,7 +27,13 @@ PER_KEYS = {"rollout": "per_engine", "train": "per_replica", "judge": None}
 
 
 def role(
-    name: str, devices: object = "all", per_unit: int = 1, stays: int = 0, turn: int = 0, **more
+    name: str,
+    devices: object = "all",
+    per_unit: int = 1,
+    stays: int = 0,
+    turn: int = 0,
+    locked: int = 0,
+    **more,
 ):
     return Role(
         name=name,
@@ -35,7 +41,7 @@ def role(
         devices=devices,
         per_unit=per_unit,
         per_key=PER_KEYS[name],
-        needs=lambda per_unit: Need(stays, turn),
+        needs=lambda per_unit: Need(stays, turn, host_parts=(("weights", locked),)),
         **more,
     )
 
@@ -91,8 +97,10 @@ def check(hosts: list[Host], asked: PlacementRequest, plan: Placement) -> None:
         if not {one.name, other.name} <= asked.colocate:
             assert not set(owned[one.name]) & set(owned[other.name]), "a device in two plans"
     check_memory(hosts, asked, owned)
+    check_locked(hosts, asked, owned)
     for host, placed in zip(hosts, plan.hosts, strict=True):
-        assert (placed.name, placed.memory_bytes is None) == (host.name, asked.kind == "cuda")
+        assert (placed.name, placed.memory_bytes) == (host.name, host.memory_bytes)
+        assert placed.used_bytes <= host.memory_bytes
     for device in plan.devices:
         on = [u.name for u in plan.units if device.number in u.devices]
         assert list(device.units) == on
@@ -115,6 +123,16 @@ def check_memory(hosts: list[Host], asked: PlacementRequest, owned: dict[str, li
         for device, has in zip(devices, host.gpu_bytes, strict=True):
             on = Counter(name for name, own in owned.items() if device in own)
             assert load(asked, on) <= has
+
+
+def check_locked(hosts: list[Host], asked: PlacementRequest, owned: dict[str, list[int]]) -> None:
+    """What roles keep in host memory for their GPUs, on each host together."""
+    for host, devices in zip(hosts, starts(hosts, asked.kind), strict=True):
+        locked = sum(
+            one.need.on_host * len(set(owned.get(one.name, ())) & set(devices))
+            for one in asked.roles
+        )
+        assert asked.kind == "cpu" or locked <= host.memory_bytes
 
 
 # -- brute force -----------------------------------------------------------------------------
@@ -150,6 +168,7 @@ def brute_force(hosts: list[Host], asked: PlacementRequest) -> tuple[int, ...] |
             widened |= dict.fromkeys(colocated, union)
         try:
             check_memory(hosts, asked, {n: sorted(own) for n, own in widened.items()})
+            check_locked(hosts, asked, {n: sorted(own) for n, own in owned.items()})
         except AssertionError:
             return False
         return True
@@ -205,7 +224,8 @@ def cases(draw: st.DrawFn) -> tuple[list[Host], PlacementRequest]:
         devices = draw(st.one_of(number, number, st.just("all"), pinned))
         stays, turn = draw(st.integers(0, 4)), draw(st.integers(0, 4))
         across = draw(st.sampled_from([False, False, False, True]))
-        roles.append(role(name, devices, per_unit, stays, turn, across_hosts=across))
+        locked = draw(st.sampled_from([0, 0, 2, 5])) if kind == "cuda" else 0
+        roles.append(role(name, devices, per_unit, stays, turn, locked, across_hosts=across))
     return hosts, request(*roles, colocate=colocate if len(names) > 1 else (), kind=kind)
 
 
@@ -443,6 +463,22 @@ def test_a_device_that_is_too_small_is_named() -> None:
         plan_placement(gpus(2, memory=80 << 30), large)
     with pytest.raises(PlacementError, match="there is no CUDA device on h0"):
         plan_placement(cores(4), large)
+
+
+def test_host_memory_that_is_too_small_names_its_largest_parts() -> None:
+    parts = (("optimizer", 90), ("weights", 45), ("gradients", 40), ("master", 1))
+    train = with_(
+        role("train", 6), needs=lambda per_unit: Need(0, 80, parts=parts, host_parts=parts)
+    )
+    with pytest.raises(
+        PlacementError,
+        match=r"h0 has .* \(train keeps .* of host memory for each device\); the largest parts are "
+        r"optimizer of train .*, weights of train .*, gradients of train [^,]*$",
+    ):
+        plan_placement(gpus(8), request(train, kind="cuda"))
+    with pytest.raises(PlacementError, match=r"device 0 on h0 has .*; the largest parts are opt"):
+        plan_placement(gpus(8, memory=79), request(train, kind="cuda"))
+    assert plan_placement(gpus(8), request(with_(train, devices=5), kind="cuda"))
 
 
 def test_what_first_fit_does_not_find_is_placed_by_lines() -> None:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from rollpacker.core.placement.roles import (
     Host,
@@ -33,6 +34,8 @@ from rollpacker.core.placement.roles import (
 
 _MOST_HOSTS = 4
 """Maximum number of hosts that an error message names one by one."""
+_MOST_PARTS = 3
+"""Number of the largest parts of memory that an error message names."""
 
 
 def plan_placement(hosts: Sequence[Host], request: PlacementRequest) -> Placement:
@@ -55,6 +58,21 @@ def _in_order(request: PlacementRequest) -> Iterator[tuple[Role, int]]:
     }
     for role in sorted(request.roles, key=lambda role: rank[role.name]):
         yield role, 1 if role.count is None else role.count // role.per_unit
+
+
+class _Lack(NamedTuple):
+    """A device or a host whose memory does not suffice."""
+
+    where: str
+    has_bytes: int
+    load_bytes: int
+    """Bytes that would be needed there."""
+    counts: Mapping[str, int]
+    """Number of devices there of each role that would be there, by the role's name."""
+    held_bytes: int
+    """Bytes of the memory there that the run's own process holds."""
+    is_locked: bool = False
+    """Whether it is the memory of a host that roles keep page-locked for its GPUs."""
 
 
 class _Fill:
@@ -91,25 +109,24 @@ class _Fill:
                 placed += 1
         return placed
 
-    def lack(self, role: Role) -> tuple[str, int, int, list[Role]] | None:
+    def lack(self, role: Role) -> _Lack | None:
         """Finds what is short for another unit of this role: the first device (or host, for CPU
-        cores) without memory for it. Returns its name, its bytes of memory, the bytes needed, and
-        the roles that need them. None: memory is not what is short."""
+        cores and page-locked memory) without memory for it. None: memory is not what is short."""
         for device in role.pinned or range(len(self.on)):
             number = self.host_of[device]
             host = self.hosts[number]
             if not self._is_free(role, device) or self._has_room(role, device, role.per_unit):
                 continue
-            if self.request.kind == "cuda":
-                names = self._together(role, device)
-                has = host.gpu_bytes[self.local[device]]
-                load = self.request.load(dict.fromkeys(names, 1))
-                where = f"device {device} on {host.name}"
-            else:
-                counts = self._taken[number] + Counter({role.name: role.per_unit})
-                names, where = set(counts), host.name
-                has, load = host.left_bytes, self.request.load(counts)
-            return where, has, load, [one for one in self.request.roles if one.name in names]
+            counts = self._taken[number] + Counter({role.name: role.per_unit})
+            if self.request.kind == "cpu":
+                load = self.request.load(counts)
+                return _Lack(host.name, host.left_bytes, load, counts, host.held_bytes)
+            together = Counter(self._together(role, device))
+            load, has = self.request.load(together), host.gpu_bytes[self.local[device]]
+            if load > has:
+                return _Lack(f"device {device} on {host.name}", has, load, together, 0)
+            load = self.request.host_load(counts)
+            return _Lack(host.name, host.left_bytes, load, counts, host.held_bytes, is_locked=True)
         return None
 
     def _tries(self, role: Role) -> Iterator[list[int]]:
@@ -159,11 +176,14 @@ class _Fill:
         number = self.host_of[device]
         if self.endless:
             return True
-        if self.request.kind == "cuda":
-            load = self.request.load(dict.fromkeys(self._together(role, device), 1))
-            return load <= self.hosts[number].gpu_bytes[self.local[device]]
         counts = self._taken[number] + Counter({role.name: on_host})
-        return self.request.load(counts) <= self.hosts[number].left_bytes
+        if self.request.kind == "cpu":
+            return self.request.load(counts) <= self.hosts[number].left_bytes
+        load = self.request.load(Counter(self._together(role, device)))
+        return (
+            load <= self.hosts[number].gpu_bytes[self.local[device]]
+            and self.request.host_load(counts) <= self.hosts[number].left_bytes
+        )
 
     def _together(self, role: Role, device: int) -> set[str]:
         """Names of the roles for which the device's memory must suffice: those placed on it, this
@@ -200,18 +220,17 @@ def _placement(fill: _Fill) -> Placement:
         for number, (host, local) in enumerate(zip(fill.host_of, fill.local, strict=True))
     ]
     together = [Counter[str]() for _ in fill.hosts]
-    of_gpus = [0 for _ in fill.hosts]
-    for placed, number in zip(devices, fill.host_of, strict=True):
-        together[number].update(unit.role for unit in on[placed.number])
-        of_gpus[number] += placed.used_bytes
+    for units_there, number in zip(on, fill.host_of, strict=True):
+        together[number].update(unit.role for unit in units_there)
+    load = request.load if on_cpu else request.host_load
     placed_hosts = [
         PlacedHost(
             name=host.name,
-            used_bytes=request.load(together[number]) if on_cpu else of_gpus[number],
+            used_bytes=load(counts),
             held_bytes=host.held_bytes,
-            memory_bytes=host.memory_bytes if on_cpu else None,
+            memory_bytes=host.memory_bytes,
         )
-        for number, host in enumerate(fill.hosts)
+        for host, counts in zip(fill.hosts, together, strict=True)
     ]
     return Placement(
         kind=request.kind,
@@ -219,6 +238,7 @@ def _placement(fill: _Fill) -> Placement:
         devices=tuple(devices),
         hosts=tuple(placed_hosts),
         unknown=tuple(role.name for role in request.roles if role.needs(role.per_unit) is None),
+        needs=tuple((role.name, role.need) for role in request.roles),
     )
 
 
@@ -276,13 +296,13 @@ def _check_apart(request: PlacementRequest, one: Role, other: Role) -> None:
 def _shortage(fill: _Fill, role: Role, units: int) -> str:
     lack = fill.lack(role)
     if lack is not None and _fits_without_memory(fill, role):
-        where, has, load, roles = lack
-        needs = "; ".join(_needs(fill.request, one) for one in roles)
-        held = next((host.held_bytes for host in fill.hosts if host.name == where), 0)
+        held, roles = lack.held_bytes, [r for r in fill.request.roles if lack.counts.get(r.name)]
+        needs = "; ".join(_needs(fill.request, one, lack.is_locked) for one in roles)
         beside = f" beside the {text_of_bytes(held)} of the run's own process" if held else ""
         return (
-            f"{_wanted(role)}, and {where} has {text_of_bytes(has)}{beside}, while what would be "
-            f"there takes {text_of_bytes(load)} ({needs})"
+            f"{_wanted(role)}, and {lack.where} has {text_of_bytes(lack.has_bytes)}{beside}, while "
+            f"what would be there takes {text_of_bytes(lack.load_bytes)} ({needs})"
+            f"{_largest(roles, lack)}"
         )
     others = [one for one in fill.request.roles if one.name != role.name and fill.units[one.name]
               and not fill.request.shares(one, role)]  # fmt: skip
@@ -314,8 +334,23 @@ def _all_of(fill: _Fill, role: Role) -> list[int]:
     return sorted(device for unit in fill.units[role.name] for device in unit)
 
 
-def _needs(request: PlacementRequest, role: Role) -> str:
+def _largest(roles: Sequence[Role], lack: _Lack) -> str:
+    """The largest parts of the memory that would be needed, as the end of a sentence. Empty if no
+    parts are known."""
+    parts = [
+        (lack.counts[role.name] * size, f"{name} of {role.name}")
+        for role in roles
+        for name, size in (role.need.host_parts if lack.is_locked else role.need.parts)
+    ]
+    parts = sorted(parts, key=lambda part: -part[0])[:_MOST_PARTS]
+    named = ", ".join(f"{name} {text_of_bytes(size)}" for size, name in parts)
+    return f"; the largest parts are {named}" if parts else ""
+
+
+def _needs(request: PlacementRequest, role: Role, is_locked: bool) -> str:
     need, word = role.need, "core" if request.kind == "cpu" else "device"
+    if is_locked:
+        return f"{role.name} keeps {text_of_bytes(need.on_host)} of host memory for each device"
     turn = f", {text_of_bytes(need.turn)} of it while it works" if need.turn else ""
     of = f" ({need.of}, the most of all)" if need.of else ""
     return f"{role.name}{of} takes {text_of_bytes(need.most)} on each {word}{turn}"

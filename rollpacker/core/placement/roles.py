@@ -54,9 +54,20 @@ class Need(NamedTuple):
     """Name of the part of the role, such as "stage 1", that takes this much, the most of all parts.
     Empty: all parts take the same."""
 
+    parts: tuple[tuple[str, int], ...] = ()
+    """Names and bytes of the parts that make up what is held on a device. Empty: not known."""
+    host_parts: tuple[tuple[str, int], ...] = ()
+    """Names and bytes of what the role keeps in page-locked memory of the host for each of its
+    GPUs, such as weights that wait there for their turn on the device."""
+
     @property
     def most(self) -> int:
         return self.stays + self.turn
+
+    @property
+    def on_host(self) -> int:
+        """Bytes of `host_parts` together."""
+        return sum(size for _, size in self.host_parts)
 
 
 NOTHING = Need(0, 0)
@@ -128,6 +139,11 @@ class PlacementRequest:
                 total += need.turn * count
         return total + most
 
+    def host_load(self, counts: Mapping[str, int]) -> int:
+        """Bytes of page-locked memory of a host that roles keep for its GPUs, where `counts` has
+        each role's number of them."""
+        return sum(role.need.on_host * counts.get(role.name, 0) for role in self.roles)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
@@ -158,15 +174,14 @@ class PlacedDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedHost:
-    """One host, and the memory that its devices' units take together."""
+    """One host, and how much of its own memory the units of its devices take together."""
 
     name: str
     used_bytes: int
+    """Bytes that units on CPU cores take, or that those on GPUs keep page-locked."""
     held_bytes: int
     """Bytes of the host's memory that other processes hold."""
-    memory_bytes: int | None
-    """Bytes of memory that the host's devices share, if they are CPU cores. None for GPUs, each of
-    which has memory of its own."""
+    memory_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +194,8 @@ class Placement:
     hosts: tuple[PlacedHost, ...]
     unknown: tuple[str, ...]
     """Names of roles whose use of memory is not known, so that the plan counts 0 bytes for each."""
+    needs: tuple[tuple[str, Need], ...] = ()
+    """Each role's name, and the memory that it takes on each of its devices."""
 
     def of(self, role: str) -> tuple[Unit, ...]:
         """Units of the role with this name, in the order of their first devices."""

@@ -126,7 +126,11 @@ def _engine_need(
 
     if lines.rollout.memory_gib is not None:
         return _given(lines.rollout.memory_gib)
-    return _need(engine_memory(config, devices, on_cuda=kind == "cuda"))
+    memory = engine_memory(config, devices, on_cuda=kind == "cuda")
+    # vLLM drops what it gets anew for its next turn, which is everything but a base of adapters.
+    comes_anew = config.rollout.engine.name == "vllm" and config.model.lora is None
+    waiting = () if comes_anew or not lines.turns else ("weights", "adapters")
+    return _need(memory, kind, turns=lines.turns, waiting=waiting)
 
 
 def _rank_need(
@@ -136,19 +140,37 @@ def _rank_need(
     devices; None if unknown. Counted as for two replicas, unless the placement has devices for just
     one."""
     from rollpacker.config.placement import num_devices
-    from rollpacker.trainer.training_memory import rank_memory
+    from rollpacker.trainer.training_memory import OF_A_TURN, OFFLOADED, rank_memory
 
     if lines.train.memory_gib is not None:
         return _given(lines.train.memory_gib)
     replicas = 1 if num_devices(lines.train.devices) == devices else 2
     train = replace(config.train, processes=devices * replicas, replicas=replicas, colocate=False)
-    return _need(rank_memory(replace(config, train=train, placement=None), on_cuda=kind == "cuda"))
+    memory = rank_memory(replace(config, train=train, placement=None), on_cuda=kind == "cuda")
+    waiting = OFFLOADED if config.train.offload else ()
+    if memory is not None and lines.turns:
+        # A streamed gradient may have to wait until the engines have had another turn.
+        kept = ("gradients", "critic gradients") if config.stream_trainer.enabled else ()
+        waiting = tuple(one.name for one in memory.parts if one.name not in OF_A_TURN) + kept
+    return _need(memory, kind, turns=lines.turns, waiting=waiting)
 
 
-def _need(memory: Memory | None) -> Need | None:
+def _need(
+    memory: Memory | None, kind: DeviceKind, *, turns: bool, waiting: Sequence[str]
+) -> Need | None:
+    """Returns what this memory is for a plan. `turns`: engines and trainer use the same devices
+    alternately, so that on CUDA each leaves them. `waiting`: names of the parts that then wait in
+    host memory."""
     from rollpacker.core.placement.roles import Need
 
-    return None if memory is None else Need(memory.stays_bytes, memory.turn_bytes, memory.name)
+    if memory is None:
+        return None
+    parts = tuple((one.name, one.size_bytes) for one in memory.parts)
+    if kind == "cpu":
+        return Need(memory.stays_bytes, memory.turn_bytes, memory.name, parts)
+    stays = 0 if turns else memory.stays_bytes
+    host = tuple(part for part in parts if part[0] in waiting)
+    return Need(stays, memory.size_bytes - stays, memory.name, parts, host)
 
 
 def plan_of(config: RunConfig, hosts: Sequence[Host], *, train_first: bool = False) -> Placement:
@@ -160,8 +182,7 @@ def plan_of(config: RunConfig, hosts: Sequence[Host], *, train_first: bool = Fal
 
     kind = device_kind(config)
     first, *others = hosts
-    if kind == "cpu":
-        first = replace(first, held_bytes=run_memory(config))
+    first = replace(first, held_bytes=run_memory(config, on_cuda=kind == "cuda"))
     return plan_placement([first, *others], request_of(config, kind, train_first=train_first))
 
 
@@ -287,12 +308,16 @@ def table(plan: Placement) -> list[str]:
         rows.append((_numbers(first.number, last.number), first.host, first.units, _memory(first)))
     lines = _rows(rows)
     for host in plan.hosts:
-        if host.memory_bytes is not None:
-            own = (
-                f", {text_of_bytes(host.held_bytes)} of it the run's own" if host.held_bytes else ""
-            )
-            used = text_of_bytes(host.used_bytes + host.held_bytes)
-            lines.append(f"{host.name}: {used} of {text_of_bytes(host.memory_bytes)}{own}")
+        own = f", {text_of_bytes(host.held_bytes)} of it the run's own" if host.held_bytes else ""
+        used = text_of_bytes(host.used_bytes + host.held_bytes)
+        what = "" if plan.kind == "cpu" else "host memory "
+        lines.append(f"{host.name}: {what}{used} of {text_of_bytes(host.memory_bytes)}{own}")
+    for name, need in plan.needs:
+        if need.parts:
+            line = f"{name} takes on each device: {_parts(need.parts)}"
+            if need.on_host:
+                line += f"; of it waits in host memory: {_parts(need.host_parts)}"
+            lines.append(line)
     if plan.unknown:
         names = ", ".join(plan.unknown)
         lines.append(
@@ -334,6 +359,10 @@ def table_without(config: RunConfig, host: Host, kind: DeviceKind) -> list[str]:
     row = (_numbers(0, host.cores - 1), host.name, tuple(names), memory)
     told = f"{host.name}: {text_of_bytes(total)} of {text_of_bytes(host.memory_bytes)}"
     return [*_rows([row]), *([told] if known.whole else [])]
+
+
+def _parts(parts: Sequence[tuple[str, int]]) -> str:
+    return ", ".join(f"{name} {text_of_bytes(size)}" for name, size in parts)
 
 
 def _rows(rows: Sequence[tuple[str, str, tuple[str, ...], str]]) -> list[str]:
