@@ -62,9 +62,11 @@ _COS = tuple((-1) ** n / math.factorial(2 * n) for n in range(8, 0, -1))
 
 
 def _polynomial(coefficients: Sequence[float], x: FloatOrArray) -> FloatOrArray:
-    value = coefficients[0] * x + coefficients[1]
-    for coefficient in coefficients[2:]:
-        value = value * x + coefficient
+    value = coefficients[0] * x
+    for coefficient in coefficients[1:-1]:
+        value += coefficient
+        value *= x
+    value += coefficients[-1]
     return value
 
 
@@ -135,7 +137,10 @@ def logs(values: FloatArray) -> FloatArray:
     is_low = part < _SQRT_HALF
     part = np.where(is_low, part * 2.0, part)
     number = (exponent - is_low).astype(np.float64)
-    return np.asarray(number * _LN2_HIGH + (_log_of_part(part) + number * _LN2_LOW))
+    rest = np.asarray(_log_of_part(part))
+    rest += number * _LN2_LOW
+    number *= _LN2_HIGH
+    return np.asarray(number + rest)
 
 
 def _log_of_part(part: FloatOrArray) -> FloatOrArray:
@@ -298,7 +303,20 @@ def normal_quantile(share: float) -> float:
 
 def normal_quantiles(shares: FloatArray) -> FloatArray:
     """`normal_quantile` of each share of an array."""
-    return np.array([normal_quantile(share) for share in np.asarray(shares).tolist()])
+    shares = np.asarray(shares, dtype=np.float64)
+    from_middle = shares - 0.5
+    rest = 0.180625 - from_middle * from_middle
+    found = from_middle * (_polynomial(_MIDDLE[0], rest) / _polynomial(_MIDDLE[1], rest))
+    is_tail = np.abs(from_middle) > 0.425
+    tails = shares[is_tail]
+    root = np.sqrt(-logs(np.minimum(tails, 1.0 - tails)))
+    rest = root - 1.6
+    score = _polynomial(_OUTER[0], rest) / _polynomial(_OUTER[1], rest)
+    is_outmost = root > 5.0
+    rest = root[is_outmost] - 5.0
+    score[is_outmost] = _polynomial(_OUTMOST[0], rest) / _polynomial(_OUTMOST[1], rest)
+    found[is_tail] = np.where(from_middle[is_tail] < 0, -score, score)
+    return found
 
 
 # -- sums and tables -----------------------------------------------------------------------

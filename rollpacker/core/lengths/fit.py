@@ -207,12 +207,15 @@ def _em(
 
 def _explain(data: LengthCounts, parts: Mixture, prior: FloatArray) -> tuple[FloatArray, float]:
     """E step: (N, C, BLOCK) probability of each class given a prompt's lengths, and the value of
-    the objective (log likelihood plus log prior)."""
+    the objective (log likelihood plus log prior). `prior` (M + 1, B): number of imagined samples by
+    bin, for each class and, in the last row, for stray responses."""
     densities = parts.densities()
-    log_density = _log(densities)
-    log_survival = _log(_survival(densities, data.beyond))
-    likely = data.log_likelihoods(log_density, log_survival)
-    likely += _log(parts.weights.reshape(-1, 1))
+    # One call for all rows: most of a logarithm's time here is numpy's time for a call.
+    rows = np.vstack([densities, _survival(densities, data.beyond), parts.stray])
+    logged, log_weights = _log(rows), _log(parts.weights)
+    num_classes = len(densities)
+    likely = data.log_likelihoods(logged[:num_classes], logged[num_classes:-1])
+    likely += log_weights.reshape(-1, 1)
     top = likely.max(axis=1)
     shares = exps(likely - top[:, np.newaxis])
     whole = shares[:, 0].copy()
@@ -222,17 +225,11 @@ def _explain(data: LengthCounts, parts: Mixture, prior: FloatArray) -> tuple[Flo
     num_in_last = data.num_prompts - (len(shares) - 1) * BLOCK
     shares[-1, :, num_in_last:] = 0.0
     per_prompt = (top + logs(whole)).ravel()[: data.num_prompts]
-    return shares, total_of(per_prompt) + _log_prior(parts, prior)
-
-
-def _log_prior(parts: Mixture, prior: FloatArray) -> float:
-    """Log prior of the mixture. `prior` (M + 1, B): number of imagined samples by bin, for each
-    class and, in the last row, for stray responses."""
-    log_prior = total_of(_log(parts.bodies) * prior[:-1])
-    log_prior += PRIOR_PROMPTS * total_of(_log(parts.weights))
+    log_prior = total_of(logged[: len(parts.bodies)] * prior[:-1])
+    log_prior += PRIOR_PROMPTS * total_of(log_weights)
     if len(parts.weights) > 1:
-        log_prior += total_of(_log(parts.stray) * prior[-1])
-    return log_prior
+        log_prior += total_of(logged[-1] * prior[-1])
+    return shares, total_of(per_prompt) + log_prior
 
 
 def _improve(data: LengthCounts, shares: FloatArray, parts: Mixture, prior: FloatArray) -> Mixture:
