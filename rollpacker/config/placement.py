@@ -1,4 +1,4 @@
-"""The devices of engines, trainer and judge (`placement.*`), and keys that follow from them."""
+"""The devices of each role (`placement.*`), and keys that follow from them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollpacker.config.rollout import RolloutConfig
 from rollpacker.core.fleet.parallelism import ParallelismConfig
 from rollpacker.trainer.trainer import TrainConfig
 
-RoleName = Literal["rollout", "train", "judge"]
+RoleName = Literal["rollout", "train", "judge", "reward"]
 MAX_DEVICE = 99_999
 """Largest device number that `placement` may name; a larger one is taken for a slip."""
 _RANGES = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
@@ -66,6 +66,22 @@ class JudgePlacement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RewardPlacement:
+    """Devices of the rewards `reward_model`, whose workers share them (`placement.reward.*`)."""
+
+    devices: int | str = 1
+    """Devices of the reward models, written as those of the engines (`placement.rollout.devices`).
+    Each worker of a reward model is on one of them."""
+    memory_gib: float | None = None
+    """GiB of memory that reward models take on each of their devices. None: the weights of the
+    workers that share a device."""
+
+    def __post_init__(self) -> None:
+        _check_line(self.devices, 1, "")
+        _check_memory(self.memory_gib)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementConfig:
     """Which devices engines and trainer have (`placement.*`). Devices are numbered over all hosts;
     on a CPU a device is a core, and cores share their host's memory. The number of engines, the
@@ -75,18 +91,31 @@ class PlacementConfig:
     rollout: RolloutPlacement = field(default_factory=RolloutPlacement)
     train: TrainPlacement = field(default_factory=TrainPlacement)
     judge: JudgePlacement | None = None
+    reward: RewardPlacement | None = None
+    """None: a reward model on CUDA is on the first device that the run may use, and not counted."""
+    reference: Literal["train"] = "train"
+    """Whose devices the reference model has. train: each process of the trainer has a share of it
+    beside its share of the policy. Devices of its own are not possible yet."""
+    critic: Literal["train"] = "train"
+    """Whose devices the critic has: the trainer's, as those of the reference model."""
+    teacher: Literal["train"] = "train"
+    """Whose devices the teacher has: the trainer's, as those of the reference model."""
     colocate: tuple[RoleName, ...] = ()
-    """Roles (rollout, train, judge) that use the same devices in turn. Others share none."""
+    """Roles (rollout, train, judge, reward) that use the same devices in turn. Others share
+    none."""
     across_hosts: tuple[RoleName, ...] = ()
-    """Roles (rollout, train, judge) of which one engine or replica may span several hosts."""
+    """Roles (rollout, train) of which one engine or replica may span several hosts."""
 
     def __post_init__(self) -> None:
         for name in ("colocate", "across_hosts"):
             roles: tuple[str, ...] = getattr(self, name)
             if len(set(roles)) < len(roles):
                 raise ValueError(f"{name} names a role twice: {list(roles)}")
-            if "judge" in roles and self.judge is None:
-                raise ValueError(f"{name} names judge, which has no devices: set placement.judge")
+            for role in ("judge", "reward"):
+                if role in roles and getattr(self, role) is None:
+                    raise ValueError(
+                        f"{name} names {role}, which has no devices: set placement.{role}"
+                    )
         if len(self.colocate) == 1:
             raise ValueError(
                 f"colocate names {self.colocate[0]} alone: roles take turns with another one"

@@ -196,6 +196,21 @@ class RunConfig:
         if self.placement is not None:
             planner = self.parallelism_planner
             check_placement(self.placement, self.rollout, self.train, planner)
+            self._check_reward_models(self.placement)
+
+    def _check_reward_models(self, placement: PlacementConfig) -> None:
+        if placement.reward is None:
+            return
+        if not any(one.takes_device for one in self.rewards):
+            raise ValueError(
+                "placement.reward has devices, and no reward is a reward_model that could be on "
+                "them: leave placement.reward out"
+            )
+        if self.rewards_hosts is not None:
+            raise ValueError(
+                "placement.reward does not go with rewards_hosts, whose processes judge on the "
+                "engines' hosts: leave one of them out"
+            )
 
     def _check_stream_trainer(self) -> None:
         stream = self.stream_trainer

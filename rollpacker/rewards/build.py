@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rollpacker.did_you_mean import did_you_mean
@@ -50,10 +50,13 @@ def build_reward(
     *,
     sandbox: SandboxConfig | None = None,
     engine_completer: MakeCompleter | None = None,
+    model_environments: Sequence[Mapping[str, str]] = (),
 ) -> WeightedReward:
     """Make the rewards of a run from `configs`. `sandbox`: None for its defaults.
     `engine_completer`: makes the engine of a judge in this process (None: there can be no such
-    judge). Raises `RewardError` for a reward that cannot be used."""
+    judge). `model_environments`: all environment variables of a worker of a `reward_model`, for
+    each device that these have of their own. Raises `RewardError` for a reward that cannot be
+    used."""
     check_form(configs)
     bounds = [c.workers for c in configs if c.function in SANDBOXED and c.workers != "auto"]
     shared = Shared(
@@ -63,7 +66,7 @@ def build_reward(
     )
     parts: list[Weighted] = []
     for config in configs:
-        part = _part(config, shared)
+        part = _part(config, shared, model_environments if config.takes_device else ())
         if part.name in [one.part.name for one in parts]:
             raise RewardError(
                 f'two rewards are called "{part.name}"; give one of them another name'
@@ -89,13 +92,17 @@ def check_form(configs: Sequence[RewardConfig]) -> None:
         )
 
 
-def _part(config: RewardConfig, shared: Shared) -> RewardPart:
+def _part(
+    config: RewardConfig, shared: Shared, environments: Sequence[Mapping[str, str]]
+) -> RewardPart:
     if config.function in BUILT_IN:
-        return _built_in(config, shared)
+        return _built_in(config, shared, environments)
     return RewardFunction(config)
 
 
-def _built_in(entry: RewardConfig, shared: Shared) -> RewardPart:
+def _built_in(
+    entry: RewardConfig, shared: Shared, environments: Sequence[Mapping[str, str]]
+) -> RewardPart:
     name, row = entry.function, BUILT_IN[entry.function]
     if entry.shape not in ("auto", "trl"):
         raise RewardError(f"reward {name} is built in and has no shape; take {entry.shape} out.")
@@ -113,7 +120,11 @@ def _built_in(entry: RewardConfig, shared: Shared) -> RewardPart:
         return part
     entry = dataclasses.replace(entry, name=entry.name or name, shape="trl")
     if entry.workers == "auto":  # a model knows best how often it fits into this machine
-        entry = dataclasses.replace(entry, workers=getattr(config_class, "WORKERS", "auto"))
+        workers = len(environments) or getattr(config_class, "WORKERS", "auto")
+        entry = dataclasses.replace(entry, workers=workers)
     return RewardFunction(
-        entry, factory=f"{module.__name__}:{row.made}", check=getattr(config, "check", None)
+        entry,
+        factory=f"{module.__name__}:{row.made}",
+        check=getattr(config, "check", None),
+        environments=environments,
     )

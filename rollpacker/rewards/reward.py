@@ -216,6 +216,11 @@ class RewardConfig:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Further keyword arguments for the function or the built-in."""
 
+    @property
+    def takes_device(self) -> bool:
+        """Whether the reward is a model that has a device of the run, and not the processors."""
+        return self.function == "reward_model" and self.arguments.get("device") != "cpu"
+
     def __post_init__(self) -> None:
         if not math.isfinite(self.weight):
             raise ValueError(f"weight must be a number, not {self.weight}")

@@ -208,7 +208,7 @@ class RunSession:
         from rollpacker.run.parts.policy import load_policy
 
         shown: dict[str, Any] = {"tell": print_line, "progress": progress} if self.display else {}
-        policy = load_policy(self.config, threads=threads, **shown)
+        policy = load_policy(self.config, hosts=self.hosts, threads=threads, **shown)
         if policy.inputs.turns is not None:
             self.stack.callback(policy.inputs.turns.close)
         longest = max(len(row.tokens) for row in policy.train_prompts.rows)

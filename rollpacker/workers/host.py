@@ -81,20 +81,12 @@ class ThisHost:
     this process sees."""
     _memory: Memory | None = None
 
-    def variables(self, environment: Mapping[str, str | None]) -> dict[str, str]:
-        """Return all environment variables of a process that is started with `environment`."""
-        merged = {**os.environ, **environment}
-        gpus = self.gpus or _names(os.environ.get(GPUS))
-        if gpus and environment.get(GPUS):
-            merged[GPUS] = ",".join(gpus[int(number)] for number in _names(merged[GPUS]))
-        return {name: value for name, value in merged.items() if value is not None}
-
     def start(
         self, module: str, name: str, *, guarded: bool, environment: Mapping[str, str | None]
     ) -> tuple[Child, Line]:
         """Start `python -m module` here. Returns the process and a line (socket) to it."""
         line, theirs = Line.pair()
-        variables = {**self.variables(environment), LINE_FD: str(theirs.fileno())}
+        variables = {**variables_of(self, environment), LINE_FD: str(theirs.fileno())}
         with theirs:
             child = Child.start(
                 [sys.executable, "-m", module],
@@ -115,6 +107,15 @@ class ThisHost:
     def weights(self, source: WeightSource) -> WeightSource:
         """Return `source` itself: its weights are on this machine already."""
         return source
+
+
+def variables_of(host: ThisHost, environment: Mapping[str, str | None]) -> dict[str, str]:
+    """Return all environment variables of a process that this host starts with `environment`."""
+    merged = {**os.environ, **environment}
+    gpus = host.gpus or _names(os.environ.get(GPUS))
+    if gpus and environment.get(GPUS):
+        merged[GPUS] = ",".join(gpus[int(number)] for number in _names(environment[GPUS]))
+    return {name: value for name, value in merged.items() if value is not None}
 
 
 def _names(listed: str | None) -> list[str]:

@@ -13,7 +13,7 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rollpacker.workers.child import END_S, Child
@@ -58,9 +58,11 @@ class WorkerProcess:
         *,
         program: str,
         host: Host | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         """`load`: message with the user's code. `quota`: limit on printed output, which processes
-        share. `host`: another host, where output then stays; None: this one. Raises `OSError`."""
+        share. `host`: another host, where output then stays; None: this one. `environment`: all
+        environment variables on this host; None: those of this process. Raises `OSError`."""
         self.child: Child | Process
         self._said: Callable[[str], None] | None = None
         self._said_before: list[str] = []
@@ -89,6 +91,7 @@ class WorkerProcess:
                 name,
                 guarded=True,
                 pass_fds=[theirs.fileno()],
+                env=environment,
                 cwd=cwd,
                 output=self._output.writer,
             )

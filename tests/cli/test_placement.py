@@ -409,6 +409,28 @@ def test_30b_on_a_node(tmp_path: Path) -> None:
             plan_of(on_a_node(tmp_path, OF_30B, *lines), hosts)
 
 
+def test_a_reward_model_is_counted_by_its_files_and_workers(tmp_path: Path) -> None:
+    (tmp_path / "scorer").mkdir()
+    (tmp_path / "scorer/config.json").write_text(json.dumps(OF_8B))
+    arguments = {"model_path": str(tmp_path / "scorer")}
+    for more, count, expected in (
+        ({}, 1, 2 * NUM_8B),
+        ({"workers": 3}, 2, 4 * NUM_8B),
+        ({"arguments": {**arguments, "dtype": "float32"}}, 2, 4 * NUM_8B),
+    ):
+        reward = {"function": "reward_model", "name": "scorer", "arguments": arguments} | more
+        config = config_with(
+            *ON_GPUS,
+            f"rewards={json.dumps([reward])}",
+            rollout={"devices": 1, "memory_gib": 1},
+            train={"devices": 1, "memory_gib": 1},
+            reward={"devices": count},
+        )
+        plan = plan_of(config, [NODE])
+        assert dict(plan.needs)["reward"].parts == (("weights of scorer", expected),)
+        assert [one.used_bytes for one in plan.devices][2 : 2 + count] == [expected] * count
+
+
 def test_a_model_that_nobody_knows_is_placed_by_numbers_alone() -> None:
     config = config_with(folder="nobody/knows", **SHARED)
     plan = plan_of(config, [TWO_CORES])

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import os
 import random
 import shutil
 from collections.abc import Callable
@@ -21,9 +22,11 @@ from transformers import (
 )
 
 from rollpacker.rewards.build import build_reward
+from rollpacker.rewards.functions.function_reward import RewardFunction
 from rollpacker.rewards.reward import Failed, RewardConfig, RewardError, RewardInput, Scored
 from rollpacker.rewards.reward_model import RewardModel, _quiet, make
 from rollpacker.trainer.model import character_tokenizer
+from rollpacker.workers.worker import WorkerProcess
 
 ALPHABET = "".join(map(chr, range(32, 127))) + "\n"
 TEMPLATE = "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>{% endfor %}"
@@ -103,6 +106,38 @@ def test_the_score_is_the_models_own(folder: Path, scorer: RewardModel) -> None:
     with torch.inference_mode():
         expected = model(torch.tensor([tokenizer("2 + 3 = 5")["input_ids"]])).logits.item()
     assert scorer(["2 + 3 ="], [" 5"])[0] == pytest.approx(expected, abs=1e-6)
+
+
+def test_workers_are_spread_over_the_devices_that_reward_models_have(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each worker notes in which environment it was started; one that has ended makes room."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    environments = [{**os.environ, "CUDA_VISIBLE_DEVICES": name} for name in ("4", "GPU-b")]
+    [part] = build_reward(
+        [RewardConfig(function="reward_model", arguments={"model_path": str(folder)})],
+        model_environments=environments,
+    )._parts
+    reward = part.part
+    assert isinstance(reward, RewardFunction) and reward._config.workers == 2
+    others = [reward._start(f"more-{number}") for number in range(3)]
+    try:
+        assert [[seen(one) for one in there] for there in reward._on] == [["4"] * 2, ["GPU-b"] * 2]
+        others[0].close()
+        others.append(reward._start("anew"))
+        assert seen(others[-1]) == "GPU-b"
+    finally:
+        for one in others:
+            one.close()
+        asyncio.run(reward.close())
+
+
+def seen(process: WorkerProcess) -> str:
+    """CUDA_VISIBLE_DEVICES of a worker, from the kernel, which has it once the program runs."""
+    file, name = Path(f"/proc/{process.child.pid}/environ"), "CUDA_VISIBLE_DEVICES="
+    while not (found := [one for one in file.read_text().split("\0") if one.startswith(name)]):
+        assert process.child.how_ended() is None
+    return found[0].removeprefix(name)
 
 
 def test_no_padding_token_means_one_at_a_time(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from rollpacker.core.placement.roles import Host, PlacementError
 from rollpacker.run.parts import hosts, placement
 from rollpacker.run.parts.hosts import Hosts
 from rollpacker.run.parts.this_host import THIS_HOST
-from rollpacker.workers.host import ThisHost
+from rollpacker.workers.host import ThisHost, variables_of
 
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
@@ -53,7 +53,7 @@ def seen(environments: Sequence[Mapping[str, str]]) -> list[str]:
     return [
         subprocess.run(
             [sys.executable, "-S", "-c", say],
-            env=ThisHost().variables(one),
+            env=variables_of(ThisHost(), one),
             capture_output=True,
             text=True,
         ).stdout.strip()
@@ -134,6 +134,47 @@ def test_too_few_gpus_are_refused_before_anything_starts(own: list[int]) -> None
         opened("rollout.engines=6", "train.processes=4")
     with pytest.raises(PlacementError, match=r"both have 1 device, 0, and nothing says that they"):
         opened(lines={"rollout": {"devices": "0-3"}, "train": {"devices": "0-0"}})
+
+
+JUDGED = {
+    "rollout": {"devices": "0-3"},
+    "train": {"devices": "4-5"},
+    "reward": {"devices": "6-7", "memory_gib": 20},
+}
+MODEL = 'rewards=[{"function": "reward_model", "arguments": {"model_path": "nowhere"}}]'
+
+
+def test_reward_models_have_gpus_of_their_own(own: list[int]) -> None:
+    config, found = opened(MODEL, lines=JUDGED)
+    assert engines_see(config, found) == ["0", "1", "2", "3"] and ranks_see(found) == ["4", "5"]
+    each = [one["CUDA_VISIBLE_DEVICES"] for one in found.of_reward_models()]
+    assert each == ["6", "7"] and "PATH" in found.of_reward_models()[0]
+    _, without = opened(MODEL, *SPLIT)
+    assert without.of_reward_models() == []
+    by_turns = JUDGED | {"colocate": ["train", "reward"], "reward": {"devices": "4-5"}}
+    _, found = opened(MODEL, lines=by_turns)
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in found.of_reward_models()] == ["4", "5"]
+
+
+def test_a_reward_model_that_is_in_the_way_is_refused(own: list[int]) -> None:
+    overlap = JUDGED | {"reward": {"devices": "5-6"}}
+    with pytest.raises(
+        PlacementError, match=r"placement.train .* and placement.reward .* 1 device"
+    ):
+        opened(MODEL, lines=overlap)
+    with pytest.raises(PlacementError, match=r"device 6 on this host has 80.0 GiB, .*90.0 GiB"):
+        opened(MODEL, lines=JUDGED | {"reward": {"devices": "6-7", "memory_gib": 90}})
+    with pytest.raises(
+        ValueError, match=r"has devices, and no reward is a reward_model that could be"
+    ):
+        opened(lines=JUDGED)
+    for key, message in (
+        ("reference", r"placement.reference .* Allowed: .train."),
+        ("referense", r'placement.referense .* no known key. Did you mean "reference"\?'),
+        ("criticc", r'Did you mean "critic"\?'),
+    ):
+        with pytest.raises(ValueError, match=message):
+            opened(MODEL, lines=JUDGED | {key: {"devices": 1}})
 
 
 def test_torchruns_ranks_have_the_first(own: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import logging
 import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,18 @@ class RewardFunction:
     becomes a `Failed` verdict with a reason. Meets the protocol `RewardPart`."""
 
     def __init__(
-        self, config: RewardConfig, *, factory: str | None = None, check: Check | None = None
+        self,
+        config: RewardConfig,
+        *,
+        factory: str | None = None,
+        check: Check | None = None,
+        environments: Sequence[Mapping[str, str]] = (),
     ) -> None:
         """Starts a worker to inspect the function. Raises `RewardError` if the function cannot be
         used. `factory` (`module:name`): makes a built-in reward's function when called with the
         config's arguments; None for a user's own, which `config.function` names. `check`: a further
-        check of a dataset's rows, or None."""
+        check of a dataset's rows, or None. `environments`: for each device of the workers, all
+        environment variables of a worker on it; empty: workers have those of this process."""
         self._config = config if factory is None else dataclasses.replace(config, arguments={})
         self._own_check = check
         self._is_built_in = factory is not None
@@ -59,6 +66,9 @@ class RewardFunction:
         self._load = pickle.dumps((factory or spec, factory is not None, dict(config.arguments)))
         self._quota = OutputQuota()
         self._printed = Printed()
+        self._environments = environments
+        self._on: list[list[WorkerProcess]] = [[] for _ in environments]
+        """Workers that were started on each device."""
         self._spares = [self._start(f"{config.name or 'reward'}-1")]
         hello = self._greeted(self._spares[0])
         # An instance or a partial has no name of its own, but is found under one.
@@ -78,7 +88,14 @@ class RewardFunction:
         self._patience = Patience(self.name, config.max_failed_calls)
 
     def _start(self, name: str) -> WorkerProcess:
-        return WorkerProcess(name, self._load, self._cwd, self._quota, program=PROGRAM)
+        start = partial(WorkerProcess, name, self._load, self._cwd, self._quota, program=PROGRAM)
+        if not self._on:
+            return start()
+        for there in self._on:
+            there[:] = [one for one in there if one.child.how_ended() is None]
+        device = min(range(len(self._on)), key=lambda number: len(self._on[number]))
+        self._on[device].append(start(environment=self._environments[device]))
+        return self._on[device][-1]
 
     def _greeted(self, process: WorkerProcess) -> dict[str, Any]:
         function = self._config.function

@@ -101,6 +101,25 @@ class Hosts:
         # On CUDA each sees its own device alone, which is its first.
         return [RankPlace(0, host, environment) for host, environment in places]
 
+    def of_reward_models(self) -> list[dict[str, str]]:
+        """Returns all environment variables of a worker of a reward model, for each device of
+        theirs. Empty if they have none of their own, and on a CPU. Raises `ValueError` if a device
+        is not on the run's host, where rewards are judged."""
+        from rollpacker.workers.host import ThisHost, variables_of
+
+        if self.plan is None or self.plan.kind == "cpu":
+            return []
+        found = []
+        for device in self._devices("reward"):
+            host, environment = self._place([device])
+            if not isinstance(host, ThisHost):
+                raise ValueError(
+                    f"placement.reward has a device on {host.name}, and rewards are judged on the "
+                    f"run's host, {self.address}: name devices of that host"
+                )
+            found.append(variables_of(host, environment))
+        return found
+
     def beside_engines(self, per_host: int) -> list[Host]:
         """Returns every host with engines, `per_host` times each: one entry for each process of
         rewards or environments to start."""

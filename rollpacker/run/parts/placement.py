@@ -1,19 +1,20 @@
-"""Plans which devices engines, trainer and judge get, from the config, the hosts, and the memory
-that each needs; and shows the plan as a table."""
+"""Plans which devices engines, trainer, judge and reward models get, from the config, the hosts,
+and the memory that each needs; and shows the plan as a table."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rollpacker.core.placement.roles import as_ranges, text_of_bytes
 from rollpacker.run.parts.this_host import this_host
 
 if TYPE_CHECKING:
-    from rollpacker.config.placement import PlacementConfig
+    from rollpacker.config.placement import JudgePlacement, PlacementConfig, RewardPlacement
     from rollpacker.config.schema import RunConfig
     from rollpacker.core.placement.roles import (
         DeviceKind,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
         PlacedDevice,
         Placement,
         PlacementRequest,
+        Role,
     )
     from rollpacker.trainer.training_memory import Memory
 
@@ -67,9 +69,9 @@ def lines_of_keys(config: RunConfig) -> PlacementConfig:
 def request_of(
     config: RunConfig, kind: DeviceKind, *, train_first: bool = False
 ) -> PlacementRequest:
-    """Returns what is to be placed (engines, trainer, judge), with the devices and memory that each
-    needs. `train_first`: the trainer gets the first devices, as it always does with ray. Raises
-    `ValueError` if the config cannot be placed."""
+    """Returns what is to be placed (engines, trainer, judge, reward models), with the devices and
+    memory that each needs. `train_first`: the trainer gets the first devices, as it always does
+    with ray. Raises `ValueError` if the config cannot be placed."""
     from rollpacker.config.placement import devices_of
     from rollpacker.core.placement.roles import PlacementRequest, Role
 
@@ -93,14 +95,10 @@ def request_of(
         ),
     ]
     if lines.judge is not None:
-        given = _given(lines.judge.memory_gib)
+        roles.append(_of_single_devices("judge", lines.judge, _given(lines.judge.memory_gib)))
+    if lines.reward is not None:
         roles.append(
-            Role(
-                name="judge",
-                unit="judge",
-                devices=devices_of(lines.judge.devices),
-                needs=lambda devices: given,
-            )
+            _of_single_devices("reward", lines.reward, _reward_need(config, lines.reward, kind))
         )
     if config.runtime == "ray" or train_first:
         # On the run's host, the first, if it has room.
@@ -111,6 +109,17 @@ def request_of(
         colocate=frozenset(lines.colocate),
         kind=kind,
     )
+
+
+def _of_single_devices(
+    name: Literal["judge", "reward"], line: JudgePlacement | RewardPlacement, need: Need | None
+) -> Role:
+    """Returns the role `name`, each unit of which has one device and takes `need` there."""
+    from rollpacker.config.placement import devices_of
+    from rollpacker.core.placement.roles import Role
+
+    unit = {"judge": "judge", "reward": "reward model"}[name]
+    return Role(name=name, unit=unit, devices=devices_of(line.devices), needs=lambda _: need)
 
 
 def _given(memory_gib: float | None) -> Need | None:
@@ -153,6 +162,28 @@ def _rank_need(
         kept = ("gradients", "critic gradients") if config.stream_trainer.enabled else ()
         waiting = tuple(one.name for one in memory.parts if one.name not in OF_A_TURN) + kept
     return _need(memory, kind, turns=lines.turns, waiting=waiting)
+
+
+def _reward_need(config: RunConfig, lines: RewardPlacement, kind: DeviceKind) -> Need | None:
+    """Returns the memory that workers of reward models take on each of their devices, over which
+    they are spread; None if the size of a model is not known."""
+    from rollpacker.config.placement import num_devices
+    from rollpacker.core.placement.roles import Need
+    from rollpacker.trainer.model_shape import model_folder, num_parameters
+
+    if lines.memory_gib is not None:
+        return _given(lines.memory_gib)
+    count = num_devices(lines.devices) or 1
+    parts = []
+    for one in [reward for reward in config.rewards if reward.takes_device]:
+        path, dtype = str(one.arguments.get("model_path")), one.arguments.get("dtype", "auto")
+        parameters = num_parameters(model_folder(path), path, [])
+        if parameters is None:
+            return None
+        element = 2 if dtype == "bfloat16" or (dtype == "auto" and kind == "cuda") else 4
+        workers = 1 if one.workers == "auto" else math.ceil(one.workers / count)
+        parts.append((f"weights of {one.name or path}", workers * parameters * element))
+    return Need(sum(size for _, size in parts), 0, parts=tuple(parts))
 
 
 def _need(

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rollpacker.engines.engine import Engine, EngineConfig
     from rollpacker.rewards.shared import Progress
     from rollpacker.rewards.weighted import WeightedReward
+    from rollpacker.run.parts.hosts import Hosts
     from rollpacker.run.ports.player import Player
     from rollpacker.trainer.model import LoadedModel
 
@@ -121,16 +122,17 @@ def load_inputs(
     config: RunConfig,
     *,
     model_path: str | None = None,
+    hosts: Hosts | None = None,
     tell: Tell | None = None,
     progress: Progress | None = None,
 ) -> Inputs:
-    """Load prompts and rewards, and try the rewards out, before the model is loaded. `tell` is
-    given lines to show, `progress` how far the rewards' checks are. Raises `ValueError` and
-    `RewardError`."""
+    """Load prompts and rewards, and try the rewards out, before the model is loaded. `hosts`: as in
+    `load_reward`. `tell` is given lines to show, `progress` how far the rewards' checks are. Raises
+    `ValueError` and `RewardError`."""
     from rollpacker.data.prompts import load_prompts
     from rollpacker.run.parts.rewards import as_input, load_reward
 
-    reward = load_reward(config)
+    reward = load_reward(config, hosts)
     if progress is not None:
         reward.shared.progress = progress
     of_model = of_tokenizer(config, model_path or config.model.path)
@@ -197,14 +199,16 @@ def load_policy(
     config: RunConfig,
     *,
     model_path: str | None = None,
+    hosts: Hosts | None = None,
     threads: int | None = None,
     tell: Tell | None = None,
     progress: Progress | None = None,
 ) -> LoadedPolicy:
     """Load prompts and rewards, which fail fast, then the model. `model_path`: other weights and
-    tokenizer than the config's. `threads` replaces `train.threads`, unless None. `tell` is given
-    lines to show, `progress` shows how far long work is. If engines and trainer have processes of
-    their own, the model has names and shapes alone, without memory."""
+    tokenizer than the config's. `hosts`: as in `load_reward`. `threads` replaces `train.threads`,
+    unless None. `tell` is given lines to show, `progress` shows how far long work is. If engines
+    and trainer have processes of their own, the model has names and shapes alone, without
+    memory."""
     from rollpacker.engines.embedded.attention import install_attention, other_layers
     from rollpacker.engines.table import BRING_THEIR_OWN_MODEL
     from rollpacker.trainer.model import load_model
@@ -213,7 +217,7 @@ def load_policy(
     if model_path is not None:
         # A checkpoint's model is whole: its adapter is merged, and it is not of 4 bits.
         model_config = dataclasses.replace(model_config, path=model_path, quantization=None)
-    inputs = load_inputs(config, model_path=model_path, tell=tell, progress=progress)
+    inputs = load_inputs(config, model_path=model_path, hosts=hosts, tell=tell, progress=progress)
     for doubt in inputs.doubts:
         logger.warning("%s", doubt)
     computes = model_path is not None or config.run_computes

@@ -19,15 +19,22 @@ if TYPE_CHECKING:
     from rollpacker.run.parts.hosts import Hosts
 
 
-def load_reward(config: RunConfig) -> WeightedReward:
-    """Build the config's rewards in this process. Raises `RewardError` if one cannot be used."""
+def load_reward(config: RunConfig, hosts: Hosts | None = None) -> WeightedReward:
+    """Build the config's rewards in this process. `hosts`: those of the run, which know the devices
+    of reward models; None: nothing is placed. Raises `RewardError` if one cannot be used, and
+    `ValueError` as `Hosts.of_reward_models` does."""
     from rollpacker.rewards.build import build_reward
 
     if config.rewards_hosts is not None:
         from rollpacker.rewards.hosts import refuse_bound
 
         refuse_bound(config.rewards)
-    return build_reward(config.rewards, sandbox=config.sandbox, engine_completer=_engine_completer)
+    return build_reward(
+        config.rewards,
+        sandbox=config.sandbox,
+        engine_completer=_engine_completer,
+        model_environments=[] if hosts is None else hosts.of_reward_models(),
+    )
 
 
 def _engine_completer(model_path: str, *, max_reply_tokens: int, concurrency: int) -> Any:
