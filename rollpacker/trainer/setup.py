@@ -51,16 +51,31 @@ def build_learner(
     """Load the models and build a learner. A given `model` (with its `tokenizer`) is trained in
     place; None: it is loaded. `shards` are the ranks that share the model; None: there is one
     process. Raises `ModelError` or `ValueError` for a wrong model, teacher or setting."""
+    from rollpacker.trainer.saved_weights import reading_on_call
+
+    with reading_on_call():  # for what the models are tried with before they are sharded
+        return _learner(setup, model, tokenizer, shards)
+
+
+def _learner(
+    setup: LearnerSetup,
+    model: PreTrainedModel | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    shards: Shards | None,
+) -> Learner:
     from rollpacker.trainer.critic import from_policy_model, load_critic
     from rollpacker.trainer.frozen import check_same_vocabulary, load_teacher
     from rollpacker.trainer.learner import Learner
     from rollpacker.trainer.lora import add_adapter
-    from rollpacker.trainer.model import load_model, load_tokenizer
+    from rollpacker.trainer.model import check_padding, load_model, load_tokenizer
 
     _ = setup.algorithm.own_loss  # what cannot be had in this process is said before it loads
+    later = shards is not None
     if model is None:
-        loaded = load_model(setup.model)
+        loaded = load_model(setup.model, weights_later=later)
         model, tokenizer = loaded.model, loaded.tokenizer
+        if later:
+            check_padding(model, setup.model.path)
     assert tokenizer is not None
     critic = None
     if setup.algorithm.needs_critic:
@@ -72,7 +87,7 @@ def build_learner(
             check_same_vocabulary(
                 load_tokenizer(path, setting="train.critic.path"), tokenizer, name
             )
-            critic = load_critic(setup.model, path)
+            critic = load_critic(setup.model, path, weights_later=later)
     teacher = None
     if setup.algorithm.needs_teacher:
         assert setup.model.teacher is not None
