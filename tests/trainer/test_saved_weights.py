@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollpacker.algo.config import AlgorithmConfig
+from rollpacker.trainer import memory
 from rollpacker.trainer.learner import Learner
 from rollpacker.trainer.model import load_model, write_character_tokenizer
 from rollpacker.trainer.saved_weights import reads_later
@@ -219,3 +220,18 @@ def test_no_rank_holds_more_than_its_shard_and_a_layer(ranks, tmp_path):
     for peak, model in ranks.run(4, peak_of, *setups):
         assert model > 190e6
         assert peak < 0.4 * model, (peak, model)
+
+
+def tokens_that_fit(shards: Shards, setup: LearnerSetup, rooms: list[int]) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "room_bytes", lambda device: rooms[shards.rank])
+        learner = build_learner(setup, shards=shards)
+    return learner._passes._batcher._max_tokens
+
+
+def test_all_ranks_take_the_micro_batches_for_which_the_fullest_has_room(ranks, tmp_path):
+    setup = setup_of(write(tmp_path, "qwen2"))
+    train = dataclasses.replace(setup.train, micro_batch_tokens="auto")
+    choices = ((4096, 100), (8192, 200), (16384, 400))
+    setup = dataclasses.replace(setup, train=train, micro_batch_choices=choices)
+    assert ranks.run(2, tokens_that_fit, setup, [500, 300]) == [8192, 8192]
