@@ -30,7 +30,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from rollpacker.trainer.model import no_progress_bars
-from rollpacker.trainer.sharding import Shards, any_rank, full_tensors, placed_like
+from rollpacker.trainer.saved_weights import SavedWeights, empty_twin
+from rollpacker.trainer.sharding import Shards, any_rank, full_tensors
 from rollpacker.trainer.trainer import TrainerError, TrainerStateError
 
 if TYPE_CHECKING:
@@ -77,17 +78,10 @@ def load_model_weights(
 ) -> None:
     """Copy a saved model's parameters and buffers into `model`, plain or sharded, in place. `part`
     are the tensors of a pipeline stage, by the whole model's names, to load only these; None: load
-    all. A process reads no more than its shards, unless transformers saves the model under other
-    tensor names. Raises `TrainerStateError` if the folder cannot be read or holds another model."""
+    all. A process reads no more than its shards, and of a tensor that is converted the whole of it.
+    Raises `TrainerStateError` if the folder cannot be read or holds another model."""
     target = state_tensors(model) if part is None else dict(part)
-    saved = _on_all_ranks(lambda: _saved_layout(folder), shards)
-    if part is not None:
-        saved = {name: value for name, value in saved.items() if name in part}
-    if saved.keys() == target.keys():
-        _check_shapes(saved, target, folder)
-        _load(target, folder, shards)
-    else:
-        _on_all_ranks(lambda: _copy_by_transformers(model, target, folder), shards)
+    _on_all_ranks(lambda: _read_model(model, target, folder), shards)
 
 
 def save_trainer(
@@ -227,7 +221,7 @@ def _checked_layout(folder: Path, like: Mapping[str, Tensor], *, part: bool) -> 
     saved = _saved_layout(folder)
     if part:
         saved = {name: value for name, value in saved.items() if name in like}
-    _check_shapes(saved, like, folder)
+    _check_shapes({name: value.shape for name, value in saved.items()}, like, folder)
     for name, value in saved.items():
         if value.dtype != like[name].dtype:
             raise TrainerStateError(
@@ -237,7 +231,9 @@ def _checked_layout(folder: Path, like: Mapping[str, Tensor], *, part: bool) -> 
     return saved
 
 
-def _check_shapes(saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor], folder: Path) -> None:
+def _check_shapes(
+    saved: Mapping[str, torch.Size], wanted: Mapping[str, Tensor], folder: Path
+) -> None:
     """Raise `TrainerStateError`, naming a tensor, if the saved tensors and the wanted ones do not
     have the same names and shapes."""
     if missing := wanted.keys() - saved.keys():
@@ -245,9 +241,9 @@ def _check_shapes(saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor], fol
     if extra := saved.keys() - wanted.keys():
         raise TrainerStateError(f"{folder} holds another model: it also has {min(extra)}")
     for name, value in wanted.items():
-        if saved[name].shape != value.shape:
+        if saved[name] != value.shape:
             raise TrainerStateError(
-                f"{folder} holds another model: {name} has shape {tuple(saved[name].shape)} there "
+                f"{folder} holds another model: {name} has shape {tuple(saved[name])} there "
                 f"and {tuple(value.shape)} here"
             )
 
@@ -262,20 +258,19 @@ def _load(tensors: dict[str, Tensor], folder: Path, shards: Shards | None) -> No
         raise TrainerStateError(f"{folder}: cannot read its tensors: {_cause(failure)}") from None
 
 
-def _copy_by_transformers(
-    model: PreTrainedModel, target: Mapping[str, Tensor], folder: Path
-) -> None:
+@torch.no_grad()
+def _read_model(model: PreTrainedModel, target: Mapping[str, Tensor], folder: Path) -> None:
     try:
-        with no_progress_bars():
-            read = type(model).from_pretrained(
-                folder, dtype=model.dtype, local_files_only=True, use_safetensors=True
-            )
+        saved = SavedWeights(folder, empty_twin(model))
+        for name in saved.unknown:
+            raise TrainerStateError(f"{folder} holds another model: it also has {name}")
+        _check_shapes(
+            {n: shape for n, shape in saved.shapes.items() if n in target}, target, folder
+        )
+        for name, value in target.items():
+            saved.fill(value, name)
     except _READ_ERRORS as error:
         raise TrainerStateError(f"{folder}: cannot read the model: {error}") from error
-    source = state_tensors(read)
-    _check_shapes(source, target, folder)
-    for name, value in target.items():
-        value.copy_(placed_like(value, source[name]))
 
 
 def _cause(failure: CheckpointException) -> str:

@@ -6,17 +6,16 @@ import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from rollpacker.trainer.batches import MicroBatch
-from rollpacker.trainer.model import ModelError, load_model, no_load_report, no_progress_bars
+from rollpacker.trainer.model import ModelError, load_model, no_progress_bars
+from rollpacker.trainer.saved_weights import SavedWeights, device_of, empty_twin
 from rollpacker.trainer.sharding import placed_like
 from rollpacker.trainer.trainer import ModelConfig, TrainerStateError
 
@@ -33,9 +32,8 @@ class Critic(nn.Module):
         super().__init__()
         self.model = model.requires_grad_(True)
         like = next(model.parameters())
-        self.value_head = nn.Linear(
-            model.config.get_text_config().hidden_size, 1, device=like.device, dtype=like.dtype
-        )
+        size, device = model.config.get_text_config().hidden_size, device_of(model)
+        self.value_head = nn.Linear(size, 1, device=device, dtype=like.dtype)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
         self.eval()
@@ -62,10 +60,12 @@ def from_policy_model(model: PreTrainedModel) -> Critic:
     return Critic(copy.deepcopy(_body(model)))
 
 
-def load_critic(config: ModelConfig, path: str) -> Critic:
+def load_critic(config: ModelConfig, path: str, *, weights_later: bool = False) -> Critic:
     """Return a critic on the body of the causal LM in `path` (a Hugging Face folder or a hub name),
-    in `config`'s dtype and on its device. Raises `ModelError` if that cannot be loaded."""
-    loaded = load_model(replace(config, path=path), setting="train.critic.path")
+    in `config`'s dtype and on its device. With `weights_later` it reads its weights once it is
+    sharded. Raises `ModelError` if it cannot be loaded."""
+    config = replace(config, path=path)
+    loaded = load_model(config, setting="train.critic.path", weights_later=weights_later)
     return Critic(_body(loaded.model))
 
 
@@ -86,9 +86,12 @@ def load_critic_weights(critic: Critic, folder: Path) -> None:
     """Copy a critic that `save_critic` wrote into `critic`, in place; each rank of a sharded critic
     copies its shard. Raises `TrainerStateError`, with nothing changed, if the folder cannot be read
     or holds a critic of another architecture."""
-    saved = _read(folder, critic)
+    body, head = _read(folder, critic)
     for name, value in critic.state_dict().items():
-        value.copy_(placed_like(value, saved[name]))
+        if name.startswith(HEAD):
+            value.copy_(placed_like(value, head[name.removeprefix(HEAD)]))
+        else:
+            body.fill(value, name.removeprefix(BODY))
 
 
 def _body(model: PreTrainedModel) -> PreTrainedModel:
@@ -105,27 +108,17 @@ def _part(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {n.removeprefix(prefix): value for n, value in state.items() if n.startswith(prefix)}
 
 
-def _read(folder: Path, critic: Critic) -> dict[str, Tensor]:
-    """Read a saved critic's tensors, by name. Raises `TrainerStateError` if they are not those of
-    this critic's architecture."""
+def _read(folder: Path, critic: Critic) -> tuple[SavedWeights, dict[str, Tensor]]:
+    """Return a saved critic's body, to be read, and the tensors of its value head. Raises
+    `TrainerStateError` if they are not those of this critic's architecture."""
+    twin = empty_twin(critic.model)
     try:
-        with no_progress_bars(), no_load_report():
-            read: Any = _plain_class(critic.model).from_pretrained(
-                folder,
-                # Without one in the folder, transformers would build its default: some 7B.
-                config=critic.model.config,
-                dtype=critic.model.dtype,
-                local_files_only=True,
-                use_safetensors=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are among `wrong`, by name
-            )
-        head = load_file(folder / HEAD_FILE)
-        body, info = read
+        body, head = SavedWeights(folder, twin), load_file(folder / HEAD_FILE)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise TrainerStateError(f"{folder}: cannot read the critic: {error}") from error
-    mismatched = {name for name, *_ in info["mismatched_keys"]}
-    wrong = {BODY + n for n in {*info["missing_keys"], *info["unexpected_keys"], *mismatched}}
+    own = {name: value.shape for name, value in twin.state_dict().items()}
+    wrong = {BODY + name for name in {*body.unknown, *(own.keys() ^ body.shapes.keys())}}
+    wrong |= {BODY + n for n in own.keys() & body.shapes.keys() if own[n] != body.shapes[n]}
     own_head = critic.value_head.state_dict() or head  # a pipeline stage may have none
     wrong |= {HEAD + name for name in own_head.keys() ^ head.keys()}
     wrong |= {HEAD + n for n in own_head.keys() & head.keys() if own_head[n].shape != head[n].shape}
@@ -134,13 +127,4 @@ def _read(folder: Path, critic: Critic) -> dict[str, Tensor]:
             f"{folder} holds a critic of another architecture: {min(wrong)} is missing on one side"
             " or has another shape; set train.critic.path to the model that it was made from"
         )
-    return {BODY + name: value for name, value in body.state_dict().items()} | {
-        HEAD + name: value for name, value in head.items()
-    }
-
-
-def _plain_class(model: PreTrainedModel) -> type[PreTrainedModel]:
-    """Return the model's transformers class. FSDP2 gives a sharded model a subclass of it."""
-    plain = next(c for c in type(model).__mro__ if not issubclass(c, FSDPModule))
-    assert issubclass(plain, PreTrainedModel)
-    return plain
+    return body, head

@@ -27,6 +27,7 @@ from rollpacker.trainer.training_memory import (
     Sweep,
     TrainingMemory,
     cache_rows,
+    engine_memory,
     memory_part,
     text_of_bytes,
 )
@@ -50,6 +51,12 @@ class Estimate:
     batch: BatchArithmetic
     memory: Memory
     """Memory of the run's own process. It has no parts if the model's shape is not known."""
+    engines: int
+    """Number of engines in processes of their own; 0 if the run's process has the one engine."""
+    engine: Memory
+    """Memory that an engine in a process of its own takes on each of its `engine_devices`. It has
+    no parts if there is no such engine, or if nothing is known of its memory."""
+    engine_devices: int
     processes: int
     """Number of the trainer's own processes; 0 if the trainer works in the run's process."""
     ranks: tuple[Memory, ...]
@@ -70,13 +77,16 @@ class Estimate:
 
     @property
     def total_bytes(self) -> int | None:
-        """Bytes of all processes together on a CPU; on CUDA bytes of the run's own process only,
-        since each other process has its own GPU. None: parts of the memory are not known."""
+        """Bytes of all processes together on a CPU; on CUDA bytes of the run's own process, or if
+        it uses no GPU of that other process which takes the most of its own GPU. None: parts of
+        the memory are not known."""
         if not self.whole:
             return None
-        processes = 0 if self.device == "cuda" else self.processes
-        others = sum(self.rank(number).size_bytes for number in range(processes))
-        return self.memory.size_bytes + others
+        ranks = [self.rank(number).size_bytes for number in range(self.processes)]
+        engines = [self.engine.size_bytes] * (self.engines * self.engine_devices)
+        if self.device == "cuda":
+            return self.memory.size_bytes or max(*ranks, *engines)
+        return self.memory.size_bytes + sum(ranks) + sum(engines)
 
     def rank(self, number: int) -> Memory:
         """Return the memory of the trainer's process with this number. The record has no parts if
@@ -118,6 +128,9 @@ class Estimate:
             )
         where = "besides torch and what the allocator keeps"
         lines += _memory_lines(self.memory, where, whole=self.whole)
+        if self.engine.parts:
+            lines.append(f"and on each device of the {self.engines} engines:")
+            lines += _memory_lines(self.engine, "on each", whole=True)
         if self.sweep is not None:
             lines += self._stage_lines(self.sweep)
         elif self.ranks and self.ranks[0].parts:
@@ -196,14 +209,22 @@ def estimate(config: RunConfig, *, has_cuda: bool | None = None) -> Estimate:
         found = models.stages(notes)
         ranks, sweep = ((), None) if found is None else found
         notes += _stage_notes(config.train.pipeline.stages, sweep)
+    engine = None
+    apart, degree = config.engines_are_apart, config.parallelism_planner.initial
+    if apart:
+        engine = engine_memory(config, degree, on_cuda=on_cuda)
     if shape is not None:
-        parts += [*_cache_memory(models, notes), *_carried_memory(config, on_cuda, notes)]
+        parts += [] if apart else _cache_memory(models, notes)
+        parts += _carried_memory(config, on_cuda, notes)
     return Estimate(
         device="cuda" if on_cuda else "cpu",
         dtype=models.dtype,
         num_parameters=None if policy is None else policy.parameters,
         batch=batch_arithmetic(config),
         memory=Memory(parts=tuple(parts)),
+        engines=config.rollout.engines if apart else 0,
+        engine=engine or Memory(),
+        engine_devices=degree,
         processes=config.train.processes or 0,
         ranks=ranks,
         sweep=sweep,
@@ -226,18 +247,13 @@ def _stage_notes(count: int, sweep: Sweep | None) -> list[str]:
 
 
 def _engine_memory(models: TrainingMemory, notes: list[str]) -> list[MemoryPart]:
-    """Return the memory parts for the engine's own copy of the model, and for the weights or
-    adapters on their way to that copy. Empty if the engine uses the trainer's tensors."""
+    """Return the memory parts of the run's own process for its engine's copy of the model, and for
+    the weights or adapters on their way to engines' copies. Empty if the engine uses the trainer's
+    tensors. Engines in processes of their own have their copies there."""
     config, policy = models.config, models.policy
-    processes, lora = config.train.processes, config.model.lora
-    if policy is None:
-        return []
-    if (processes or 1) > 1:
-        notes.append(
-            "while it loads, each process of the trainer holds the whole model in float32, "
-            f"{text_of_bytes(policy.parameters * 4)}, of which it keeps its share"
-        )
-    if processes is None and lora is None:
+    lora, apart = config.model.lora, config.engines_are_apart
+    is_sent = config.train.processes is not None or apart
+    if policy is None or not (is_sent or lora is not None):
         return []
     size = changed = policy.parameters * models.element
     formula = f"parameters x {models.element} bytes, apart from training"
@@ -247,10 +263,10 @@ def _engine_memory(models: TrainingMemory, notes: list[str]) -> list[MemoryPart]
     if lora is not None:
         changed = 4 * models.num_adapter_parameters(policy.layers_in(0))
         size, formula = size + changed, f"{formula}; adapters x 4 bytes"
-    parts = [memory_part("engine", size, formula)]
-    if processes is not None and models.on_cuda:
+    parts = [] if apart else [memory_part("engine", size, formula)]
+    if is_sent and models.on_cuda:
         notes.append(f"weights go to the engine through {text_of_bytes(changed)} of host memory")
-    elif processes is not None:
+    elif is_sent:
         what = "weights" if lora is None else "adapters"
         parts.append(memory_part("hand-over", changed, f"the {what} on their way to the engine"))
     return parts

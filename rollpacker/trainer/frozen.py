@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rollpacker.trainer.batches import MicroBatch
 from rollpacker.trainer.model import ModelError, load_model, num_embeddings
 from rollpacker.trainer.policy import Policy
+from rollpacker.trainer.saved_weights import device_of, reads_later
 from rollpacker.trainer.trainer import ModelConfig
 
 
@@ -45,12 +46,16 @@ def load_teacher(
 ) -> FrozenPolicy:
     """Load the causal LM in `path` (a Hugging Face folder or a hub name) as a teacher, on the
     policy's device, in `dtype` (None: the policy's dtype). `model` and `tokenizer` are the
-    policy's. Raises `ModelError` if the teacher cannot be loaded, if its tokenizer gives tokens
-    other numbers, or if it has fewer rows of embeddings than the policy. More rows are allowed:
-    models of one family often differ in padding rows."""
+    policy's; if the policy reads its weights later, so does the teacher. Raises `ModelError` if the
+    teacher cannot be loaded, if its tokenizer gives tokens other numbers, or if it has fewer rows
+    of embeddings than the policy. More rows are allowed: models of one family often differ in
+    padding rows."""
     dtype = model.dtype if dtype is None else dtype
     name: Literal["bfloat16", "float32"] = "bfloat16" if dtype == torch.bfloat16 else "float32"
-    loaded = load_model(ModelConfig(path=path, dtype=name, device="cpu"), setting="model.teacher")
+    later, device = reads_later(model), device_of(model)
+    kind: Literal["cpu", "cuda"] = "cuda" if later and device.type == "cuda" else "cpu"
+    config = ModelConfig(path=path, dtype=name, device=kind)
+    loaded = load_model(config, setting="model.teacher", weights_later=later)
     check_same_vocabulary(loaded.tokenizer, tokenizer, f"model.teacher {path}")
     rows, needed = num_embeddings(loaded.model), num_embeddings(model)
     if rows < needed:
@@ -58,7 +63,8 @@ def load_teacher(
             f"model.teacher {path} has {rows} rows of embeddings, the policy has {needed}: it could"
             " not score every token that the policy may sample; choose a teacher with as many"
         )
-    nn.Module.to(loaded.model, device=model.device, dtype=dtype)
+    if not reads_later(loaded.model):
+        nn.Module.to(loaded.model, device=device, dtype=dtype)
     return FrozenPolicy(loaded.model)
 
 

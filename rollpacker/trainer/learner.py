@@ -140,7 +140,7 @@ class Learner:
         model.train(False)
         self.version = 0
         self.model = model
-        self.device = next(model.parameters()).device
+        self.device = next(model.parameters()).device if shards is None else shards.device
         self._config = config
         self._total_steps = total_steps
         self._shards = shards

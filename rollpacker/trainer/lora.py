@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from rollpacker.imports import require
 from rollpacker.trainer.quantization import dequantized
+from rollpacker.trainer.saved_weights import with_stand_ins
 from rollpacker.trainer.sharding import placed_like, whole
 from rollpacker.trainer.trainer import LoraConfig, TrainerStateError
 
@@ -55,8 +56,8 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, *, seed: int = 0) ->
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed)
         try:
-            with warnings.catch_warnings():  # of tied weights, which are refused below
-                warnings.simplefilter("ignore", UserWarning)
+            with warnings.catch_warnings(), with_stand_ins(model):
+                warnings.simplefilter("ignore", UserWarning)  # of tied weights: refused below
                 peft.inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
         except (ValueError, KeyError) as error:
             raise ValueError(

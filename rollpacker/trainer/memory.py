@@ -53,6 +53,11 @@ class PeakMemory:
         return self.read() - self.mark_bytes
 
 
+def room_bytes(device: torch.device) -> int:
+    """Return the bytes of a CUDA device's memory that this process has or could still take."""
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+
+
 def _peak_resident_set() -> int:
     for line in _STATUS.read_text().splitlines():
         if line.startswith("VmHWM:"):

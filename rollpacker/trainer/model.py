@@ -5,6 +5,7 @@ Weights are safetensors only, and no code from a model's folder is ever run."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 import json
@@ -34,6 +35,12 @@ from transformers.utils.hub import cached_file
 
 from rollpacker.trainer.packing import layers_with_state
 from rollpacker.trainer.quantization import quantize_layers
+from rollpacker.trainer.saved_weights import (
+    SavedWeights,
+    device_of,
+    empty_model,
+    make_buffers,
+)
 from rollpacker.trainer.trainer import ModelConfig
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
@@ -64,6 +71,9 @@ _LOAD_ERRORS = (
 )
 
 
+logger = logging.getLogger(__name__)
+
+
 class ModelError(ValueError):
     """The model or tokenizer cannot be used; the message says which and what to do."""
 
@@ -80,18 +90,29 @@ class LoadedModel:
 
 
 def load_model(
-    config: ModelConfig, *, setting: str = "model.path", without_weights: bool = False
+    config: ModelConfig,
+    *,
+    setting: str = "model.path",
+    without_weights: bool = False,
+    weights_later: bool = False,
 ) -> LoadedModel:
     """Load the model and tokenizer of `config.path`. Raises `ModelError`, with one message, for
     whatever is wrong with them; `setting` names the path's setting in that message.
 
     `without_weights`: the model's tensors have names, shapes and dtype, and no memory (meta
-    device), for a process that computes nothing with them.
+    device), for a process that computes nothing with them. `weights_later`: likewise, for a process
+    that shards the model first and then reads its shards (`saved_weights.read_weights`); that model
+    is not checked for `check_padding`. A model that cannot be read so is loaded whole.
     """
     device = model_device(config.device)
     dtype = model_dtype(config.dtype, device)
     path = _checked_path(config.path, setting)
     tokenizer = load_tokenizer(path)
+    if without_weights or weights_later:
+        empty = _without_weights(path, dtype, device if weights_later else None)
+        if empty is not None:
+            check_vocabulary(empty, tokenizer, config.path)
+            return LoadedModel(model=empty, tokenizer=tokenizer, device=device, dtype=dtype)
     with no_progress_bars(), no_load_report():
         try:
             read: Any = AutoModelForCausalLM.from_pretrained(
@@ -101,7 +122,6 @@ def load_model(
                 use_safetensors=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # so that the message below can name one
-                **({"device_map": "meta"} if without_weights else {}),
             )
         except _LOAD_ERRORS as error:
             raise ModelError(f"cannot load the model {config.path}: {_short(error)}") from error
@@ -109,7 +129,8 @@ def load_model(
     _check_loaded(info, config.path)
     check_vocabulary(model, tokenizer, config.path)
     if without_weights:
-        return LoadedModel(model=model.eval(), tokenizer=tokenizer, device=device, dtype=dtype)
+        model = model.to("meta").eval()
+        return LoadedModel(model=model, tokenizer=tokenizer, device=device, dtype=dtype)
     if config.quantization is not None and not quantize_layers(model, device, dtype):
         raise ModelError(
             f"model.quantization={config.quantization}: {config.path} has no plain matrices in its"
@@ -118,6 +139,29 @@ def load_model(
     model = model.to(device).eval()
     check_padding(model, config.path)
     return LoadedModel(model=model, tokenizer=tokenizer, device=device, dtype=dtype)
+
+
+def _without_weights(
+    path: str, dtype: torch.dtype, device: torch.device | None
+) -> PreTrainedModel | None:
+    """Return the model of a folder or hub name without weights. With a `device` it has its buffers
+    there, and can read its weights later. None: it must be loaded whole."""
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        model = empty_model(AutoModelForCausalLM.from_config, config, dtype)
+        saved = SavedWeights(path, model, device or torch.device("meta"))
+        lacks = saved.lacks()
+        if lacks is None:
+            with contextlib.suppress(OSError):  # there is none
+                model.generation_config = GenerationConfig.from_pretrained(path)
+            if device is not None:
+                make_buffers(model, saved)
+                saved.remember_in(model)
+            return model
+    except _LOAD_ERRORS as error:
+        lacks = _short(error)
+    logger.info("%s is first loaded as a whole in every process: %s", path, lacks)
+    return None
 
 
 def load_tokenizer(path: str, *, setting: str = "model.path") -> PreTrainedTokenizerBase:
@@ -264,7 +308,7 @@ def check_padding(model: PreTrainedModel, path: str) -> None:
     if state is None:
         return
     shape, known = (2, _TRIED_WIDTH), num_embeddings(model)
-    tokens = (torch.arange(2 * _TRIED_WIDTH, device=model.device) % known).view(shape)
+    tokens = (torch.arange(2 * _TRIED_WIDTH, device=device_of(model)) % known).view(shape)
     others = tokens.clone()
     others[0, _TRIED_TOKENS:] = others[1] = known - 1
     said, again = (

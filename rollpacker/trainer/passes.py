@@ -22,7 +22,7 @@ from rollpacker.trainer.losses import Losses, Outputs, no_losses
 from rollpacker.trainer.micro_batch import MicroBatch, Row, row_length, row_of
 from rollpacker.trainer.model_set import ModelSet
 from rollpacker.trainer.sharding import Shards, same_number
-from rollpacker.trainer.step_sums import StepSums
+from rollpacker.trainer.step_sums import MicroBatchNumbers, StepSums
 from rollpacker.trainer.trainer import ScoreRequest, TokenScores, TrainSample
 
 LossFunction = Callable[[Outputs, Sequence[TrainSample]], Losses]
@@ -90,12 +90,16 @@ class LocalPasses:
     def score(self, requests: Sequence[ScoreRequest]) -> list[TokenScores]:
         """Run the models on the requested responses without gradients. Returns scores in order."""
         rows = [row_of(request) for request in requests]
-        scores: dict[int, TokenScores] = {}
+        order: list[int] = []
+        columns, batches = list[Mapping[str, Tensor]](), list[MicroBatch]()
         with self._batcher.attention():
             for places, batch in self._micro_batches(rows):
-                of_rows = token_scores(self._models.scores(batch), batch)
-                scores |= zip(places, of_rows, strict=False)  # a filler's are nobody's
-        return [scores[place] for place in range(len(requests))]
+                found = self._models.scores(batch)
+                if places:  # else it is a filler
+                    order += places
+                    columns.append(found)
+                    batches.append(batch)
+        return in_order(token_scores(columns, batches), order)
 
     def differentiate(
         self,
@@ -110,7 +114,7 @@ class LocalPasses:
         """Run forward and backward over the samples, and return whether all losses were finite. The
         parameters are as in `Passes.differentiate`."""
         rows = [row_of(sample) for sample in samples]
-        done: list[tuple[MicroBatch, list[TrainSample], Losses]] = []
+        done: list[tuple[Losses, MicroBatch, list[TrainSample]]] = []
         started = time.perf_counter()
         seconds: float | None = None
         with self._batcher.attention(), self._models.for_backward():
@@ -123,16 +127,13 @@ class LocalPasses:
                 for loss in found.losses:
                     _backward(loss * gradient_factor)
                 found = found.detached()
-                done.append((batch, part, found))
+                done.append((found, batch, part))
                 if look is not None:
                     look(found, part)
         sums.seconds += self._seconds_since(started) if seconds is None else seconds
         # Numbers are read at the end: a read waits for the GPU, which would then wait for the next
         # micro-batch to be prepared.
-        for batch, part, found in done:
-            if part:
-                note_micro_batch(sums, batch, part, found, factor, self._flops)
-        return all(found.finite for *_, found in done)
+        return sums.add([numbers_of(*one, factor=factor, flops=self._flops) for one in done])
 
     def rescale(self, factor: float) -> bool:
         """Return True, since no pass is running: each call of `differentiate` waits for its passes,
@@ -167,41 +168,49 @@ class LocalPasses:
         return time.perf_counter() - started
 
 
-def token_scores(columns: Mapping[str, Tensor], batch: MicroBatch) -> list[TokenScores]:
-    """Return the scores of each row of a micro-batch. `columns` are tensors of one number per
-    target, by the names of `TokenScores`' fields."""
-    split = {
-        name: torch.split(values.double().cpu(), list(batch.num_targets))
-        for name, values in columns.items()
-    }
-    return [
-        TokenScores(**{name: tuple(parts[row].tolist()) for name, parts in split.items()})
-        for row in range(len(batch.num_targets))
-    ]
+def token_scores(
+    columns: Sequence[Mapping[str, Tensor]], batches: Sequence[MicroBatch]
+) -> list[TokenScores]:
+    """Return the scores of all rows of some micro-batches, row after row. `columns` are for each
+    micro-batch tensors of one number per target, by the names of `TokenScores`' fields. They are
+    read from the device in one transfer."""
+    if not columns or not columns[0]:
+        return [TokenScores() for batch in batches for _ in batch.num_targets]
+    counts = [count for batch in batches for count in batch.num_targets]
+    lines = [torch.cat([of[name].double() for of in columns]) for name in columns[0]]
+    rows = torch.stack(lines).cpu().split(counts, dim=1)
+    return [TokenScores(**dict(zip(columns[0], map(tuple, r.tolist()), strict=True))) for r in rows]
 
 
-def note_micro_batch(
-    sums: StepSums,
+def in_order(scores: Sequence[TokenScores], places: Sequence[int]) -> list[TokenScores]:
+    """Return the scores sorted by their places, which are the numbers from 0."""
+    return [score for _, score in sorted(zip(places, scores, strict=True), key=lambda one: one[0])]
+
+
+def numbers_of(
+    found: Losses,
     batch: MicroBatch,
     samples: Sequence[TrainSample],
-    found: Losses,
+    *,
     factor: float,
     flops: FlopModel,
-) -> None:
-    """Add one micro-batch's token counts, FLOPs and losses to `sums`; the losses are multiplied by
-    `factor`, which corrects provisional sample weights. The time of its passes is not added."""
+) -> MicroBatchNumbers:
+    """Return one micro-batch's token counts, FLOPs and losses, for `StepSums.add`. `factor` is that
+    of the losses, which corrects provisional sample weights. A filler has no samples."""
     lengths = [len(s.prompt_tokens) + len(s.response_tokens) - 1 for s in samples]
-    sums.add_micro_batch(
+    return MicroBatchNumbers(
         batch=batch,
-        loss=found.losses[0].item() * factor,
+        loss=found.losses[0],
         entropy=found.entropy,
         log_ratio=found.log_ratio,
-        token_sums=found.sums,
         update_log_ratio=found.update_log_ratio,
+        token_sums=found.sums,
+        value_loss=found.losses[1] if len(found.losses) > 1 else None,
+        value_token_sums=found.value_sums,
+        factor=factor,
         sample_weights=[sample.loss_weight for sample in samples],
         flops=flops.training(lengths, len(batch.targets)),
-        value_loss=found.losses[1].item() * factor if len(found.losses) > 1 else None,
-        value_token_sums=found.value_sums,
+        is_filler=not samples,
     )
 
 

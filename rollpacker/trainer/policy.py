@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rollpacker.trainer.logprobs import LogitTransform, chunked_log_probs, full_precision
 from rollpacker.trainer.micro_batch import MicroBatch
+from rollpacker.trainer.saved_weights import device_of
 
 CHECKED_TOKENS = 8
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
@@ -111,7 +112,7 @@ class Policy(nn.Module):
         head = base.get_output_embeddings()
         if type(head) is not nn.Linear or not hasattr(base, "get_decoder"):
             return False
-        device = head.weight.device
+        device = device_of(self.model)
         input_ids = torch.arange(min(CHECKED_TOKENS, len(head.weight)), device=device)[None]
         with _evaluation(self.model):
             expected = self.model(input_ids=input_ids, use_cache=False).logits

@@ -322,7 +322,8 @@ class ProcessTrainer:
         if not self._ranks.all:  # else they are
             self._ranks.connect()
         tell()
-        self._all("setup", self._setup)
+        for level, line in self._all("setup", self._setup)[0]:
+            logger.log(level, "%s", line)
         self._map_weights()
         if self.overseer is not None:
             self._arranged = first_arrangement(self._setup.train.pipeline)

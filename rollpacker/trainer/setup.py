@@ -3,7 +3,8 @@ then."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rollpacker.algo.config import AlgorithmConfig
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 
     from rollpacker.trainer.learner import Learner
     from rollpacker.trainer.sharding import Shards
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +37,9 @@ class LearnerSetup:
     """Number of torch's threads on a CPU. None: torch's default number."""
     order_csv: str | None = None
     """Contents of the CSV file that `train.pipeline.order` names. None: it names no file."""
+    micro_batch_choices: tuple[tuple[int, int], ...] = ()
+    """Numbers of tokens of a micro-batch, each with the bytes that a rank then takes, from which
+    ranks choose by their free memory. Empty: `train` says the number."""
 
     def device(self) -> torch.device:
         """The torch device on which a learner built in this process computes."""
@@ -51,16 +58,50 @@ def build_learner(
     """Load the models and build a learner. A given `model` (with its `tokenizer`) is trained in
     place; None: it is loaded. `shards` are the ranks that share the model; None: there is one
     process. Raises `ModelError` or `ValueError` for a wrong model, teacher or setting."""
+    from rollpacker.trainer.saved_weights import reading_on_call
+
+    setup = replace(setup, train=_with_micro_batches(setup, shards))
+    with reading_on_call():  # for what the models are tried with before they are sharded
+        return _learner(setup, model, tokenizer, shards)
+
+
+def _with_micro_batches(setup: LearnerSetup, shards: Shards | None) -> TrainConfig:
+    """Return `setup.train` with the size of micro-batches for which all ranks have memory. Ranks
+    decide this once, together, before they load anything."""
+    from rollpacker.trainer.memory import room_bytes
+    from rollpacker.trainer.sharding import max_over_ranks
+    from rollpacker.trainer.training_memory import GIB, chosen_tokens
+
+    if not setup.micro_batch_choices:
+        return setup.train
+    device = setup.device() if shards is None else shards.device
+    room = -max_over_ranks([-room_bytes(device)], shards)[0]
+    tokens = chosen_tokens(setup.micro_batch_choices, room)
+    if shards is None or shards.rank == 0:
+        message = "train.micro_batch_tokens=auto: %d tokens, for the %.1f GiB that a rank has"
+        logger.info(message, tokens, room / GIB)
+    return replace(setup.train, micro_batch_tokens=tokens)
+
+
+def _learner(
+    setup: LearnerSetup,
+    model: PreTrainedModel | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    shards: Shards | None,
+) -> Learner:
     from rollpacker.trainer.critic import from_policy_model, load_critic
     from rollpacker.trainer.frozen import check_same_vocabulary, load_teacher
     from rollpacker.trainer.learner import Learner
     from rollpacker.trainer.lora import add_adapter
-    from rollpacker.trainer.model import load_model, load_tokenizer
+    from rollpacker.trainer.model import check_padding, load_model, load_tokenizer
 
     _ = setup.algorithm.own_loss  # what cannot be had in this process is said before it loads
+    later = shards is not None
     if model is None:
-        loaded = load_model(setup.model)
+        loaded = load_model(setup.model, weights_later=later)
         model, tokenizer = loaded.model, loaded.tokenizer
+        if later:
+            check_padding(model, setup.model.path)
     assert tokenizer is not None
     critic = None
     if setup.algorithm.needs_critic:
@@ -72,7 +113,7 @@ def build_learner(
             check_same_vocabulary(
                 load_tokenizer(path, setting="train.critic.path"), tokenizer, name
             )
-            critic = load_critic(setup.model, path)
+            critic = load_critic(setup.model, path, weights_later=later)
     teacher = None
     if setup.algorithm.needs_teacher:
         assert setup.model.teacher is not None

@@ -36,6 +36,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
+from rollpacker.trainer.saved_weights import read_weights
 from rollpacker.trainer.trainer import TrainerError
 
 TIMEOUT_S = 1800.0
@@ -211,10 +212,12 @@ def shard(
     gradient_sync: Literal["step", "micro-batch"],
 ) -> ShardedGradients:
     """Shard `root` in place with FSDP2, layer by layer. All forward passes must go through `root`
-    itself. Every process must have the same weights before. The computation is in `param_dtype`;
-    trainable parameters of lower precision become float32, and gradients are summed in float32.
-    None: no parameter is cast. Gradients are sums over processes, not means. With `gradient_sync`
-    "step" each process keeps whole gradients until `finish`; with "micro-batch" only its shard."""
+    itself. Every process must have the same weights before, or none: a parameter without memory is
+    made as a shard, which its process reads from the model's files. The computation is in
+    `param_dtype`; trainable parameters of lower precision become float32, and gradients are summed
+    in float32. None: no parameter is cast. Gradients are sums over processes, not means. With
+    `gradient_sync` "step" each process keeps whole gradients until `finish`; with "micro-batch"
+    only its shard."""
     policy = MixedPrecisionPolicy()
     if param_dtype is not None:
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
@@ -226,6 +229,10 @@ def shard(
         fully_shard(
             module, mesh=shards.mesh, mp_policy=policy, reshard_after_forward=module is not root
         )
+    read_weights(root, shards.device)
+    for group in _parameter_groups(root):
+        for parameter in group.fsdp_params:
+            parameter.reset_sharded_param()
     for sharded in _sharded_modules(root):
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
@@ -323,9 +330,10 @@ def max_over_ranks(values: Sequence[float], shards: Shards | None) -> list[float
 def _largest(values: Sequence[float], group: dist.ProcessGroup | None) -> list[float]:
     """Return for each of `values` the largest that any process of `group` gave. None: there is no
     group, and the values are returned as they are."""
+    if group is None:
+        return [float(value) for value in values]
     numbers = torch.tensor(values, dtype=torch.float64)
-    if group is not None:
-        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
     return numbers.tolist()
 
 

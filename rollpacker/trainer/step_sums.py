@@ -35,6 +35,60 @@ _ADDED = (
 """Fields of `StepSums` that are added up when the records of several ranks are merged."""
 
 
+_LOSSES = ("loss", "value_loss")
+_LEAST, _MOST = "least", "most"
+"""Names under which a micro-batch's smallest and largest log of an importance ratio are read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatchNumbers:
+    """Numbers of one micro-batch's forward and backward pass. Tensors may still be computed by a
+    device; those by sampled token are [N]."""
+
+    batch: MicroBatch
+    loss: Tensor
+    """The micro-batch's share of the step's loss."""
+    entropy: Tensor
+    log_ratio: Tensor
+    """The trainer's log-probs minus the engine's."""
+    update_log_ratio: Tensor | None = None
+    """The trainer's log-probs minus the old ones in the loss. None: they are the same."""
+    token_sums: Mapping[str, Tensor] = field(default_factory=dict)
+    """Sums over the tokens, by the names that the loss gives them."""
+    value_loss: Tensor | None = None
+    """The micro-batch's share of the critic's loss. None: there is no critic."""
+    value_token_sums: Mapping[str, Tensor] = field(default_factory=dict)
+    factor: float = 1.0
+    """Factor of the losses, which corrects provisional sample weights."""
+    sample_weights: Sequence[float] = ()
+    """Factors of the samples' losses; 1 is no change. Empty: samples are not counted."""
+    flops: float = 0.0
+    is_filler: bool = False
+    """Whether the micro-batch has weight 0 and is not counted."""
+
+    def scalars(self) -> dict[str, Tensor]:
+        """Return the sums over the tokens, by the names of the totals that they are added to."""
+        ratio = torch.zeros_like(self.entropy)
+        if self.update_log_ratio is not None:
+            ratio = self.update_log_ratio.detach()
+        ratio, difference = ratio.double(), self.log_ratio.detach().double()
+        least, most = difference.aminmax()
+        losses = {"loss": self.loss, "value_loss": self.value_loss}
+        return {
+            **{name: loss.detach() for name, loss in losses.items() if loss is not None},
+            "entropy": self.entropy.detach().sum(dtype=torch.float64),
+            "difference": difference.abs().sum(),
+            "outside": (difference.abs() > OUTSIDE_NATS).sum(),
+            "ratio": difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().sum(),
+            "actor/ppo_kl": -ratio.sum(),
+            "actor/ratio/mean": ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().sum(),
+            **{_total_name(name): value for name, value in self.token_sums.items()},
+            **{f"critic/{name}": value for name, value in self.value_token_sums.items()},
+            _LEAST: least,
+            _MOST: most,
+        }
+
+
 @dataclass(slots=True)
 class StepSums:
     """Sums over a step's micro-batches, on one rank or on all. Fillers (micro-batches of weight 0,
@@ -46,8 +100,7 @@ class StepSums:
     micro_batches: int = 0
     recomputed_micro_batches: int = 0
     samples: int = 0
-    """Number of samples counted: those with a loss weight given to
-    `add_micro_batch` as `sample_weights`."""
+    """Number of samples that have a loss weight."""
     ranks: int = 1
     flops: float = 0.0
     seconds: float = 0.0
@@ -58,53 +111,39 @@ class StepSums:
     """Further sums over the micro-batches, by name: `loss`, and those that the loss reports. A sum
     to which nothing was added is 0."""
 
-    def add_micro_batch(
-        self,
-        *,
-        batch: MicroBatch,
-        loss: float,
-        entropy: Tensor,
-        log_ratio: Tensor,
-        token_sums: Mapping[str, Tensor],
-        seconds: float = 0.0,
-        flops: float = 0.0,
-        update_log_ratio: Tensor | None = None,
-        sample_weights: Sequence[float] | None = None,
-        value_loss: float | None = None,
-        value_token_sums: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        """Add the numbers of one micro-batch's forward and backward pass. `loss` and the critic's
-        `value_loss` (None: no critic) are the micro-batch's shares of the step's losses. Tensors
-        [N] by sampled token are `entropy`; `log_ratio`, the trainer's log-probs minus the engine's;
-        and `update_log_ratio`, the trainer's log-probs minus the old ones in the loss (None: they
-        are the same). `token_sums` and `value_token_sums` are sums over the tokens, by the names
-        that the losses give them. `sample_weights` are factors of the samples' losses (None: not
-        counted); 1 is no change. `seconds` and `flops` are of the two passes."""
-        self.response_tokens += len(batch.targets)
-        self.real_tokens += batch.num_tokens
-        self.padded_tokens += batch.input_ids.numel()
+    def add(self, parts: Sequence[MicroBatchNumbers]) -> bool:
+        """Add the numbers of these micro-batches, all of which are read from the device in one
+        transfer. Returns whether they are finite."""
+        named = [part.scalars() for part in parts]
+        scalars = [value.double() for numbers in named for value in numbers.values()]
+        read = iter(torch.stack(scalars).tolist() if scalars else ())
+        finite = True
+        for part, names in zip(parts, named, strict=True):
+            numbers = {name: next(read) for name in names}
+            looked_at = ("loss", "value_loss", _LEAST, _MOST)  # the others may be too large
+            finite &= all(math.isfinite(numbers.get(name, 0.0)) for name in looked_at)
+            if not part.is_filler:
+                self._add(part, numbers)
+        return finite
+
+    def _add(self, part: MicroBatchNumbers, numbers: dict[str, float]) -> None:
+        self.response_tokens += len(part.batch.targets)
+        self.real_tokens += part.batch.num_tokens
+        self.padded_tokens += part.batch.input_ids.numel()
         self.micro_batches += 1
-        self.seconds += seconds
-        self.flops += flops
-        self.totals["loss"] += loss
-        if value_loss is not None:
-            self.totals["value_loss"] += value_loss
-        if sample_weights is not None:
-            self.samples += len(sample_weights)
-            self.totals["weights"] += sum(sample_weights)
-            self.totals["weights_squared"] += sum(weight * weight for weight in sample_weights)
-        named = {_total_name(name): value for name, value in token_sums.items()}
-        named |= {f"critic/{name}": value for name, value in (value_token_sums or {}).items()}
-        ratio = torch.zeros_like(entropy) if update_log_ratio is None else update_log_ratio
-        ratio = ratio.detach().double()
-        named["actor/ppo_kl"] = -ratio.sum()
-        named["actor/ratio/mean"] = ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().sum()
-        self._add_tokens(entropy, log_ratio, named)
+        self.flops += part.flops
+        self.samples += len(part.sample_weights)
+        self.totals["weights"] += sum(part.sample_weights)
+        self.totals["weights_squared"] += sum(weight * weight for weight in part.sample_weights)
+        self.min_log_ratio = min(self.min_log_ratio, numbers.pop(_LEAST))
+        self.max_log_ratio = max(self.max_log_ratio, numbers.pop(_MOST))
+        for name, number in numbers.items():
+            self.totals[name] += number * (part.factor if name in _LOSSES else 1.0)
 
     def scale(self, factor: float) -> None:
         """Multiply the losses added so far by `factor`, since they were computed with provisional
         sample weights, before all of the step's samples were known."""
-        for name in ("loss", "value_loss"):
+        for name in _LOSSES:
             if name in self.totals:
                 self.totals[name] *= factor
 
@@ -152,24 +191,6 @@ class StepSums:
             "train/recomputed_micro_batches": float(self.recomputed_micro_batches),
             **self._speed(peak_flops),
         }
-
-    def _add_tokens(
-        self, entropy: Tensor, log_ratio: Tensor, named_sums: Mapping[str, Tensor]
-    ) -> None:
-        difference = log_ratio.detach().double()
-        least, most = difference.aminmax()
-        sums = {
-            "entropy": entropy.detach().sum(dtype=torch.float64),
-            "difference": difference.abs().sum(),
-            "outside": (difference.abs() > OUTSIDE_NATS).sum(),
-            "ratio": difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().sum(),
-            **named_sums,
-        }
-        *numbers, low, high = _to_numbers([*sums.values(), least, most])
-        for name, number in zip(sums, numbers, strict=True):
-            self.totals[name] += number
-        self.min_log_ratio = min(self.min_log_ratio, low)
-        self.max_log_ratio = max(self.max_log_ratio, high)
 
     def _mean(self, name: str) -> float:
         return self.totals[name] / self.response_tokens
@@ -226,8 +247,3 @@ def _effective_size(total: float, squares: float, count: int) -> float:
     """Return the effective sample size of `count` weights, as a share of their count: (sum w)^2 /
     (n sum w^2). It is 1 if all weights are equal."""
     return total * total / (count * squares)
-
-
-def _to_numbers(scalars: Sequence[Tensor]) -> list[float]:
-    """Return the values of scalar tensors, read in one transfer from the device."""
-    return torch.stack([value.double() for value in scalars]).tolist()

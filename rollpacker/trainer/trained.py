@@ -47,7 +47,7 @@ class Trained:
                 module,
                 shards,
                 param_dtype=run_dtype if run_dtype in _LOW_PRECISION else None,
-                gradient_sync=config.gradient_sync,
+                gradient_sync="step" if config.keeps_whole_gradients else "micro-batch",
             )
         own = dict(named_by.named_parameters())
         mirrored = None if mirror is None else own.pop(mirror)

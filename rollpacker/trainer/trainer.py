@@ -202,9 +202,11 @@ class TrainConfig:
     and replicas train on prompts whose samples are all done. On CUDA, trainer and engine wait in
     host memory for their turn."""
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
-    gradient_sync: Literal["step", "micro-batch"] = "step"
-    """When gradients are added up over several processes: once a step, or after every micro-batch,
-    which needs less memory."""
+    gradient_sync: Literal["auto", "step", "micro-batch"] = "auto"
+    """When gradients are added up over several processes, in float32. step: once a step; until then
+    each process keeps whole gradients, 4 bytes for every parameter. micro-batch: after every
+    micro-batch; each process keeps its share of them, and more is sent, which a slow network makes
+    dear. auto: micro-batch, and with pipeline stages step."""
     learning_rate: float = 1e-6
     schedule: str = "constant"
     """How the learning rate changes over the steps: constant, linear, cosine, or another schedule
@@ -225,8 +227,10 @@ class TrainConfig:
     gradients are never scaled down."""
     micro_batch_tokens: int | Literal["auto"] = AUTO_MICRO_BATCH_TOKENS
     """Largest number of tokens of a micro-batch, padding included; a longer sample gets a
-    micro-batch of its own. auto: 4096, or the length of the longest sample if that is more; with
-    pipeline stages fewer tokens if that makes an update quicker, by the samples' lengths."""
+    micro-batch of its own. auto: 4096, or the length of the longest sample if that is more. On CUDA
+    processes of the trainer (`processes`) take two, four, eight or sixteen times as many if their
+    memory has room, by --dry-run's estimate, at the start; with pipeline stages fewer tokens if
+    that makes an update quicker, by the samples' lengths."""
     micro_batches: Literal["auto", "sorted", "packed"] = "auto"
     """How samples lie in a micro-batch. packed: end to end without padding. sorted: samples of like
     length, padded to the longest. auto: packed, if the model's attention allows it."""
@@ -277,6 +281,12 @@ class TrainConfig:
         if self.threads != "auto" and self.threads < 1:
             raise ValueError("threads must be at least 1, or auto")
 
+    @property
+    def keeps_whole_gradients(self) -> bool:
+        """Whether each of several processes keeps whole gradients until a step's end."""
+        stages = self.pipeline.stages > 1
+        return self.gradient_sync == "step" or (self.gradient_sync == "auto" and stages)
+
     def most_micro_batch_tokens(self, longest: int = 0) -> int:
         """Return the most tokens that a micro-batch of several samples may have, if the longest
         sample has `longest` tokens. With pipeline stages it is not above `pipeline.live_tokens`."""
@@ -306,7 +316,7 @@ class TrainConfig:
             ("compile", self.compile, False),
             ("gradient_sync", self.gradient_sync, "step"),
         ):
-            if has != wanted:
+            if has not in (wanted, "auto"):
                 raise ValueError(
                     f"{name}={has} does not go with pipeline.stages={stages}: set it to {wanted}"
                 )

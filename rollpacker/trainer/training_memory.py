@@ -314,7 +314,7 @@ class TrainingMemory:
         `own` of them, which this process updates. `matrices` of these are in layers' matrices
         (Muon keeps less for them). `prefix` goes before the parts' names, and `what` names the
         parameters in formulas."""
-        whole = self.ranks > 1 and self.config.train.gradient_sync == "step"
+        whole = self.ranks > 1 and self.config.train.keeps_whole_gradients
         gradients, shared = (count * 4, "") if whole else (count * 4 // self.ranks, self._shared)
         size, formula = 8 * own, f"{what} x 2 moments x 4 bytes{self._shared}"
         if self.config.train.optimizer == "adamw_8bit":
@@ -663,8 +663,10 @@ def engine_memory(config: RunConfig, devices: int, *, on_cuda: bool) -> Memory |
     policy = models.policy
     if policy is None or policy.shape is None:
         return None
-    weights = policy.parameters * models.element
-    parts = [memory_part("weights", weights // devices, "parameters of an engine's own copy")]
+    weights, formula = policy.parameters * models.element, f"parameters x {models.element} bytes"
+    if devices > 1:
+        formula += f" / {devices} devices"
+    parts = [memory_part("weights", weights // devices, formula)]
     if config.model.lora is not None:
         adapters = models.num_adapter_parameters(policy.shape.layers)
         parts.append(memory_part("adapters", 4 * adapters, "adapters x 4 bytes"))
@@ -697,6 +699,32 @@ def rank_memory(config: RunConfig, *, on_cuda: bool) -> Memory | None:
     means = [(name, size // len(stages)) for name, size in sums.items()]
     parts = tuple(memory_part(name, size, "mean of the stages") for name, size in means)
     return replace(stages[0], parts=parts, name="")
+
+
+def micro_batch_choices(config: RunConfig, *, on_cuda: bool) -> tuple[tuple[int, int], ...]:
+    """Return the numbers of tokens that a micro-batch may have, from which each of the trainer's
+    processes chooses by its free memory; each with the bytes that the process takes at its peak,
+    the smallest first. Empty: there is nothing to choose, or the memory is not known."""
+    train = config.train
+    is_fixed = train.micro_batch_tokens != "auto" or train.pipeline.stages > 1
+    if is_fixed or train.processes is None or not on_cuda:
+        return ()
+    least, found = most_micro_batch_tokens(config), list[tuple[int, int]]()
+    most = max(Sweep.of(config, 1).tokens, least)  # more than all samples of an update is no use
+    for tokens in dict.fromkeys(min(least << doubled, most) for doubled in range(5)):
+        chosen = replace(config, train=replace(train, micro_batch_tokens=tokens))
+        memory = rank_memory(chosen, on_cuda=on_cuda)
+        if memory is None:
+            return ()
+        found.append((tokens, memory.size_bytes))
+    return tuple(found)
+
+
+def chosen_tokens(choices: Sequence[tuple[int, int]], room_bytes: float) -> int:
+    """Return the largest number of tokens among `micro_batch_choices` whose bytes, with a tenth for
+    what an allocator keeps, have room; the smallest number if none has."""
+    fitting = [tokens for tokens, size in choices if size <= 0.9 * room_bytes]
+    return max(fitting, default=choices[0][0])
 
 
 def run_memory(config: RunConfig, *, on_cuda: bool) -> int:

@@ -7,10 +7,12 @@ is doing: a run that is killed leaves no process behind."""
 from __future__ import annotations
 
 import faulthandler
+import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,9 +38,14 @@ class Worker:
     def __init__(self) -> None:
         self._buffer: WeightBuffer | None = None
 
-    def setup(self, setup: LearnerSetup) -> None:
-        """Join the other ranks, and build this rank's learner (models and
-        optimizer) from its settings."""
+    def setup(self, setup: LearnerSetup) -> list[tuple[int, str]]:
+        """Join the other ranks, and build this rank's learner (models and optimizer) from its
+        settings. Returns what was logged meanwhile, as levels and lines: a rank has no log."""
+        with _logged() as lines:
+            self._set_up(setup)
+        return lines
+
+    def _set_up(self, setup: LearnerSetup) -> None:
         import torch
 
         from rollpacker.trainer.setup import build_learner
@@ -108,6 +115,27 @@ class Worker:
 
     def hashes(self) -> dict[str, str]:
         return self._learner.state_hashes()
+
+
+@contextmanager
+def _logged() -> Iterator[list[tuple[int, str]]]:
+    """A context that collects the levels and texts of what the package logs."""
+    lines: list[tuple[int, str]] = []
+
+    class Collecting(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append((record.levelno, record.getMessage()))
+
+    package, handler = logging.getLogger("rollpacker"), Collecting()
+    package.addHandler(handler)
+    level, package.propagate = package.level, False
+    package.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        package.setLevel(level)
+        package.propagate = True
+        package.removeHandler(handler)
 
 
 def _obeyed(worker: Worker, call: bytes) -> tuple[int, bytes]:

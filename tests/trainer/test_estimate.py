@@ -26,7 +26,11 @@ from rollpacker.trainer.model_shape import read_shape
 from rollpacker.trainer.optimizer import build_optimizer
 from rollpacker.trainer.policy import Policy
 from rollpacker.trainer.trainer import CriticConfig, LoraConfig, ModelConfig, TrainConfig
-from rollpacker.trainer.training_memory import LOGIT_BLOCK_ELEMENTS
+from rollpacker.trainer.training_memory import (
+    LOGIT_BLOCK_ELEMENTS,
+    chosen_tokens,
+    micro_batch_choices,
+)
 
 ARCHITECTURE = {
     "model_type": "qwen2",
@@ -364,3 +368,46 @@ def test_the_formula_of_activations_is_what_is_computed(folder, dtype, checkpoin
     text = found.formula.replace(" tokens", "").replace(" bytes", "").replace(" x ", " * ")
     text = re.sub(r"(\d) ([a-z])", r"\1 * \2", text)
     assert eval(text, {}, widths) == found.size_bytes
+
+
+def test_micro_batches_as_large_as_the_ranks_memory_has_room_for(folder):
+    """Each choice is what --dry-run says of that size; all that there is to train goes in one."""
+    many = RolloutConfig(prompts_per_step=64, samples_per_prompt=4, max_response_tokens=100)
+    train = {"processes": 4, "micro_batch_tokens": "auto"}
+    config = dataclasses.replace(run_config(folder, train=train), rollout=many)
+    choices = micro_batch_choices(config, on_cuda=True)
+    assert [tokens for tokens, _ in choices] == [4096, 8192, 16384, 256 * 127]
+    sizes = [size for _, size in choices]
+    assert sizes == sorted(set(sizes))
+    fixed = dataclasses.replace(
+        config, train=dataclasses.replace(config.train, micro_batch_tokens=8192)
+    )
+    assert estimate(fixed, has_cuda=True).rank(0).size_bytes == sizes[1]
+    for room, expected in ((0, 4096), (sizes[2] / 0.9 - 1, 8192), (sizes[2] / 0.9 + 1, 16384)):
+        assert chosen_tokens(choices, room) == expected
+    assert chosen_tokens(choices, 1 << 40) == 256 * 127
+    assert micro_batch_choices(fixed, on_cuda=True) == ()
+    assert micro_batch_choices(config, on_cuda=False) == ()
+
+
+def test_engines_in_processes_of_their_own_take_memory_there(folder):
+    """And not in the run's process: that has weights on their way on a CPU, nothing on CUDA."""
+    config = run_config(folder, train={"processes": 4})
+    rollout = dataclasses.replace(config.rollout, engines=2)
+    on_cpu, on_gpus = (
+        estimate(dataclasses.replace(config, rollout=rollout), has_cuda=cuda)
+        for cuda in (False, True)
+    )
+    weights = part(estimate(run_config(folder), has_cuda=False), "weights")
+    assert {p.name for p in on_cpu.memory.parts} == {"hand-over"}
+    assert part(on_cpu, "hand-over") == weights
+    assert [p.name for p in on_cpu.engine.parts] == ["weights", "kv cache"]
+    assert on_cpu.engine.parts[0].size_bytes == weights
+    others = 2 * on_cpu.engine.size_bytes + 4 * on_cpu.rank(0).size_bytes
+    assert on_cpu.total_bytes == weights + others
+    assert on_gpus.memory.parts == () and on_gpus.engines == 2
+    assert on_gpus.total_bytes == max(on_gpus.engine.size_bytes, on_gpus.rank(0).size_bytes)
+    assert "on each device of the 2 engines" in "\n".join(on_gpus.lines())
+    alone = dataclasses.replace(run_config(folder), rollout=rollout)
+    assert part(estimate(alone, has_cuda=False), "hand-over") == weights
+    assert "engine" not in {p.name for p in estimate(alone, has_cuda=False).memory.parts}

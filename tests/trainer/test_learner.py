@@ -16,7 +16,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from rollpacker import algo
 from rollpacker.algo import AlgorithmConfig
@@ -618,19 +618,27 @@ def test_compiled_layers_take_the_same_step_or_fall_back(monkeypatch, caplog, wo
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
 
 
-class Reads(TorchDispatchMode):
-    """Notes, in order, each number that is read out of a tensor, which on a GPU waits for all that
-    was begun, and each backward pass."""
+class Reads(TorchFunctionMode):
+    """Notes, in order, each time that numbers are read out of a tensor, which on a GPU waits for
+    all that was begun, and each backward pass."""
+
+    READS = (
+        Tensor.tolist,
+        Tensor.item,
+        Tensor.cpu,
+        Tensor.numpy,
+        *map(Tensor.__dict__.get, ("__bool__", "__float__", "__int__")),
+    )
 
     def __init__(self) -> None:
         super().__init__()
         self.noted: list[str] = []
 
-    def __torch_dispatch__(
+    def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            self.noted.append("read")
+        if func in self.READS:
+            self.noted.append(func.__name__)
         return func(*args, **(kwargs or {}))
 
 
@@ -656,5 +664,13 @@ def test_numbers_are_read_when_all_micro_batches_are_done(
     micro_batches = len(lost) // (2 if algorithm.needs_critic else 1)
     assert micro_batches > 2 and len(waits) == 1  # one call, and one wait for the GPU
     last = len(reads.noted) - 1 - reads.noted[::-1].index("backward")
-    assert "read" not in reads.noted[:last] and "read" in reads.noted[last:]
+    assert set(reads.noted[:last]) == {"backward"} and reads.noted[last + 1 :] == ["tolist"]
     assert waits[0] > last
+
+
+def test_scores_are_read_when_all_micro_batches_are_done() -> None:
+    learner, requests = learner_of(PPO), asked(0)
+    with Reads() as reads:
+        scores = learner.score(requests)
+    assert len(scores) == len(requests)
+    assert reads.noted == ["cpu", *["tolist"] * len(requests)]  # lists are made in host memory

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from rollpacker.trainer.batches import Row, collate
-from rollpacker.trainer.step_sums import StepSums
+from rollpacker.trainer.step_sums import MicroBatchNumbers, StepSums
 
 NORMS = {"grad_norm": 0.5, "learning_rate": 1e-3}
 
 
 def micro_batch(seed: int, num_rows: int = 3) -> dict:
-    """Arguments of `add_micro_batch` with made-up numbers."""
+    """A micro-batch's made-up numbers."""
     draw = np.random.default_rng(seed)
     rows = [
         Row([5] * int(draw.integers(1, 5)), [6] * int(draw.integers(1, 9))) for _ in range(num_rows)
@@ -29,7 +29,7 @@ def micro_batch(seed: int, num_rows: int = 3) -> dict:
 
     return {
         "batch": batch,
-        "loss": float(draw.normal()),
+        "loss": float(np.float32(draw.normal())),
         "entropy": tokens(1.0).abs(),
         "log_ratio": tokens(0.3),
         "update_log_ratio": tokens(0.1),
@@ -40,9 +40,17 @@ def micro_batch(seed: int, num_rows: int = 3) -> dict:
 
 def sums_of(parts: list[dict]) -> StepSums:
     sums = StepSums()
-    for part in parts:
-        sums.add_micro_batch(**part)
+    add(sums, *parts)
     return sums
+
+
+def add(sums: StepSums, *parts: dict) -> None:
+    losses = ("loss", "value_loss")
+    as_tensors = [
+        {name: torch.tensor(v) if name in losses else v for name, v in part.items()}
+        for part in parts
+    ]
+    assert sums.add([MicroBatchNumbers(**part) for part in as_tensors])
 
 
 def test_metrics_are_means_over_all_tokens() -> None:
@@ -110,7 +118,7 @@ def test_scale_reaches_the_losses_so_far_and_nothing_else() -> None:
     after = sums.metrics(**NORMS, critic_grad_norm=7.0)
     changed = {name for name in before if before[name] != after[name]}
     assert changed == {"actor/loss", "critic/value_loss"}
-    sums.add_micro_batch(**second)
+    add(sums, second)
     assert sums.metrics(**NORMS)["actor/loss"] == pytest.approx(
         0.25 * first["loss"] + second["loss"]
     )
@@ -138,7 +146,7 @@ def test_critic_and_mismatch_metrics_have_their_own_names() -> None:
 
 
 def test_what_there_is_not_is_left_out() -> None:
-    part = micro_batch(0) | {"sample_weights": None, "update_log_ratio": None}
+    part = micro_batch(0) | {"sample_weights": (), "update_log_ratio": None}
     metrics = sums_of([part]).metrics(**NORMS)
     assert metrics["actor/ppo_kl"] == 0
     for name in ("train/weights/ess", "sampling/ess", "perf/train_tokens_per_s"):

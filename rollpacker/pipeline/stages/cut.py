@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from rollpacker.pipeline.plan.split import check_layers
 from rollpacker.trainer.policy import CHECKED_TOKENS, LOW_PRECISION_TOLERANCE, TOLERANCE
+from rollpacker.trainer.saved_weights import device_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +183,8 @@ def _named(model: PreTrainedModel, parts: _Parts) -> dict[str, nn.Module]:
 def _whole(model: PreTrainedModel, parts: _Parts) -> _Recorder:
     embeddings = parts.decoder.get_input_embeddings()
     recorder = _Recorder(_named(model, parts))
-    ids = torch.arange(min(CHECKED_TOKENS, embeddings.num_embeddings), device=model.device)
+    tokens = min(CHECKED_TOKENS, embeddings.num_embeddings)
+    ids = torch.arange(tokens, device=device_of(model))
     recorder.run(parts.decoder, input_ids=ids[None])
     return recorder
 

@@ -31,7 +31,7 @@ from rollpacker.trainer.batches import Batcher
 from rollpacker.trainer.losses import Losses, no_losses
 from rollpacker.trainer.micro_batch import MicroBatch, Row, row_length, row_of
 from rollpacker.trainer.model_set import ModelSet
-from rollpacker.trainer.passes import Look, LossFunction, note_micro_batch, token_scores
+from rollpacker.trainer.passes import Look, LossFunction, in_order, numbers_of, token_scores
 from rollpacker.trainer.sharding import Shards, gathered, same_number, sum_in_full_precision
 from rollpacker.trainer.step_sums import StepSums
 from rollpacker.trainer.trainer import ScoreRequest, TokenScores, TrainSample
@@ -84,10 +84,8 @@ class StagedPasses:
                 self._executor.sweep([load_of(batch) for _, batch in plan], scoring)
         if not self._place.is_last:
             return []
-        scores: dict[int, TokenScores] = {}
-        for (places, batch), columns in zip(plan, scoring.columns, strict=True):
-            scores |= zip(places, token_scores(columns, batch), strict=True)
-        return [scores[place] for place in range(len(requests))]
+        places = [place for of_batch, _ in plan for place in of_batch]
+        return in_order(token_scores(scoring.columns, [batch for _, batch in plan]), places)
 
     def differentiate(
         self,
@@ -194,12 +192,14 @@ class StagedPasses:
 
     def _note(self, work: Sequence[_Work], sums: StepSums) -> bool:
         """On the last stage, add losses to `sums`. Returns whether all found were finite."""
-        finite = True
+        numbers = []
         for one in work if self._place.is_last else ():
             assert one.found is not None
-            finite = finite and one.found.finite
-            note_micro_batch(sums, one.batch, one.samples, one.found, one.factor, self._flops)
-        return finite
+            flops = self._flops
+            numbers.append(
+                numbers_of(one.found, one.batch, one.samples, factor=one.factor, flops=flops)
+            )
+        return sums.add(numbers)
 
     def _warn_of_few(self, count: int) -> None:
         stages = self._place.count

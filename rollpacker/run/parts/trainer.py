@@ -70,15 +70,18 @@ def build_trainer(
     from rollpacker.trainer.process_trainer import ProcessTrainer
     from rollpacker.trainer.setup import LearnerSetup, build_learner
     from rollpacker.trainer.torch_trainer import TorchTrainer
+    from rollpacker.trainer.training_memory import micro_batch_choices
 
+    device = model_device(config.model.device).type
     setup = LearnerSetup(
         model=config.model,
-        train=with_links_of(config.train, model_device(config.model.device).type),
+        train=with_links_of(config.train, device),
         algorithm=config.algorithm,
         temperature=config.rollout.temperature,
         total_steps=config.train.steps,
         threads=max(policy.threads // (config.train.processes or 1), 1),
         order_csv=read_order(config),
+        micro_batch_choices=micro_batch_choices(config, on_cuda=device == "cuda"),
     )
     if config.train.critic.path is not None and not config.algorithm.needs_critic:
         logger.warning(
