@@ -141,7 +141,7 @@ def _check_moved(
 
 
 def test_passes_that_keep_to_small_budgets_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extend, "MAX_GUESS", 7)
+    monkeypatch.setattr(extend, "FIRST_PORTION", 7)
     monkeypatch.setattr(extend, "PREFILL_LOGITS", 20 * VOCABULARY)
     monkeypatch.setattr(extend, "EXTEND_SCORES", {"cpu": 3000})
     monkeypatch.setattr(extend, "DRAW_LOGITS", 3 * VOCABULARY)
