@@ -73,6 +73,7 @@ class CarryBook:
             if num_tokens:
                 lost = CarriedInto(num_tokens, whole=False, version=command.version)
                 known[sample].carried = had = self._had.get(self._place_of(sample), lost)
+                known[sample].most_verified = command.most_verified
                 if self._takes_turns:
                     self._retracing[sample] = Retracing(had.num_tokens)
 
@@ -100,7 +101,7 @@ class CarryBook:
         if not self._carries:
             return
         before, retracing = sample.carried, self._retracing.get(sample.sample)
-        if retracing is not None and retracing.goes_on:
+        if sample.has_more_carried or (retracing is not None and retracing.goes_on):
             return  # so far it is what was left, and there is more
         if before is not None and sample.num_kept is None:
             if not sample.is_finished and sample.num_tokens == before.num_tokens:

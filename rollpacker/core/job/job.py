@@ -12,6 +12,7 @@ phase; `core/job/phases.py` has the list. Its parts decide:
     acting:       when each environment is asked for its answer;
     parallelism:  how many devices an engine has, by kind of round;
     stream:       which gradients are begun before the round is over;
+    carry_limit:  how many tokens of earlier launches an engine verifies at once;
     lengths:      how much more short rounds launch than they need, and loss weights;
     ledger:       whether each prompt was trained on once, or dropped for a reason;
     fleet:        which engine a sample runs on, and what follows when an engine is lost;
@@ -64,6 +65,7 @@ from rollpacker.core.job.config import JobConfig
 from rollpacker.core.job.phases import WAITS_FOR, Phase, ProtocolError, expect
 from rollpacker.core.job.progress import MAX_EMPTY_STEPS, Ledger, Progress
 from rollpacker.core.lengths.learned import Learned
+from rollpacker.core.rounds.carry_limit import CarryLimit
 from rollpacker.core.rounds.dynamic_sampling import StepGroups, split_by_signal
 from rollpacker.core.rounds.groups import RoundPlan
 from rollpacker.core.rounds.queues import NextRound, Queues
@@ -96,6 +98,7 @@ class Job:
         self.progress = Progress()
         self.ledger = Ledger()
         self.queues = Queues(config)
+        self.carry_limit = CarryLimit(config)
         self.lengths = Learned(config)
         self.rewards = RewardSchedule(config.rewards)
         self.acting = None if config.acting is None else Acting(config.acting)
@@ -262,7 +265,11 @@ class Job:
         self.progress.num_rounds += 1
         degree = self.parallelism.degree(kind)
         plan = next_round.plan(
-            config, number=self.progress.num_rounds, version=self.version, tensor_parallel=degree
+            config,
+            number=self.progress.num_rounds,
+            version=self.version,
+            tensor_parallel=degree,
+            most_verified=self.carry_limit.most_verified,
         )
         self.rewards.begin_round()
         self._round = self._round_for(plan)
@@ -405,6 +412,8 @@ class Job:
         groups, drops = round_.close()
         plan = round_.plan
         self.queues.defer(round_.deferred(), plan.defers_to)
+        if self.carry_limit.follows:
+            self.carry_limit.observe(*round_.verified())
         self.parallelism.observe(
             plan.kind, preemptions=round_.preemptions, num_samples=round_.num_launched
         )
@@ -495,6 +504,7 @@ class Job:
             **to_plain(self.progress),
             **self.queues.state(),
             **self.lengths.state(),
+            **self.carry_limit.state(),
             "rewards": self.rewards.state(),
             "parallelism": self.parallelism.state(),
             "stream": self.stream.state(),
@@ -516,6 +526,7 @@ class Job:
         job.progress = Progress.restore(state)
         job.queues.restore(state)
         job.lengths.restore(state)
+        job.carry_limit.restore(state)
         job.rewards.restore(state["rewards"])
         if job.acting is not None and "acting" in state:
             job.acting.restore(state["acting"])

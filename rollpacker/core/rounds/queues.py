@@ -45,7 +45,13 @@ class NextRound:
     takes prompts that this one leaves unfinished. A number beyond the last tier: the long queue."""
 
     def plan(
-        self, config: JobConfig, *, number: int, version: int, tensor_parallel: int
+        self,
+        config: JobConfig,
+        *,
+        number: int,
+        version: int,
+        tensor_parallel: int,
+        most_verified: int | None,
     ) -> RoundPlan:
         tail = config.tail_batching
         return RoundPlan(
@@ -63,6 +69,7 @@ class NextRound:
             tensor_parallel=tensor_parallel,
             speculate=self.kind in config.speculate,
             min_verdicts=config.min_verdicts,
+            most_verified=most_verified,
             defers_to=self.defers_to,
         )
 

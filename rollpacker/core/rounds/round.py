@@ -55,7 +55,10 @@ class Round:
         self._rewards = RewardSchedule(RewardScheduleConfig()) if rewards is None else rewards
         self._overlap = self._rewards.config.overlap
         self._late = Counter[str]() if late is None else late
-        self._groups = {one.prompt: Group(one, plan.tail.awaited_after) for one in plan.prompts}
+        self._groups = {
+            one.prompt: Group(one, plan.tail.awaited_after, plan.most_verified)
+            for one in plan.prompts
+        }
         assert len(self._groups) == len(plan.prompts), "a prompt is twice in one round"
         assert 1 <= plan.prompts_needed <= len(plan.prompts)
         assert plan.samples_needed <= plan.num_samples
@@ -168,6 +171,12 @@ class Round:
             for group in self._groups.values()
             for index in range(len(group.samples))
         )
+
+    def verified(self) -> tuple[int, int]:
+        """Number of carried tokens (left by earlier launches) that engines verified in passes, and
+        number of those that came out differently."""
+        counts = [group.verified() for group in self._groups.values()]
+        return sum(of for of, _ in counts), sum(different for _, different in counts)
 
     def waiting_for(self) -> str:
         """What the round waits for, in words, for the message when a deadline has passed."""
@@ -395,6 +404,7 @@ class Round:
             tensor_parallel=plan.tensor_parallel,
             speculate=plan.speculate,
             carried=tuple(carried) if any(carried) else (),
+            most_verified=plan.most_verified if any(carried) else None,
             replaces=replaces,
         )
         return [launch]

@@ -261,23 +261,30 @@ class Extender:
             np.ones(len(rows), np.int64),
         )
 
+    def num_kept(self, row: int) -> int:
+        """Number of the row's carried tokens (from before an abort) that came out the same. -1: it
+        has none, or they were not drawn again."""
+        column = self._rows.host_column
+        num_kept, entry = int(column("num_kept")[row]), self._rows.pending[row]
+        carried = entry.request.carried
+        if carried is None or num_kept < carried.num_verified or column("redraw")[row]:
+            return num_kept
+        return carried.num_same(self._rows.tokens(row))  # it was generated beyond them
+
     def _agreeing(self, rows: list[int]) -> list[int]:
         """The rows that may go on with their carried tokens (from before an abort): all tokens so
-        far equal them, there are more of them, and no token has ended the row."""
+        far equal them, there are more of them to verify, and no token has ended the row."""
         counts = self._rows.host_column("count")[rows].tolist()
         return [
             row
             for row, count in zip(rows, counts, strict=True)
-            if self._num_agreed(row) == count < len(self._carried(row).tokens)
+            if self._num_agreed(row) == count < self._carried(row).num_verified
             and self._endings.num_until_end(self._rows, row, count - 1) is None
         ]
 
     def _num_agreed(self, row: int) -> int:
         """Number of the row's tokens that equal those from before its abort, up to a difference."""
-        tokens, carried = self._rows.tokens(row), self._carried(row).tokens
-        pairs = zip(tokens, carried, strict=False)
-        differs = (place for place, (one, other) in enumerate(pairs) if one != other)
-        return next(differs, min(len(tokens), len(carried)))
+        return self._carried(row).num_same(self._rows.tokens(row))
 
     def _guess(self, row: int, count: int) -> Guess:
         """Return the row's carried tokens (from before an abort) from index `count` on as a guess.
@@ -285,9 +292,9 @@ class Extender:
         a guess is drawn with that set, too."""
         redraw, end = self._rows.pending[row].carried_redraw(count)
         self._rows.draw_with(row, count, redraw)
-        size = max(FIRST_PORTION, count)
-        size = size if end is None else min(size, end - count - 1)
-        carried, part = self._carried(row), slice(count, count + size)
+        carried = self._carried(row)
+        size = min(max(FIRST_PORTION, count), carried.num_verified - count)
+        part = slice(count, count + (size if end is None else min(size, end - count - 1)))
         return Guess(carried.tokens[part], None if carried.verify else carried.log_probs[part])
 
     def draw_again(self, rows: np.ndarray) -> np.ndarray:
@@ -307,6 +314,7 @@ class Extender:
         column("ceiling")[rows[~again]] = ANY_LENGTH
         refused = rows[again]
         if len(refused):
+            column("num_kept")[refused] = [self.num_kept(row) for row in refused.tolist()]
             starts = np.minimum(column("num_kept")[refused] + 1, column("count")[refused] - 1)
             for row, start in zip(refused.tolist(), starts.tolist(), strict=True):
                 self._rows.redraw_from(row, start)

@@ -132,7 +132,7 @@ class CarriedTokens:
                 prompt_tokens=rows[sample.prompt.row].tokens,
                 sampling=sampling,
                 noise=self._noise_of(sample),
-                carried=self._take(sample, count),
+                carried=self._take(sample, count, command.most_verified),
             )
             for sample, count in zip(command.samples, counts, strict=True)
         ]
@@ -152,15 +152,17 @@ class CarriedTokens:
 
     def ended(self, event: SampleGenerated | SampleAborted, response: Response | None) -> None:
         """Note the response with which an engine ended a sample. If the engine was stopped before
-        it verified the tokens kept from an earlier step, these stay."""
+        it verified the tokens kept from an earlier step, or generated all of them again and no
+        other, these stay."""
         if not self.carries or response is None:
             return
         prompt = event.sample.prompt
         places = self._waiting.get(prompt, self._launched.get(prompt, {}))
         kept = places.get(self._place_of(event.sample))
-        is_unseen = isinstance(event, SampleAborted) and event.num_kept is None
-        if is_unseen and kept is not None and len(kept.tokens) == event.num_tokens:
-            return
+        if isinstance(event, SampleAborted) and kept is not None:
+            has_more = event.num_kept == event.num_tokens < len(kept.tokens)
+            if has_more or (event.num_kept is None and len(kept.tokens) == event.num_tokens):
+                return
         self.left(response)
 
     def left(self, response: Response) -> None:
@@ -207,9 +209,9 @@ class CarriedTokens:
             response.given,
         )
 
-    def _take(self, sample: SampleId, count: int) -> Carried | None:
+    def _take(self, sample: SampleId, count: int, most_verified: int | None) -> Carried | None:
         """Returns the kept tokens from which the sample goes on, `count` in number; None for a
-        `count` of 0."""
+        `count` of 0. `most_verified`: as in `Carried`."""
         places = self._launched.get(sample.prompt, {})
         place = self._place_of(sample)
         if not count:
@@ -222,10 +224,11 @@ class CarriedTokens:
         return Carried(
             tokens=tuple(kept.tokens.tolist()),
             log_probs=tuple(kept.log_probs.tolist()),
-            verify=self._config.carry == "exact",
+            verify=self._config.verifies,
             floor=kept.floor if rule else 0,
             ceiling=_ceiling(places.values()) if rule and not kept.floor else None,
             redraws=kept.redraws,
+            most_verified=most_verified,
         )
 
     def _noise_of(self, sample: SampleId) -> SampleId:
