@@ -13,7 +13,7 @@ from rollpacker.core.messages import BaseCommand
 
 class RoundKind(StrEnum):
     PLAIN = "plain"
-    """Tail batching is off: the round waits for every sample that it launches."""
+    """Tail batching is off or does not pay: the round waits for every sample that it launches."""
     SHORT = "short"
     """A race: more samples are launched than needed, and the first to finish are kept."""
     CASCADE = "cascade"

@@ -30,7 +30,7 @@ import msgspec
 
 from rollpacker.codec import from_plain, to_plain
 from rollpacker.core.fleet.routing import CARRIED_COST
-from rollpacker.core.job.config import JobConfig
+from rollpacker.core.rounds.groups import CarriedCounts
 
 PAYING_DISTANCES = 2
 """Number of mean distances D between tokens that come out differently, up to which verifying pays:
@@ -50,22 +50,22 @@ class CarryLimit:
     """Follows which carried tokens (left by an earlier launch) come out the same, and decides how
     many of a response are verified in passes."""
 
-    def __init__(self, config: JobConfig) -> None:
-        tail = config.tail_batching
-        self.follows = tail.carries and tail.carry == "auto" and config.acting is None
+    def __init__(self, longest: int | None, *, follows: bool) -> None:
+        """`longest`: most tokens of a response; None: no bound."""
+        self.follows = follows
         """Whether this run has such limits at all."""
         self.most_verified: int | None = None
         """Most carried tokens of a response that engines verify in passes. None: all of them."""
-        self._longest = config.max_response_tokens or UNBOUNDED
+        self._longest = longest or UNBOUNDED
         self._seen: deque[tuple[int, int]] = deque(maxlen=MAX_ROUNDS)
         """Of each of the last rounds: verified tokens, and those of them that came out
         differently."""
 
-    def observe(self, num_verified: int, num_different: int) -> None:
-        """Records a round's numbers of verified tokens, and of those that came out differently."""
-        if not num_verified:
+    def observe(self, carried: CarriedCounts) -> None:
+        """Records what came of a round's carried tokens."""
+        if not carried.verified:
             return
-        self._seen.append((num_verified, num_different))
+        self._seen.append((carried.verified, carried.different))
         verified, different = (sum(counts) for counts in zip(*self._seen, strict=True))
         now = self.most_verified
         if now is None and different < ENOUGH_MISMATCHES:

@@ -17,7 +17,15 @@ from rollpacker.core.commands import Abort, Command, Defer, Drop, Launch
 from rollpacker.core.events import SampleAborted, SampleFailed, SampleGenerated, SampleScored
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.lifecycle import SampleState, check
-from rollpacker.core.rounds.groups import UNDER_WAY, Group, Quota, RoundPlan, Waiting, share_out
+from rollpacker.core.rounds.groups import (
+    UNDER_WAY,
+    CarriedCounts,
+    Group,
+    Quota,
+    RoundPlan,
+    Waiting,
+    share_out,
+)
 
 TOO_FEW_VERDICTS = {1: "no verdict", 2: "fewer than two verdicts"}
 TOO_FEW_RESPONSES = {1: "no response", 2: "fewer than two responses"}
@@ -172,11 +180,10 @@ class Round:
             for index in range(len(group.samples))
         )
 
-    def verified(self) -> tuple[int, int]:
-        """Number of carried tokens (left by earlier launches) that engines verified in passes, and
-        number of those that came out differently."""
-        counts = [group.verified() for group in self._groups.values()]
-        return sum(of for of, _ in counts), sum(different for _, different in counts)
+    def carried_counts(self) -> CarriedCounts:
+        """What came of the tokens that earlier launches left of this round's responses."""
+        counts = [group.carried_counts() for group in self._groups.values()]
+        return CarriedCounts(*map(sum, zip(*counts, strict=True)))
 
     def waiting_for(self) -> str:
         """What the round waits for, in words, for the message when a deadline has passed."""
