@@ -13,6 +13,7 @@ checkpoints/step_000040/carried/      only if something waits
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollpacker.bus import Routes
-from rollpacker.core.commands import Defer, Launch
+from rollpacker.core.commands import Defer, Launch, RoundKind
 from rollpacker.core.events import SampleAborted, SampleGenerated
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.rounds.tail_batching import TailBatchingConfig
@@ -37,7 +38,14 @@ from rollpacker.engines.engine import (
 from rollpacker.run.errors import RunError
 from rollpacker.run.folder.checkpoint import CARRIED
 from rollpacker.spans import Spans, check_spans
+from rollpacker.warn_once import WarnOnce
 
+logger = logging.getLogger(__name__)
+
+_AWAITED = (
+    "rounds wait for all their responses for now: carried tokens come out differently so often "
+    "that racing may take longer (tail_batching.carry=auto, see docs/tail-batching.md)"
+)
 _INDEX, _TOKENS, _LOG_PROBS = "carried.json", "tokens.npy", "log_probs.npy"
 
 
@@ -87,6 +95,7 @@ class CarriedTokens:
         """`waiting`: the kept tokens of a checkpoint; None: no tokens. `cut_off_at`: the smaller
         cap on responses under which these were generated; None: the cap is the same."""
         self._config = config
+        self._warn_once = WarnOnce(logger)
         self._waiting = {
             prompt: {place: kept.under(cut_off_at) for place, kept in places.items()}
             for prompt, places in (waiting or {}).items()
@@ -121,6 +130,8 @@ class CarriedTokens:
     ) -> list[GenerationRequest]:
         """Returns the engines' request for each sample of the command `Launch`, with the kept
         tokens from which it goes on, if any. `rows`: the data set's rows."""
+        if command.kind is RoundKind.PLAIN and self._config.carry == "auto" and self.carries:
+            self._warn_once(_AWAITED)
         for prompt in {sample.prompt for sample in command.samples} & self._waiting.keys():
             self.begun(prompt)
         for sample, replaced in zip(command.samples, command.replaces, strict=False):
