@@ -8,8 +8,8 @@ response has a second chance to be short, and with it, it takes as long. So a ru
 
     racing    as without this rule, and as a run begins. If too few carried tokens come out the
               same, a trial begins
-    trial     a few rounds that wait for all; their seconds per prompt are compared with those of
-              the races, and the faster way is taken. Races go on undisturbed for many rounds
+    trial     a few rounds that wait for all. If these take clearly fewer seconds per prompt than
+              races did, the run waits, else it races on, undisturbed for many rounds
     waiting   every round waits for all. Now and then comes a probe
     probing   one race
     judging   what it deferred comes back: if tokens come out differently less than half as often
@@ -37,10 +37,13 @@ ENOUGH_SAME = 0.95
 """Share of carried tokens that come out the same, from which on no trial is worth its seconds."""
 ENOUGH_DIFFERENT = 8
 """Number of responses in which a carried token must have come out differently before a trial."""
-TRIAL_AFTER = 6
-"""Number of rounds of racing before a trial: two turns of a queue with the default factor."""
+TRIAL_AFTER = 3
+"""Least number of rounds of racing before a trial: one turn of a queue with the default factor."""
 TRIAL_ROUNDS = 3
 """Number of rounds of a trial whose seconds count."""
+CLEARLY_FASTER = 0.95
+"""Seconds per prompt of rounds that wait for all, over those of races, from which on they win. The
+seconds of a few rounds vary by some percent."""
 RACES_AT_LEAST = 64
 """Number of rounds of racing after a trial that found races faster, before the next trial."""
 PROBE_EVERY = 64
@@ -112,14 +115,14 @@ class Racing:
         return is_known and seen.same < ENOUGH_SAME * seen.tokens
 
     def _decide(self) -> None:
-        """Ends a trial: takes the way that took fewer seconds per prompt."""
+        """Ends a trial: waits from now on if that took clearly fewer seconds per prompt."""
         racing, waiting = (
             sum(pace.seconds for pace in paces) / sum(pace.prompts for pace in paces)
             for paces in (self._races, self._waits)
         )
         self._races.clear()
         self._waits.clear()
-        if racing <= waiting:
+        if waiting > CLEARLY_FASTER * racing:
             self._carried.clear()
             self._enter("racing", RACES_AT_LEAST)
         else:
