@@ -13,7 +13,7 @@ from rollpacker.core.messages import BaseCommand
 
 class RoundKind(StrEnum):
     PLAIN = "plain"
-    """Tail batching is off: the round waits for every sample that it launches."""
+    """Tail batching is off or does not pay: the round waits for every sample that it launches."""
     SHORT = "short"
     """A race: more samples are launched than needed, and the first to finish are kept."""
     CASCADE = "cascade"
@@ -51,6 +51,10 @@ class Launch(BaseCommand, frozen=True, kw_only=True):
     """Number of response tokens that an earlier launch (submission to an engine) of the prompt left
     for each sample, aligned with `samples`; generation goes on after these. Empty: none are left.
     Where samples take turns with environments, the environments' tokens count."""
+    most_verified: Omitted[int | None] = None
+    """Most carried tokens of each sample that its engine verifies in passes (all at once). Tokens
+    beyond are decoded with the random numbers that they had. None: all carried tokens are
+    verified."""
     replaces: Omitted[tuple[SampleId, ...]] = ()
     """Failed samples that these replace, aligned with `samples`: a replacement draws its tokens
     with the random numbers of the failed sample. Empty: nothing is replaced."""

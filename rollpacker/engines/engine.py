@@ -82,6 +82,24 @@ class Carried:
     bound."""
     redraws: Redraws = ()
     """The sets of random numbers that these tokens were drawn with, as in `Response.redraws`."""
+    most_verified: int | None = None
+    """Most tokens, at least 1, that `verify` draws again in passes. Those behind are generated one
+    by one, with the random numbers that they had, and compared when the response has ended: the
+    response is the same, however many there are. None: all are drawn again in passes."""
+
+    @property
+    def num_verified(self) -> int:
+        """Number of tokens that are drawn again in passes: at most `most_verified`, and with
+        `redraws` at least up to the last token with which another set of random numbers begins."""
+        last = max([start + 1 for start, _ in self.redraws], default=0)
+        most = len(self.tokens) if self.most_verified is None else self.most_verified
+        return min(len(self.tokens), max(most, last))
+
+    def num_same(self, tokens: Sequence[int]) -> int:
+        """Number of `tokens`, from the first on, that are the same as the carried tokens."""
+        pairs = zip(tokens, self.tokens, strict=False)
+        differs = (place for place, (one, other) in enumerate(pairs) if one != other)
+        return next(differs, min(len(tokens), len(self.tokens)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

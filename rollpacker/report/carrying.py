@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollpacker.core.checks.acting import Retracing
-from rollpacker.core.commands import Launch
+from rollpacker.core.commands import Launch, RoundKind
 from rollpacker.core.events import SampleAborted, SampleGenerated
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.report.step_history import CarriedInto, SampleHistory, StepHistory
@@ -22,7 +22,8 @@ from rollpacker.report.step_history import CarriedInto, SampleHistory, StepHisto
 
 def carrying(job: Mapping[str, Any]) -> str:
     """Which tokens of prompts put off to a later round a run with the settings `job` keeps: "none",
-    "exact" (those that newer weights draw again) or "weighted" (all, weighted in the loss)."""
+    "exact" (those that newer weights draw again), "auto" (the same, where that pays) or "weighted"
+    (all, weighted in the loss)."""
     tail = job.get("tail_batching") or {}
     return str(tail.get("carry", "none")) if tail.get("enabled", True) else "none"
 
@@ -39,7 +40,7 @@ def complements(job: Mapping[str, Any]) -> bool:
     earlier than its former launch was cut off, and draws an earlier end again
     (`tail_batching.complement`)."""
     tail = job.get("tail_batching") or {}
-    return carrying(job) == "exact" and bool(tail.get("complement", True))
+    return carrying(job) in ("exact", "auto") and bool(tail.get("complement", True))
 
 
 class CarryBook:
@@ -73,6 +74,7 @@ class CarryBook:
             if num_tokens:
                 lost = CarriedInto(num_tokens, whole=False, version=command.version)
                 known[sample].carried = had = self._had.get(self._place_of(sample), lost)
+                known[sample].most_verified = command.most_verified
                 if self._takes_turns:
                     self._retracing[sample] = Retracing(had.num_tokens)
 
@@ -100,7 +102,7 @@ class CarryBook:
         if not self._carries:
             return
         before, retracing = sample.carried, self._retracing.get(sample.sample)
-        if retracing is not None and retracing.goes_on:
+        if sample.has_more_carried or (retracing is not None and retracing.goes_on):
             return  # so far it is what was left, and there is more
         if before is not None and sample.num_kept is None:
             if not sample.is_finished and sample.num_tokens == before.num_tokens:
@@ -137,6 +139,12 @@ class CarryCounts:
     redraws: int = 0
     """Number of times that a response ended before the place where its earlier launch was cut off,
     so that its end was drawn again (`tail_batching.complement`)."""
+    most_verified: int | None = None
+    """Most carried tokens of a response that the last launches verified in passes. None: all."""
+    rounds: int = 0
+    """Number of rounds of steps in which a run could stop racing (`tail_batching.carry: auto`)."""
+    rounds_awaited: int = 0
+    """Number of these rounds that waited for all responses, since racing did not pay."""
     largest_age: int = 0
     """Largest age of a carried token: the number of weight updates since it was generated."""
     verified: Counter[int] = field(default_factory=Counter)
@@ -180,14 +188,32 @@ class CarryCounts:
             "mismatch_per_token_by_age": {str(a): rate for a, rate in self.by_age().items()},
             "redraws": self.redraws,
             "largest_age": self.largest_age,
+            "most_verified": self.most_verified,
+            "rounds": self.rounds,
+            "rounds_awaited": self.rounds_awaited,
         }
+
+
+def why_awaited(carrying: Mapping[str, Any]) -> str | None:
+    """A sentence on the rounds that did not race, for these counts as `CarryCounts.plain` has them.
+    None if all rounds raced."""
+    if not carrying["rounds_awaited"]:
+        return None
+    return (
+        f"{carrying['rounds_awaited']:,} of {carrying['rounds']:,} rounds waited for all their "
+        "responses (tail_batching.carry=auto): carried tokens came out differently so often, in "
+        f"{carrying['mismatch_per_token'] or 0:.1e} of tokens, that racing took longer."
+    )
 
 
 def step_carrying(step: StepHistory) -> CarryCounts:
     """Counts of the carried tokens that the launches of this step began with."""
     counts = CarryCounts()
     prompts = set()
+    follows = step.session is not None and carrying(step.session.job) == "auto"
     for round_ in step.rounds:
+        counts.rounds += follows
+        counts.rounds_awaited += follows and round_.kind is RoundKind.PLAIN
         for one in round_.samples:
             sample = step.samples[one]
             counts.redraws += sample.num_redraws
@@ -195,6 +221,7 @@ def step_carrying(step: StepHistory) -> CarryCounts:
             if carried is None:
                 continue
             prompts.add(one.prompt)
+            counts.most_verified = sample.most_verified
             age = round_.version - carried.version
             counts.tokens += carried.num_tokens
             counts.largest_age = max(counts.largest_age, age)
@@ -214,8 +241,10 @@ def add_up(steps: Iterable[CarryCounts]) -> CarryCounts:
     """The sum of the counts of several steps."""
     total = CarryCounts()
     for step in steps:
-        for name in ("prompts", "tokens", "looked_at", "kept", "redraws"):
+        for name in ("prompts", "tokens", "looked_at", "kept", "redraws", "rounds"):
             setattr(total, name, getattr(total, name) + getattr(step, name))
+        total.rounds_awaited += step.rounds_awaited
+        total.most_verified = step.most_verified if step.tokens else total.most_verified
         total.largest_age = max(total.largest_age, step.largest_age)
         total.verified.update(step.verified)
         total.mismatches.update(step.mismatches)

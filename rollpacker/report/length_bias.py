@@ -110,6 +110,8 @@ def _ends(
                     tokens, whole = had.num_tokens, had.whole
                 elif kept is None and end.num_tokens == had.num_tokens and not whole:
                     whole = had.whole  # not looked at
+                elif end.has_more_carried and not whole:
+                    tokens = had.num_tokens
             ends[end.sample.prompt][not whole].append(tokens)
     return ends
 

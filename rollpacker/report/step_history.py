@@ -74,6 +74,9 @@ class SampleHistory:
     num_kept: int | None = None
     """Number of carried tokens (of an earlier launch) that newer weights drew again, and that came
     out the same. None if they were not drawn again."""
+    most_verified: int | None = None
+    """Most carried tokens that the engine verified in passes; those behind were generated, and
+    compared. None: all were verified."""
     num_redraws: int = 0
     end_s: float | None = None
     end: End | None = None
@@ -87,10 +90,21 @@ class SampleHistory:
 
     @property
     def num_taken_up(self) -> int:
-        """Number of the sample's tokens that an earlier launch generated and this launch kept."""
-        if self.num_kept is not None or self.carried is None:
+        """Number of the sample's tokens that an earlier launch generated, and this one did not."""
+        if self.carried is None:
             return self.num_kept or 0
-        return min(self.carried.num_tokens, self.num_tokens)
+        if self.num_kept is None:
+            return min(self.carried.num_tokens, self.num_tokens)
+        return (
+            self.num_kept if self.most_verified is None else min(self.num_kept, self.most_verified)
+        )
+
+    @property
+    def has_more_carried(self) -> bool:
+        """Whether the sample was stopped when all its tokens had come out the same as carried
+        ones, of which there are more: these stay for the next launch."""
+        carried, is_same = self.carried, self.num_kept == self.num_tokens and not self.is_finished
+        return carried is not None and is_same and 0 < self.num_tokens < carried.num_tokens
 
     @property
     def num_generated(self) -> int:

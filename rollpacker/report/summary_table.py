@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rollpacker.report.carrying import why_awaited
 from rollpacker.report.summary import LAST_STEPS
 from rollpacker.report.table import MAX_WIDTH, cell, table, table_of
 from rollpacker.report.time_book import CAUSES
@@ -71,6 +72,8 @@ def render(summary: Mapping[str, Any]) -> RenderableType:
         parts.append(Text("model-written code ran WITHOUT isolation in this run", "bold red"))
     if summary.get("weighted_carrying"):
         parts.append(Text("weighted carrying: not exact (tokens of older weights)", "bold red"))
+    if awaited := why_awaited(summary["carrying"] or {"rounds_awaited": 0}):
+        parts.append(Text(awaited, "yellow"))
     if lost := _lost(summary["samples"]):
         parts.append(Text(lost, "yellow"))
     if summary.get("paths"):
@@ -195,6 +198,8 @@ def _carrying(carrying: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         by_age = list(carrying["mismatch_per_token_by_age"].items())[:_NUM_REASONS]
         rates = "\n".join(f"{rate:.1e} (age {age})" for age, rate in by_age)
         yield "came out differently, per token", rates
+    if carrying["most_verified"] is not None:
+        yield "verified in passes, of a response", cell(carrying["most_verified"], 0)
     if carrying["redraws"]:
         yield "early ends drawn once more", cell(carrying["redraws"], 0)
     yield "oldest carried tokens, in updates", cell(carrying["largest_age"], 0)

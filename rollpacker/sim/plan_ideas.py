@@ -317,10 +317,10 @@ def order_idea(
     """The idea to use tail batching that drops no response but changes the order of training. A
     round launches `factor` times the prompts that it needs. The other arguments, settings of
     `tail_batching`, say what happens to deferred prompts."""
-    treated = ["tokens carried" if carry == "exact" else "drawn from scratch"]
+    treated = ["drawn from scratch" if carry == "none" else "tokens carried"]
     if stragglers == "pool":
         treated.append(f"awaited after {max_deferrals}")
-    if carry == "exact" and not complement:
+    if carry != "none" and not complement:
         treated.append("no complement rule")
     return Idea(
         name=f"{stragglers} {factor:g} ({', '.join(treated)})",

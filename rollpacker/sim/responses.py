@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
+from msgspec import structs
 
 from rollpacker.bus import Routes
 from rollpacker.core.commands import Defer, Launch
@@ -30,6 +31,9 @@ from rollpacker.core.portable import power
 from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 from rollpacker.sim.workload import Workload
 
+FIRST_PORTION = 256
+"""Number of carried tokens of a response that the first pass verifies. Each later pass verifies as
+many as have come out the same, as in the embedded engine (engines/embedded/extend.py)."""
 MAX_REDRAWS = 16
 """Most times that a response's end is refused, as too early or too late, and drawn again."""
 
@@ -50,6 +54,15 @@ class Draw(msgspec.Struct, frozen=True, gc=False):
     ceiling: int
     """Most tokens that the response may get if newer weights change a token of it, although it had
     ended by itself (`floor` is 0): the length of its prompt's longest response."""
+
+
+def num_passed(num_same: int, most: int) -> int:
+    """Number of carried tokens that go through the model to verify `most` of them, if the first
+    `num_same` come out the same: portion by portion, up to that with the first different one."""
+    done = 0
+    while done < most and done <= num_same:
+        done = min(most, done + max(FIRST_PORTION, done))
+    return done
 
 
 @dataclass(slots=True)
@@ -89,6 +102,12 @@ class Responses:
         """Number of tokens that each aborted response had, by key."""
         self.kept: dict[int, int] = {}
         """By key, for responses begun in an earlier launch: number of tokens that are the same."""
+        self.passed: dict[int, int] = {}
+        """By key: number of tokens of an earlier launch that the engine computes at once. No entry:
+        none are left."""
+        self._before: dict[int, tuple[Draw, int]] = {}
+        """By key: what earlier launches left of the response, and number of its tokens that this
+        launch was to begin with."""
         self.redraws: dict[int, int] = {}
         """By key: how often the response's end was refused and drawn again. No entry: never."""
         self.keys: dict[SampleId, int] = {}
@@ -132,13 +151,13 @@ class Responses:
         if command.replaces and self._tail.selection == "none":
             self._repeat(keys, [self.keys[sample] for sample in command.replaces])
         elif self._left:
-            self._take_up(keys, bool(command.carried))
+            self._take_up(keys, bool(command.carried), command.most_verified)
         return keys
 
     def clear(self) -> None:
         for known in (self.samples, self.lengths, self.noises, self.done, self.keys):
             known.clear()
-        for few in (self.reached, self.kept, self.redraws):
+        for few in (self.reached, self.kept, self.redraws, self.passed, self._before):
             few.clear()
         self._bounds.clear()
         self.redraws_to_come.clear()
@@ -156,6 +175,12 @@ class Responses:
             return self._workload.trajectories.own_tokens([*groups])
         lengths = self._workload.lengths
         return sum([sum(lengths(group[0].prompt, 0)[: len(group)]) for group in groups])
+
+    def num_kept(self, key: int, num_tokens: int) -> int | None:
+        """Number of the first `num_tokens` tokens of this key's response that are the same as in an
+        earlier launch. None: nothing is compared."""
+        kept = self.kept.get(key)
+        return None if kept is None else min(kept, num_tokens)
 
     def next_redraw(self, key: int) -> bool:
         """Called when the response of this key ends. Returns whether the end is refused, since a
@@ -195,12 +220,13 @@ class Responses:
         for key, before in zip(keys, failed, strict=True):
             self.lengths[key] = self.lengths[before]
             if before in self.kept and self.done[key]:
-                self.kept[key] = self.done[key] = self.kept[before]
+                self.kept[key], self.done[key] = self.kept[before], self.done[before]
 
-    def _take_up(self, keys: range, carried: bool) -> None:
+    def _take_up(self, keys: range, carried: bool, most_verified: int | None) -> None:
         """Let the samples `keys` have the responses that earlier launches left unfinished.
-        `carried`: their tokens are kept, and not generated again."""
-        exact = carried and self._tail.carry == "exact"
+        `carried`: their tokens are kept, and at most `most_verified` (None: all) of each, if they
+        are verified, not generated again."""
+        exact = carried and self._tail.verifies
         noises = self.noises
         prompt, left = None, dict[int, Draw]()
         for key in keys:
@@ -218,10 +244,16 @@ class Responses:
                 self.noises[key] = SampleId(noise.prompt, noise.index, draw.attempt)
             self._bounds[key] = draw.floor, draw.ceiling
             tokens = self.done[key] if carried else draw.tokens
+            self.passed[key] = tokens if carried else 0
             if exact and tokens:
                 self.kept[key] = tokens
+                self._before[key] = draw, tokens
             if self._tail.carry != "weighted":
                 self._verify(key, tokens, self._version - draw.version)
+            if exact:
+                most = tokens if most_verified is None else min(tokens, most_verified)
+                self.passed[key] = num_passed(self.kept.get(key, 0), most)
+                self.done[key] = min(self.done[key], most)
 
     def _verify(self, key: int, num_tokens: int, num_updates: int) -> None:
         """Decide how many of a deferred response's `num_tokens` tokens stay the same under weights
@@ -256,14 +288,20 @@ class Responses:
         if self._tail.selection == "published" or self._workload.trajectories is not None:
             return
         for prompt in command.prompts:
-            ceiling = 0
-            left: list[tuple[int, int, int]] = []
-            for key in self._keys_of.get(prompt, ()):
-                tokens = self.reached.get(key, self.lengths[key])
-                floor = max(self._bounds.get(key, (0, 0))[0], self.reached.get(key, 0))
-                left.append((key, tokens, floor))
-                ceiling = max(ceiling, floor or tokens)
-            for key, tokens, floor in left:
-                noise, length = self.noises[key], self.lengths[key]
-                draw = Draw(length, tokens, self._version, noise.attempt, floor, ceiling)
-                self._left.setdefault(noise.prompt, {})[noise.index] = draw
+            keys = self._keys_of.get(prompt, ())
+            left = {self.noises[key].index: self._left_of(key) for key in keys}
+            ceiling = max([draw.floor or draw.tokens for draw in left.values()], default=0)
+            for place, draw in left.items():
+                draw = structs.replace(draw, ceiling=ceiling)
+                self._left.setdefault(prompt, {})[place] = draw
+
+    def _left_of(self, key: int) -> Draw:
+        """What this launch leaves of the response of `key` to the next one."""
+        tokens = self.reached.get(key, self.lengths[key])
+        draw, carried = self._before.get(key, (None, 0))
+        is_same = key in self.reached and 0 < tokens <= self.kept.get(key, 0)
+        if draw is not None and is_same and tokens < carried:  # there is more of the same
+            return structs.replace(draw, tokens=carried)
+        floor = max(self._bounds.get(key, (0, 0))[0], self.reached.get(key, 0))
+        attempt = self.noises[key].attempt
+        return Draw(self.lengths[key], tokens, self._version, attempt, floor, ceiling=0)

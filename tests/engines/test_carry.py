@@ -141,7 +141,7 @@ def _check_moved(
 
 
 def test_passes_that_keep_to_small_budgets_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extend, "MAX_GUESS", 7)
+    monkeypatch.setattr(extend, "FIRST_PORTION", 7)
     monkeypatch.setattr(extend, "PREFILL_LOGITS", 20 * VOCABULARY)
     monkeypatch.setattr(extend, "EXTEND_SCORES", {"cpu": 3000})
     monkeypatch.setattr(extend, "DRAW_LOGITS", 3 * VOCABULARY)
@@ -223,8 +223,8 @@ def _launch(
     return outputs
 
 
-@pytest.mark.parametrize("complement", [False, True])
-def test_several_aborts_under_weights_that_move(complement: bool) -> None:
+@pytest.mark.parametrize(("complement", "most"), [(False, None), (True, None), (True, 4)])
+def test_several_aborts_under_weights_that_move(complement: bool, most: int | None) -> None:
     dice = random.Random(int(complement))
     model = tiny_model()
     sampling = {"max_response_tokens": 60}
@@ -261,8 +261,9 @@ def test_several_aborts_under_weights_that_move(complement: bool) -> None:
                 if response is not None:
                     assert response.finish_reason == "aborted"
                     assert len(response.tokens) == len(response.log_probs) == size
+                    floor = floors[sample] if complement else 0
                     asked[sample] = carrying(
-                        asked[sample], response, size, floor=floors[sample] if complement else 0
+                        asked[sample], response, size, floor=floor, most_verified=most
                     )
                 continue
             del asked[sample]
@@ -443,6 +444,41 @@ def test_what_had_ended_does_not_outgrow_the_siblings_that_were_cut_off() -> Non
         used_up = other.event.num_redraws == MAX_REDRAWS
         assert used_up or len(other.response.tokens) <= ceiling
     assert num_redrawn > 5
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_what_is_not_verified_in_a_pass_is_generated_as_it_would_be(sampling: str) -> None:
+    """Tokens, kept tokens and redraws are the same however many carried tokens passes verify."""
+    model, dice = tiny_model(), random.Random(sampling)
+    asked = [one for row in range(9) for one in group(row, 4, **SAMPLINGS[sampling])]
+    old = generate(model, asked, tokenizer=Letters())
+    moved(model, 0.03, seed=5)
+    rules = []
+    for one, had in zip(asked, old, strict=True):
+        size = dice.choice((1, len(had.tokens), dice.randint(1, len(had.tokens))))
+        rule = {
+            "floor": dice.choice((0, size, size + 3)),
+            "ceiling": dice.choice((None, size + 1)) if size == len(had.tokens) else None,
+            "redraws": dice.choice(((), (), ((0, 2),), ((size // 2, 1),))),
+        }
+        rules.append((one, had, size, rule))
+    found = {}
+    for most in (None, 1, 6, 1000):
+        requests = [carrying(*given, most_verified=most, **rule) for *given, rule in rules]
+        assert all(one.carried.num_verified >= 1 for one in requests if one.carried)
+        found[most] = [
+            (
+                output.response.tokens,
+                output.response.redraws,
+                output.event.finish_reason,
+                output.event.num_kept,
+                output.event.num_redraws,
+            )
+            for output in serve(model, requests, tokenizer=Letters(), draft_tokens=0)
+        ]
+    assert found[1] == found[6] == found[1000] == found[None]
+    beyond = [kept for _, _, _, kept, _ in found[1] if kept > 6]
+    assert sampling in ("forced", "greedy", "long") or len(beyond) > 1
 
 
 def test_tokens_of_later_redraws_are_verified_with_their_own_noise() -> None:

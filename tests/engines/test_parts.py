@@ -8,7 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.engines.embedded import extend, rows
 from rollpacker.engines.embedded.attention import (
     Scores,
     UnsupportedModelError,
@@ -24,6 +27,8 @@ from rollpacker.engines.embedded.buckets import (
 )
 from rollpacker.engines.embedded.extend_step import ExtendStep, NewTokens, Span, plan_spans
 from rollpacker.engines.embedded.kv_slots import KVSlots, LayerShape
+from rollpacker.engines.embedded.rows import Pending
+from rollpacker.engines.engine import Carried, GenerationRequest, SamplingParams
 from rollpacker.run.parts import policy
 from rollpacker.run.parts.policy import measure_threads
 from tests.engines.tiny import END, generate, request, tiny_model
@@ -209,3 +214,73 @@ def test_installed_attention_refuses_caches_and_can_be_taken_off_again() -> None
     model.set_attn_implementation("sdpa")
     output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3)
     assert output.shape[1] > 3
+
+
+@pytest.mark.parametrize(
+    ("first_different", "most_passes"), [(4000, 4000 * 64 / 16_384 + 64), (10, 1)]
+)
+def test_a_wide_vocabulary_does_not_make_passes_short(
+    monkeypatch: pytest.MonkeyPatch, first_different: int, most_passes: float
+) -> None:
+    """64 rows of 4,000 carried tokens, 151,936 tokens in the vocabulary, an accelerator's limits:
+    logits are computed for few positions at a time, and the model runs for many. Rows that differ
+    early cost one pass, of their first portion."""
+    carried = Carried(tokens=(7,) * 4000, log_probs=(-1.0,) * 4000)
+    sampling = SamplingParams(max_response_tokens=5000)
+    prompt = PromptId("train", 0, 0)
+    entries = [
+        Pending(
+            GenerationRequest(
+                sample=SampleId(prompt, index, 0),
+                prompt_tokens=(1,) * 100,
+                sampling=sampling,
+                carried=carried,
+            ),
+            index,
+        )
+        for index in range(64)
+    ]
+    monkeypatch.setattr(rows, "exponentials", lambda keys, first, count, size: first[:, None, None])
+    table = rows.RowTable(torch.device("cpu"), 151_936)
+    table.reserve(64)
+    table.add(entries)
+    table.begin(0, np.full(64, 7), np.zeros(64))
+    passes: list[int] = []
+    logits: list[int] = []
+
+    class Fed:
+        """Stands in for a decoder, and counts what goes through its model."""
+
+        can_part_logits, width_buckets = True, False
+        model = SimpleNamespace(
+            config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(num_attention_heads=32))
+        )
+        slots = SimpleNamespace(
+            layers=[SimpleNamespace(num_kv_heads=8)], width=5100, device=torch.device("meta")
+        )
+        rows = table
+
+        def extend(self, tokens: np.ndarray, step: object) -> Callable[[slice], Tensor]:
+            passes.append(len(tokens))
+            return lambda part: torch.zeros(part.stop - part.start, 0)
+
+    def draw(scores: Tensor, places: Tensor, *settings: object) -> tuple[Tensor, Tensor]:
+        logits.append(len(places))
+        tokens = torch.where(places[:, 0] < first_different, 7, 8)
+        return tokens, torch.zeros(len(places))
+
+    class Endless:
+        def among(self, table: object, rows: np.ndarray, drawn: np.ndarray, said: object) -> object:
+            return np.zeros(drawn.shape, bool)
+
+        def num_until_end(self, *args: object) -> None:
+            return None
+
+    monkeypatch.setattr(extend, "draw", draw)
+    monkeypatch.setattr(extend.Extender, "_step", lambda self, *args: None)
+    extend.Extender(Fed(), Endless()).take_up(0)  # type: ignore[arg-type]
+    assert table.host_column("num_kept").tolist() == [first_different] * 64
+    assert len(passes) <= most_passes
+    assert max(logits) * 151_936 <= extend.DRAW_LOGITS
+    if first_different == 10:
+        assert sum(passes) <= 64 * (1 + extend.FIRST_PORTION)

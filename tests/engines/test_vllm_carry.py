@@ -196,6 +196,7 @@ def test_whatever_is_carried_both_engines_make_the_same_of_it(
             "ceiling": dice.choice((None, None, size + 1)),
             "redraws": dice.choice(((), ((0, 2),), ((size // 2, 1), (size // 2 + 3, 4)))),
             "verify": dice.random() < 0.9 or len(had.tokens) == size,
+            "most_verified": dice.choice((None, None, 1, 5)),
         }
         requests.append(carrying(one, had, size, **options))
     check_alike(engine, model, requests, ties=2)

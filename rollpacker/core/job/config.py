@@ -76,6 +76,13 @@ class JobConfig:
                 "(train.processes)"
             )
 
+    @property
+    def follows_carrying(self) -> bool:
+        """Whether the job decides by what came of carried tokens (`tail_batching.carry: auto`).
+        Where samples take turns with environments, it carries as with `exact`."""
+        tail = self.tail_batching
+        return tail.carries and tail.carry == "auto" and self.acting is None
+
     def layout(self, tensor_parallel: int) -> DeviceLayout:
         """Layout of the devices (how engines and trainer share them) for engines of
         `tensor_parallel` devices; the first layout if none is for this number."""

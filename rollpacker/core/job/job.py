@@ -12,6 +12,8 @@ phase; `core/job/phases.py` has the list. Its parts decide:
     acting:       when each environment is asked for its answer;
     parallelism:  how many devices an engine has, by kind of round;
     stream:       which gradients are begun before the round is over;
+    carry_limit:  how many tokens of earlier launches an engine verifies at once;
+    racing:       whether it pays to launch more prompts than a step needs;
     lengths:      how much more short rounds launch than they need, and loss weights;
     ledger:       whether each prompt was trained on once, or dropped for a reason;
     fleet:        which engine a sample runs on, and what follows when an engine is lost;
@@ -64,10 +66,13 @@ from rollpacker.core.job.config import JobConfig
 from rollpacker.core.job.phases import WAITS_FOR, Phase, ProtocolError, expect
 from rollpacker.core.job.progress import MAX_EMPTY_STEPS, Ledger, Progress
 from rollpacker.core.lengths.learned import Learned
+from rollpacker.core.rounds.carry_limit import CarryLimit
 from rollpacker.core.rounds.dynamic_sampling import StepGroups, split_by_signal
 from rollpacker.core.rounds.groups import RoundPlan
 from rollpacker.core.rounds.queues import NextRound, Queues
+from rollpacker.core.rounds.racing import Racing
 from rollpacker.core.rounds.round import Round, StrayEventError
+from rollpacker.core.rounds.tail_batching import NO_RACE, Factors
 from rollpacker.core.rounds.turn_round import TurnRound
 
 
@@ -96,6 +101,9 @@ class Job:
         self.progress = Progress()
         self.ledger = Ledger()
         self.queues = Queues(config)
+        follows = config.follows_carrying
+        self.carry_limit = CarryLimit(config.max_response_tokens, follows=follows)
+        self.racing = Racing(follows=follows)
         self.lengths = Learned(config)
         self.rewards = RewardSchedule(config.rewards)
         self.acting = None if config.acting is None else Acting(config.acting)
@@ -130,7 +138,7 @@ class Job:
         """Handles an event, and returns the commands that answer it. Raises `ProtocolError`,
         `StrayEventError` or another `AssertionError` for an event that cannot happen, which is a
         bug in the program that sends the events."""
-        if self.lengths.planner is not None:
+        if self.lengths.is_timed:
             self.lengths.take_time(event.time_s)
         # Every response comes by here at least twice: benchmarks/sim_speed.py.
         fleet, kind = self.fleet, type(event)
@@ -199,6 +207,7 @@ class Job:
         out_of_steps = self.progress.out_of_steps(self.config.max_steps)
         if self.nothing_left():
             return self._finish("every step is done" if out_of_steps else "the data ended")
+        self.queues.all_awaited = not self.racing.races
         deferred = self.queues.next_round(ending=out_of_steps)
         if deferred is not None:
             return self._start(deferred)
@@ -213,8 +222,13 @@ class Job:
         return self._gathered.missing if self._gathered else self.config.prompts_per_step
 
     @property
+    def _factors(self) -> Factors:
+        """How much more the next round of fresh prompts launches than it needs."""
+        return self.lengths.factors if self.racing.races else NO_RACE
+
+    @property
     def _num_to_race(self) -> int:
-        return self.lengths.factors.num_prompts(self._num_wanted)
+        return self._factors.num_prompts(self._num_wanted)
 
     def _num_to_fetch(self) -> int:
         num_waiting = self.queues.num_racing(self._num_to_race)
@@ -223,7 +237,7 @@ class Job:
     def _fetch(self) -> list[Command]:
         count = self._num_to_fetch()
         if count <= 0:
-            return self._start_race(RoundKind.SHORT)
+            return self._start_race()
         self.phase = Phase.FETCHING
         return [FetchPrompts(count=count)]
 
@@ -241,17 +255,19 @@ class Job:
         if event.data_ended or epoch_flush:
             queues.draining = True
         if not tail.enabled and queues.fresh:
-            return self._start_race(RoundKind.PLAIN)
+            return self._start_race()
         num_ready = len(queues.fresh) + queues.num_racing(self._num_to_race)
         if queues.fresh and num_ready >= self._num_wanted:
-            return self._start_race(RoundKind.SHORT)
+            return self._start_race()
         # Too few for a race: what is left of the epoch goes through the queue with the stragglers.
         queues.long.extend(queues.take_fresh())
         return self._next_step() if self._gathered is None else self._train(self._gathered)
 
-    def _start_race(self, kind: RoundKind) -> list[Command]:
+    def _start_race(self) -> list[Command]:
+        races = self.config.tail_batching.enabled and self.racing.races
+        kind = RoundKind.SHORT if races else RoundKind.PLAIN
         prompts = self.queues.take_racing(self._num_to_race)
-        num_samples = self.lengths.factors.num_samples(self.config.samples_per_prompt)
+        num_samples = self._factors.num_samples(self.config.samples_per_prompt)
         needed = min(self._num_wanted, len(prompts))
         return self._start(
             NextRound(kind=kind, prompts=prompts, num_samples=num_samples, prompts_needed=needed)
@@ -262,7 +278,11 @@ class Job:
         self.progress.num_rounds += 1
         degree = self.parallelism.degree(kind)
         plan = next_round.plan(
-            config, number=self.progress.num_rounds, version=self.version, tensor_parallel=degree
+            config,
+            number=self.progress.num_rounds,
+            version=self.version,
+            tensor_parallel=degree,
+            most_verified=self.carry_limit.most_verified,
         )
         self.rewards.begin_round()
         self._round = self._round_for(plan)
@@ -405,6 +425,10 @@ class Job:
         groups, drops = round_.close()
         plan = round_.plan
         self.queues.defer(round_.deferred(), plan.defers_to)
+        if self.racing.follows:
+            carried = round_.carried_counts()
+            self.carry_limit.observe(carried)
+            self.racing.observe(plan.prompts_needed, self.lengths.rollout_s, carried)
         self.parallelism.observe(
             plan.kind, preemptions=round_.preemptions, num_samples=round_.num_launched
         )
@@ -495,6 +519,8 @@ class Job:
             **to_plain(self.progress),
             **self.queues.state(),
             **self.lengths.state(),
+            **self.carry_limit.state(),
+            **self.racing.saved(),
             "rewards": self.rewards.state(),
             "parallelism": self.parallelism.state(),
             "stream": self.stream.state(),
@@ -516,6 +542,8 @@ class Job:
         job.progress = Progress.restore(state)
         job.queues.restore(state)
         job.lengths.restore(state)
+        job.carry_limit.restore(state)
+        job.racing.restore(state)
         job.rewards.restore(state["rewards"])
         if job.acting is not None and "acting" in state:
             job.acting.restore(state["acting"])

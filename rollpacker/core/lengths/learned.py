@@ -45,13 +45,15 @@ class Learned:
                 max_length_shift=tail.max_length_shift,
                 debiased=tail.debias != "none",
             )
+        self.is_timed = tail.chooses or config.follows_carrying
+        """Whether decisions depend on the seconds of rounds."""
         self._continued = tail.selection == "none"
         """Whether a later round goes on with the responses of an unfinished prompt."""
         self._now = 0.0
         """Time of the current event in seconds, rounded to microseconds as in the log."""
         self._since = 0.0
         """Time, in seconds, at which the round (or the training, if that has begun) began."""
-        self._rollout_s = 0.0
+        self.rollout_s = 0.0
         """Seconds that the engines were busy with the current round; 0 while they still are."""
 
     def take_time(self, time_s: float) -> None:
@@ -62,12 +64,12 @@ class Learned:
         return round(self._now - self._since, 6)
 
     def begin_round(self) -> None:
-        self._since, self._rollout_s = self._now, 0.0
+        self._since, self.rollout_s = self._now, 0.0
 
     def engine_is_empty(self) -> None:
         """Records that no engine has a sample of the round any more; later calls do nothing."""
-        if self.planner is not None and not self._rollout_s:
-            self._rollout_s = self._seconds()
+        if self.is_timed and not self.rollout_s:
+            self.rollout_s = self._seconds()
 
     def end_round(self, round_: Round) -> None:
         """Records the lengths of a finished round's responses, and its seconds of generation."""
@@ -76,7 +78,7 @@ class Learned:
                 round_.plan.kind,
                 longest_tokens=round_.longest_tokens,
                 tokens=round_.tokens(),
-                seconds=self._rollout_s,
+                seconds=self.rollout_s,
             )
         if self.window is not None:
             for prompt, finished, stopped in round_.lengths():

@@ -33,6 +33,20 @@ class CarriedLength(NamedTuple):
 NOTHING_CARRIED = CarriedLength(0, False)
 
 
+class CarriedCounts(NamedTuple):
+    """Counts of tokens that earlier launches left, of samples whose tokens were compared with those
+    that the current weights draw."""
+
+    tokens: int = 0
+    same: int = 0
+    """Number of these tokens before each sample's first that came out differently."""
+    verified: int = 0
+    """Number of these tokens that engines verified in passes, up to each sample's first that came
+    out differently, which is included."""
+    different: int = 0
+    """Number of samples in which a token came out differently among those verified in passes."""
+
+
 _TRAINED_NOW = check(SampleState.SCORED, SampleState.TRAINED)
 
 
@@ -73,6 +87,9 @@ class RoundPlan:
     min_verdicts: int = 2
     """Least number of samples with a verdict of the rewards for a group (a prompt's samples) to be
     trained on, rather than dropped: 2 where samples are compared with each other, else 1."""
+    most_verified: int | None = None
+    """Most carried tokens of a sample (left by an earlier launch) that an engine verifies in
+    passes. None: all."""
     defers_to: int = 0
     """Number, from 0, of the further round that takes unfinished prompts and keeps the first to
     finish (its "tier"). A number beyond the last: they wait for a long round."""
@@ -115,12 +132,25 @@ class Group:
 
     __slots__ = (
         *("attempt", "awaited", "carried", "deferred", "done", "finished", "kept_tokens"),
-        *("lengths", "num_generating", "num_retries", "num_unscored", "places", "prompt", "quota"),
+        *(
+            "lengths",
+            "most_verified",
+            "num_generating",
+            "num_retries",
+            "num_unscored",
+            "places",
+            "prompt",
+            "quota",
+        ),
         *("samples", "states", "streamed", "values", "whole"),
     )
 
-    def __init__(self, waiting: Waiting, awaited_after: int | None) -> None:
+    def __init__(
+        self, waiting: Waiting, awaited_after: int | None, most_verified: int | None
+    ) -> None:
         self.prompt, self.attempt, self.carried = waiting
+        self.most_verified = most_verified
+        """Most carried tokens of a sample that an engine verifies in passes. None: all."""
         self.awaited = awaited_after is not None and self.attempt >= awaited_after
         """True if the round must wait for this group, deferred too often by earlier rounds."""
         self.quota: Quota
@@ -189,9 +219,27 @@ class Group:
 
     def new_tokens(self, index: int) -> int:
         """Number of tokens that this launch generated for a sample that has left the engine; tokens
-        kept from an earlier launch do not count."""
+        kept from an earlier launch do not count, unless they were generated as before."""
         kept = self.kept_tokens[index]
-        return self.lengths[index] - (self.carried_at(index).tokens if kept is None else kept)
+        if kept is None:
+            kept = self.carried_at(index).tokens
+        elif self.most_verified is not None:
+            kept = min(kept, self.most_verified)
+        return self.lengths[index] - kept
+
+    def carried_counts(self) -> CarriedCounts:
+        """What came of the tokens that the group's samples began with, so far as it is known."""
+        tokens = same = verified = different = 0
+        for index in range(len(self.carried) and len(self.samples)):
+            kept, carried = self.kept_tokens[index], self.carried_at(index).tokens
+            if kept is None or self.states[index] is SampleState.FAILED:
+                continue
+            most = carried if self.most_verified is None else min(carried, self.most_verified)
+            tokens += carried
+            same += kept
+            verified += min(kept + 1, most)
+            different += kept < most
+        return CarriedCounts(tokens, same, verified, different)
 
     def to_carry(self) -> tuple[CarriedLength, ...]:
         """Number of tokens that each response of an unfinished group leaves to the prompt's next
@@ -205,7 +253,7 @@ class Group:
     def _left_at(self, index: int) -> CarriedLength:
         tokens, whole, before = self.lengths[index], self.whole[index], self.carried_at(index)
         if 0 < tokens < before.tokens and self.kept_tokens[index] == tokens and not whole:
-            return before  # a trajectory that was stopped while it came out the same
+            return before  # it was stopped while it came out the same
         return CarriedLength(tokens, whole)
 
     def observed(self, *, complement: bool) -> tuple[list[int], list[int]]:
@@ -218,7 +266,7 @@ class Group:
         for index, state in enumerate(self.states):
             if state is SampleState.FAILED:
                 continue
-            tokens, whole = self.lengths[index], self.whole[index]
+            tokens, whole = self._left_at(index)
             kept, before = self.kept_tokens[index], self.carried_at(index)
             if kept is not None and kept < before.tokens and (before.whole or not complement):
                 tokens, whole = before

@@ -45,7 +45,13 @@ class NextRound:
     takes prompts that this one leaves unfinished. A number beyond the last tier: the long queue."""
 
     def plan(
-        self, config: JobConfig, *, number: int, version: int, tensor_parallel: int
+        self,
+        config: JobConfig,
+        *,
+        number: int,
+        version: int,
+        tensor_parallel: int,
+        most_verified: int | None,
     ) -> RoundPlan:
         tail = config.tail_batching
         return RoundPlan(
@@ -63,6 +69,7 @@ class NextRound:
             tensor_parallel=tensor_parallel,
             speculate=self.kind in config.speculate,
             min_verdicts=config.min_verdicts,
+            most_verified=most_verified,
             defers_to=self.defers_to,
         )
 
@@ -81,6 +88,9 @@ class Queues:
         self.draining = False
         """True while an epoch or the run ends: nothing is fetched before the queues are empty."""
         self.without_races = not tail.enabled
+        self.all_awaited = False
+        """Whether rounds of fresh prompts wait for all at present, so that deferred prompts join
+        them."""
         self._pooled = tail.pooled
         self._carries = tail.carries
         self._max_response_tokens = config.max_response_tokens
@@ -95,7 +105,7 @@ class Queues:
         """The next round, if it is one of prompts that earlier rounds left unfinished. None: a
         round of fresh prompts is next. `ending`: the run launches no more fresh prompts."""
         self.draining = ending or (self.draining and len(self) > 0)
-        if self.draining:
+        if self.draining or self.all_awaited:
             for waiting in self.tiers:
                 self.long.extend(waiting)
                 waiting.clear()
@@ -110,8 +120,9 @@ class Queues:
 
     def num_racing(self, most: int) -> int:
         """Number of prompts, at most `most`, that earlier rounds left unfinished and that the next
-        short round launches beside fresh ones."""
-        return min(len(self.long), most) if self._pooled and not self.draining else 0
+        round launches beside fresh ones."""
+        joins = (self._pooled or self.all_awaited) and not self.draining
+        return min(len(self.long), most) if joins else 0
 
     def take_racing(self, most: int) -> tuple[Waiting, ...]:
         """Removes and returns the prompts of the next short round: the fetched ones and, where

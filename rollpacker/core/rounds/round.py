@@ -17,7 +17,15 @@ from rollpacker.core.commands import Abort, Command, Defer, Drop, Launch
 from rollpacker.core.events import SampleAborted, SampleFailed, SampleGenerated, SampleScored
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.lifecycle import SampleState, check
-from rollpacker.core.rounds.groups import UNDER_WAY, Group, Quota, RoundPlan, Waiting, share_out
+from rollpacker.core.rounds.groups import (
+    UNDER_WAY,
+    CarriedCounts,
+    Group,
+    Quota,
+    RoundPlan,
+    Waiting,
+    share_out,
+)
 
 TOO_FEW_VERDICTS = {1: "no verdict", 2: "fewer than two verdicts"}
 TOO_FEW_RESPONSES = {1: "no response", 2: "fewer than two responses"}
@@ -55,7 +63,10 @@ class Round:
         self._rewards = RewardSchedule(RewardScheduleConfig()) if rewards is None else rewards
         self._overlap = self._rewards.config.overlap
         self._late = Counter[str]() if late is None else late
-        self._groups = {one.prompt: Group(one, plan.tail.awaited_after) for one in plan.prompts}
+        self._groups = {
+            one.prompt: Group(one, plan.tail.awaited_after, plan.most_verified)
+            for one in plan.prompts
+        }
         assert len(self._groups) == len(plan.prompts), "a prompt is twice in one round"
         assert 1 <= plan.prompts_needed <= len(plan.prompts)
         assert plan.samples_needed <= plan.num_samples
@@ -168,6 +179,11 @@ class Round:
             for group in self._groups.values()
             for index in range(len(group.samples))
         )
+
+    def carried_counts(self) -> CarriedCounts:
+        """What came of the tokens that earlier launches left of this round's responses."""
+        counts = [group.carried_counts() for group in self._groups.values()]
+        return CarriedCounts(*map(sum, zip(*counts, strict=True)))
 
     def waiting_for(self) -> str:
         """What the round waits for, in words, for the message when a deadline has passed."""
@@ -395,6 +411,7 @@ class Round:
             tensor_parallel=plan.tensor_parallel,
             speculate=plan.speculate,
             carried=tuple(carried) if any(carried) else (),
+            most_verified=plan.most_verified if any(carried) else None,
             replaces=replaces,
         )
         return [launch]

@@ -17,7 +17,7 @@ from rollpacker.codec import OMIT_DEFAULT, absent
 from rollpacker.core.ids import SampleId
 
 Selection = Literal["none", "published"]
-Carry = Literal["none", "exact", "weighted"]
+Carry = Literal["none", "exact", "auto", "weighted"]
 Stragglers = Literal["queue", "pool"]
 DebiasMethod = Literal["none", "moments"]
 Race = Literal["generated", "scored"]
@@ -93,9 +93,10 @@ class TailBatchingConfig:
     """What becomes of the tokens of a deferred prompt. exact: its next launch samples all of them
     anew in one pass, with the same random numbers, keeps those before the first that differs, and
     goes on from there: token for token what generation from scratch gives, at a fraction of the
-    cost. weighted: all are kept as they are, and training weighs each by a clipped importance
-    ratio; not exact. none: they are dropped. Not set (None): exact, or none with
-    selection=published."""
+    cost. auto: the same responses; only so many tokens of each are looked at in passes as pay, by
+    how often tokens came out differently so far, and those behind are generated. weighted: all are
+    kept as they are, and training weighs each by a clipped importance ratio; not exact. none: they
+    are dropped. Not set (None): exact, or none with selection=published."""
     stragglers: Stragglers = field(default="queue", metadata=OMIT_DEFAULT)
     """Where deferred prompts (left unfinished by a round) wait. queue: until they fill a long
     round, which waits for all of them. pool: they join the next short round, which starts fewer
@@ -219,7 +220,13 @@ class TailBatchingConfig:
     @property
     def complements(self) -> bool:
         """Whether a response never ends before the place where an earlier launch had cut it off."""
-        return self.carries and self.carry == "exact" and self.complement
+        return self.carries and self.verifies and self.complement
+
+    @property
+    def verifies(self) -> bool:
+        """Whether carried tokens (left by an earlier launch) are kept only as far as they are drawn
+        again under the current weights, so that a response is as if generated from scratch."""
+        return self.carry in ("exact", "auto")
 
     @property
     def awaited_after(self) -> int | None:

@@ -28,7 +28,7 @@ from rollpacker.engines.embedded.buckets import (
 )
 from rollpacker.engines.embedded.extend_step import ExtendStep
 from rollpacker.engines.embedded.kv_slots import DecodeStep, KVSlots, PrefillStep, PromptCache
-from rollpacker.engines.embedded.plain_forward import PlainForward, plain_forward
+from rollpacker.engines.embedded.plain_forward import LogitsAfter, PlainForward, plain_forward
 from rollpacker.engines.embedded.probe import plain_agrees, probe
 from rollpacker.engines.embedded.rows import Pending, RowTable
 from rollpacker.engines.embedded.sampling import draw
@@ -286,21 +286,26 @@ class Decoder:
             self.rows.mode,
         )
 
-    def extend_logits(self, tokens: np.ndarray, step: ExtendStep, *, last: bool) -> Tensor:
-        """Feed `tokens`, row after row without padding, and return the logits [tokens, vocabulary]
-        after each token; with `last` only those after each row's last token [rows, vocabulary]."""
+    @property
+    def can_part_logits(self) -> bool:
+        """Whether `extend` computes logits after some tokens of a pass alone, so that a pass may
+        have more tokens than there is memory for logits after all of them."""
+        return self._plain is not None
+
+    def extend(self, tokens: np.ndarray, step: ExtendStep) -> LogitsAfter:
+        """Feed `tokens`, row after row without padding. Returns a function that gives the logits
+        [some tokens, vocabulary] after those of these tokens whose indices it is given."""
         self._plan = None
         fed = torch.from_numpy(tokens).to(self._device)
-        wanted = torch.from_numpy(step.last).to(self._device) if last else None
         if self._plain is not None:
-            return self._plain.extend(fed, step.positions, wanted, step)
+            return self._plain.extend(fed, step.positions, step)
         logits: Tensor = self.model(
             input_ids=fed[None],
             position_ids=step.positions[None],
             use_cache=False,
             **{STEP_KEYWORD: step},
         ).logits[0]
-        return logits if wanted is None else logits.index_select(0, wanted)
+        return logits.__getitem__
 
     def _make_plan(self) -> list[Bucket]:
         """Return the buckets for the live rows. First sorts the rows by length, if what that saves

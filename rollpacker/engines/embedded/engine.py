@@ -208,11 +208,10 @@ class TorchEngine(LoopEngine):
     def _carrying(self, row: int) -> dict[str, Any]:
         """Return an event's fields about the row's carried tokens (generated before an abort): how
         many were drawn again just as they were, and how often later ones were with new noise."""
-        column = self._decoder.rows.host_column
-        num_kept = int(column("num_kept")[row])
+        num_kept = self._extender.num_kept(row)
         return {
             "num_kept": num_kept if num_kept >= 0 else None,
-            "num_redraws": int(column("redraw")[row]),
+            "num_redraws": int(self._decoder.rows.host_column("redraw")[row]),
         }
 
     def _why_impossible(self, entry: Pending) -> str | None:

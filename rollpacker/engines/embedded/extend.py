@@ -25,6 +25,7 @@ from rollpacker.engines.embedded.decoder import (
     PREFILL_TOKENS,
     PREFILL_TOKENS_ACCELERATOR,
     Decoder,
+    LogitsAfter,
 )
 from rollpacker.engines.embedded.endings import Endings
 from rollpacker.engines.embedded.extend_step import SPAN_COST_SCORES, ExtendStep, NewTokens
@@ -35,8 +36,10 @@ from rollpacker.engines.engine import Carried
 
 MAX_REDRAWS = 16
 """Most times that tokens of one response are drawn again for its length (`draw_again`)."""
-MAX_GUESS = 255
-"""Most tokens of a guess. Longer ones are cut: an early difference then costs one short pass."""
+FIRST_PORTION = 255
+"""Most carried tokens of a row (kept from before an abort) that its first pass verifies. Each later
+pass verifies at most as many as have come out the same so far. So a row with an early difference
+costs one short pass, and a long one that stays the same costs few."""
 EXTEND_SCORES = {"cpu": 1 << 24}
 EXTEND_SCORES_ACCELERATOR = 1 << 27
 """Most attention scores of one head (elements of the mask) in a pass, on any device but a CPU."""
@@ -69,7 +72,7 @@ class Extender:
         kind = decoder.slots.device.type
         # Positions of a pass, by the model's work; by their logits; attention scores.
         self._max_tokens = PREFILL_TOKENS.get(kind, PREFILL_TOKENS_ACCELERATOR)
-        self._max_logits = max(1, PREFILL_LOGITS // decoder.rows.vocabulary_size)
+        self._max_logits = max(1, PREFILL_LOGITS // self._rows.vocabulary_size)
         self._max_scores = EXTEND_SCORES.get(kind, EXTEND_SCORES_ACCELERATOR)
 
     # -- guesses -----------------------------------------------------------------------------------
@@ -80,11 +83,13 @@ class Extender:
         the whole guess, or the token that ended the row. Returns each row's number of new
         tokens."""
         before, positions = (self._rows.host_column(name)[rows] for name in ("count", "position"))
-        max_tokens = min(self._max_tokens, self._max_logits)
+        max_tokens = self._max_tokens
+        if not self._decoder.can_part_logits:
+            max_tokens = min(max_tokens, self._max_logits)
         room = self._rows.host_column("limit")[rows] - before - 1
         assert (room >= 0).all(), "a row at its limit was to go on"
-        sizes = [min(len(guess.tokens), MAX_GUESS) for guess in guesses]
-        lengths = 1 + np.minimum(np.array(sizes), np.minimum(room, self._most(max_tokens) - 1))
+        sizes = np.array([len(guess.tokens) for guess in guesses])
+        lengths = 1 + np.minimum(sizes, np.minimum(room, self._most(max_tokens) - 1))
         for part in self._passes(lengths, positions + lengths, max_tokens):
             self._pass(rows[part], [guesses[place] for place in part], lengths[part])
         num_new: np.ndarray = self._rows.host_column("count")[rows] - before
@@ -125,9 +130,9 @@ class Extender:
         real = np.arange(num_tokens) < lengths[:, None]
         drawn, log_probs = np.zeros(fed.shape, np.int64), np.zeros(fed.shape)
         drawn[real], log_probs[real] = self._draw(
-            self._decoder.extend_logits(fed[real], self._step(rows, starts, lengths), last=False),
+            self._decoder.extend(fed[real], self._step(rows, starts, lengths)),
             np.repeat(rows, lengths),
-            self._rows.noise_ahead(rows, num_tokens)[torch.from_numpy(real)],
+            np.nonzero(real)[1],
         )
         drawn_for = [guess.log_probs is None for guess in guesses]
         doubtful = np.isnan(log_probs).any(axis=1) & (lengths > 1) & drawn_for
@@ -202,7 +207,8 @@ class Extender:
                     for place, size in zip(places.tolist(), sizes.tolist(), strict=True)
                 ]
                 step = self._step(rows[places], done[places], sizes)
-                last = self._decoder.extend_logits(np.concatenate(fed), step, last=True)
+                logits_after = self._decoder.extend(np.concatenate(fed), step)
+                last = logits_after(torch.from_numpy(step.last).to(self._decoder.slots.device))
                 if not len(logits):
                     logits = last.new_empty((len(rows), last.shape[1]))
                 logits[torch.from_numpy(places).to(last.device)] = last
@@ -255,23 +261,30 @@ class Extender:
             np.ones(len(rows), np.int64),
         )
 
+    def num_kept(self, row: int) -> int:
+        """Number of the row's carried tokens (from before an abort) that came out the same. -1: it
+        has none, or they were not drawn again."""
+        column = self._rows.host_column
+        num_kept, entry = int(column("num_kept")[row]), self._rows.pending[row]
+        carried = entry.request.carried
+        if carried is None or num_kept < carried.num_verified or column("redraw")[row]:
+            return num_kept
+        return carried.num_same(self._rows.tokens(row))  # it was generated beyond them
+
     def _agreeing(self, rows: list[int]) -> list[int]:
         """The rows that may go on with their carried tokens (from before an abort): all tokens so
-        far equal them, there are more of them, and no token has ended the row."""
+        far equal them, there are more of them to verify, and no token has ended the row."""
         counts = self._rows.host_column("count")[rows].tolist()
         return [
             row
             for row, count in zip(rows, counts, strict=True)
-            if self._num_agreed(row) == count < len(self._carried(row).tokens)
+            if self._num_agreed(row) == count < self._carried(row).num_verified
             and self._endings.num_until_end(self._rows, row, count - 1) is None
         ]
 
     def _num_agreed(self, row: int) -> int:
         """Number of the row's tokens that equal those from before its abort, up to a difference."""
-        tokens, carried = self._rows.tokens(row), self._carried(row).tokens
-        pairs = zip(tokens, carried, strict=False)
-        differs = (place for place, (one, other) in enumerate(pairs) if one != other)
-        return next(differs, min(len(tokens), len(carried)))
+        return self._carried(row).num_same(self._rows.tokens(row))
 
     def _guess(self, row: int, count: int) -> Guess:
         """Return the row's carried tokens (from before an abort) from index `count` on as a guess.
@@ -279,8 +292,9 @@ class Extender:
         a guess is drawn with that set, too."""
         redraw, end = self._rows.pending[row].carried_redraw(count)
         self._rows.draw_with(row, count, redraw)
-        size = MAX_GUESS if end is None else min(MAX_GUESS, end - count - 1)
-        carried, part = self._carried(row), slice(count, count + size)
+        carried = self._carried(row)
+        size = min(max(FIRST_PORTION, count), carried.num_verified - count)
+        part = slice(count, count + (size if end is None else min(size, end - count - 1)))
         return Guess(carried.tokens[part], None if carried.verify else carried.log_probs[part])
 
     def draw_again(self, rows: np.ndarray) -> np.ndarray:
@@ -300,6 +314,7 @@ class Extender:
         column("ceiling")[rows[~again]] = ANY_LENGTH
         refused = rows[again]
         if len(refused):
+            column("num_kept")[refused] = [self.num_kept(row) for row in refused.tolist()]
             starts = np.minimum(column("num_kept")[refused] + 1, column("count")[refused] - 1)
             for row, start in zip(refused.tolist(), starts.tolist(), strict=True):
                 self._rows.redraw_from(row, start)
@@ -313,19 +328,25 @@ class Extender:
         return ExtendStep(self._decoder.slots, NewTokens(rows, starts, lengths), self._span_cost)
 
     def _draw(
-        self, logits: Tensor, row_of_position: np.ndarray, noise: Tensor
+        self, logits_after: LogitsAfter, rows: np.ndarray, ahead: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        row = torch.from_numpy(row_of_position).to(logits.device)
-        settings = [
-            self._rows.device_column(name).index_select(0, row)
-            for name in ("temperature", "top_k", "top_p")
-        ]
+        """Draw a token after each token of a pass, and return the drawn tokens and their
+        log-probabilities [tokens]. The token drawn after the pass's token i is number `ahead[i]`,
+        from 0, of those that row `rows[i]` gets."""
         size = max(1, DRAW_LOGITS // self._rows.vocabulary_size)
         tokens, log_probs = [], []
-        for start in range(0, len(row), size):
+        for start in range(0, len(rows), size):
             part = slice(start, start + size)
-            temperature, top_k, top_p = (column[part] for column in settings)
-            drawn = draw(logits[part], noise[part], temperature, top_k, top_p, self._rows.mode)
+            row = torch.from_numpy(rows[part]).to(self._rows.device)
+            drawn = draw(
+                logits_after(part),
+                self._rows.noise_ahead(rows[part], 1, ahead[part])[:, 0],
+                *(
+                    self._rows.device_column(name).index_select(0, row)
+                    for name in ("temperature", "top_k", "top_p")
+                ),
+                self._rows.mode,
+            )
             tokens.append(drawn[0].cpu().numpy())
             log_probs.append(drawn[1].cpu().numpy())
         return np.concatenate(tokens), np.concatenate(log_probs)

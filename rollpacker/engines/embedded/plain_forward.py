@@ -9,6 +9,7 @@ quantised layer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,9 @@ from rollpacker.engines.embedded.attention import RolloutStep, Scores
 STATIC_ROPE_TYPES = {"default", "linear", "llama3", "yarn"}
 """Kinds of rotary embedding whose frequencies do not depend on the length of the sequence."""
 FAMILIES = {"Llama": llama, "Mistral": mistral, "Qwen2": qwen2, "Qwen3": qwen3}
+LogitsAfter = Callable[[slice | Tensor], Tensor]
+"""Function from indices of some tokens of a pass to the logits [some tokens, vocabulary] after
+these tokens."""
 _PARTS = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
 _TORCH_PARTS = {nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU, SiLUActivation}
 
@@ -178,14 +182,12 @@ class PlainForward:
         starts = torch.arange(num_prompts, device=tokens.device) * num_tokens
         return self._logits(hidden.index_select(0, starts + ends))
 
-    def extend(
-        self, tokens: Tensor, positions: Tensor, wanted: Tensor | None, step: RolloutStep
-    ) -> Tensor:
-        """Feed one sequence of `tokens` [tokens] at `positions` [tokens], and return the logits
-        [wanted, vocabulary] after those whose indices are in `wanted` (None: after all). `step` may
-        hold several rows' tokens in the sequence."""
+    def extend(self, tokens: Tensor, positions: Tensor, step: RolloutStep) -> LogitsAfter:
+        """Feed one sequence of `tokens` [tokens] at `positions` [tokens]; `step` may hold several
+        rows' tokens in it. Returns a function that gives the logits [some tokens, vocabulary] after
+        those of these tokens whose indices it is given."""
         hidden = self._hidden(tokens, positions, 1, step)
-        return self._logits(hidden if wanted is None else hidden.index_select(0, wanted))
+        return lambda places: self._logits(hidden[places])
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return _project(_normalize(hidden, self._norm), self._head)

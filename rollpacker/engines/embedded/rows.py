@@ -195,12 +195,18 @@ class RowTable:
         self._noise_column += 1
         return column
 
-    def noise_ahead(self, rows: slice | np.ndarray, count: int) -> Tensor:
+    def noise_ahead(
+        self, rows: slice | np.ndarray, count: int, behind: np.ndarray | int = 0
+    ) -> Tensor:
         """Noise (random numbers) for the next `count` tokens of these rows, float64 [rows, count,
-        `noise_size`] on the device."""
+        `noise_size`] on the device. `behind`: number of tokens of each row, or of all, between the
+        row's newest token and these."""
         keys, counts = (
-            torch.from_numpy(column[rows]).to(self.device)
-            for column in (self._columns["key"].view(np.int64), self._columns["count"])
+            torch.from_numpy(column).to(self.device)
+            for column in (
+                self._columns["key"].view(np.int64)[rows],
+                self._columns["count"][rows] + behind,
+            )
         )
         return exponentials(keys, counts, count, self._noise.shape[2])
 

@@ -36,9 +36,10 @@ class Live:
         carried = entry.request.carried or Carried(tokens=(), log_probs=(), verify=False)
         self.entry = entry
         self.carried = carried
-        self.given = list(carried.tokens)
+        count = carried.num_verified if carried.verify else len(carried.tokens)
+        self.given = list(carried.tokens[:count])
         """The response's tokens when vLLM got its current request, which generates further ones."""
-        self.log_probs = list(carried.log_probs)
+        self.log_probs = list(carried.log_probs[:count])
         """Log-probability of each token in `given`."""
         self.num_kept: int | None = None
         """Number of carried tokens (from before an abort) that came out the same when drawn again.
@@ -101,7 +102,7 @@ class Live:
         which a new request must begin.
         """
         anew, carried = self.draw.anew, self.carried.tokens
-        assert anew is not None and len(anew.tokens) == len(carried) - 1
+        assert anew is not None and len(anew.tokens) == self.carried.num_verified - 1
         num_same = 0
         for token, log_prob in zip(anew.tokens, anew.log_probs, strict=True):
             if math.isnan(log_prob):
@@ -137,10 +138,15 @@ class Live:
     def leave(self) -> None:
         """Add vLLM's new tokens to `given`, once the response has left vLLM."""
         self.num_preemptions += self.request.num_preemptions
-        if not self.is_unseen:
-            new = self.request.output_token_ids
-            self.given = [*self.given, *new]
-            self.log_probs = [*self.log_probs, *self.draw.log_probs[: len(new)]]
+        carried, num_kept = self.carried, self.num_kept
+        if self.is_unseen:
+            self.given, self.log_probs = list(carried.tokens), list(carried.log_probs)
+            return
+        new = self.request.output_token_ids
+        self.given = [*self.given, *new]
+        self.log_probs = [*self.log_probs, *self.draw.log_probs[: len(new)]]
+        if num_kept is not None and num_kept >= carried.num_verified and not self.num_redraws:
+            self.num_kept = carried.num_same(self.given)  # it was generated beyond them
 
     def cut(self, num_tokens: int) -> None:
         """Forget all tokens beyond the first `num_tokens`."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rollpacker.report.carrying import why_awaited
 from rollpacker.report.summary_table import MANY_LOST
 from rollpacker.report.time_book import POOL_CAUSES
 
@@ -123,6 +124,8 @@ def _speed(summary: Mapping[str, Any], recent: Mapping[str, float]) -> list[Find
             f"Slots stood empty for {100 * idle:.0f} % of the rollout's seconds in the last steps."
         )
         found.append(Finding("note", told))
+    if awaited := why_awaited(summary["carrying"] or {"rounds_awaited": 0}):
+        found.append(Finding("note", awaited))
     wall = summary["wall_s"] - sum(summary["seconds"].get(cause, 0.0) for cause in POOL_CAUSES)
     waited = summary["seconds"].get("reward_wait", 0.0)
     if wall and waited / wall >= MUCH_WAIT:

@@ -13,6 +13,7 @@ checkpoints/step_000040/carried/      only if something waits
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollpacker.bus import Routes
-from rollpacker.core.commands import Defer, Launch
+from rollpacker.core.commands import Defer, Launch, RoundKind
 from rollpacker.core.events import SampleAborted, SampleGenerated
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.rounds.tail_batching import TailBatchingConfig
@@ -37,7 +38,14 @@ from rollpacker.engines.engine import (
 from rollpacker.run.errors import RunError
 from rollpacker.run.folder.checkpoint import CARRIED
 from rollpacker.spans import Spans, check_spans
+from rollpacker.warn_once import WarnOnce
 
+logger = logging.getLogger(__name__)
+
+_AWAITED = (
+    "rounds wait for all their responses for now: carried tokens come out differently so often "
+    "that racing may take longer (tail_batching.carry=auto, see docs/tail-batching.md)"
+)
 _INDEX, _TOKENS, _LOG_PROBS = "carried.json", "tokens.npy", "log_probs.npy"
 
 
@@ -87,6 +95,7 @@ class CarriedTokens:
         """`waiting`: the kept tokens of a checkpoint; None: no tokens. `cut_off_at`: the smaller
         cap on responses under which these were generated; None: the cap is the same."""
         self._config = config
+        self._warn_once = WarnOnce(logger)
         self._waiting = {
             prompt: {place: kept.under(cut_off_at) for place, kept in places.items()}
             for prompt, places in (waiting or {}).items()
@@ -121,6 +130,8 @@ class CarriedTokens:
     ) -> list[GenerationRequest]:
         """Returns the engines' request for each sample of the command `Launch`, with the kept
         tokens from which it goes on, if any. `rows`: the data set's rows."""
+        if command.kind is RoundKind.PLAIN and self._config.carry == "auto" and self.carries:
+            self._warn_once(_AWAITED)
         for prompt in {sample.prompt for sample in command.samples} & self._waiting.keys():
             self.begun(prompt)
         for sample, replaced in zip(command.samples, command.replaces, strict=False):
@@ -132,7 +143,7 @@ class CarriedTokens:
                 prompt_tokens=rows[sample.prompt.row].tokens,
                 sampling=sampling,
                 noise=self._noise_of(sample),
-                carried=self._take(sample, count),
+                carried=self._take(sample, count, command.most_verified),
             )
             for sample, count in zip(command.samples, counts, strict=True)
         ]
@@ -152,15 +163,17 @@ class CarriedTokens:
 
     def ended(self, event: SampleGenerated | SampleAborted, response: Response | None) -> None:
         """Note the response with which an engine ended a sample. If the engine was stopped before
-        it verified the tokens kept from an earlier step, these stay."""
+        it verified the tokens kept from an earlier step, or generated all of them again and no
+        other, these stay."""
         if not self.carries or response is None:
             return
         prompt = event.sample.prompt
         places = self._waiting.get(prompt, self._launched.get(prompt, {}))
         kept = places.get(self._place_of(event.sample))
-        is_unseen = isinstance(event, SampleAborted) and event.num_kept is None
-        if is_unseen and kept is not None and len(kept.tokens) == event.num_tokens:
-            return
+        if isinstance(event, SampleAborted) and kept is not None:
+            has_more = event.num_kept == event.num_tokens < len(kept.tokens)
+            if has_more or (event.num_kept is None and len(kept.tokens) == event.num_tokens):
+                return
         self.left(response)
 
     def left(self, response: Response) -> None:
@@ -207,9 +220,9 @@ class CarriedTokens:
             response.given,
         )
 
-    def _take(self, sample: SampleId, count: int) -> Carried | None:
+    def _take(self, sample: SampleId, count: int, most_verified: int | None) -> Carried | None:
         """Returns the kept tokens from which the sample goes on, `count` in number; None for a
-        `count` of 0."""
+        `count` of 0. `most_verified`: as in `Carried`."""
         places = self._launched.get(sample.prompt, {})
         place = self._place_of(sample)
         if not count:
@@ -222,10 +235,11 @@ class CarriedTokens:
         return Carried(
             tokens=tuple(kept.tokens.tolist()),
             log_probs=tuple(kept.log_probs.tolist()),
-            verify=self._config.carry == "exact",
+            verify=self._config.verifies,
             floor=kept.floor if rule else 0,
             ceiling=_ceiling(places.values()) if rule and not kept.floor else None,
             redraws=kept.redraws,
+            most_verified=most_verified,
         )
 
     def _noise_of(self, sample: SampleId) -> SampleId:

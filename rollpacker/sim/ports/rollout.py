@@ -92,7 +92,8 @@ class Rollout:
         self._lane_of: dict[int, Lane] = {}
         """By a sample's key: the engine that has it. Samples that no engine has are missing."""
         self._carried: dict[int, int] = {}
-        """By a sample's key: number of its tokens that precede those generated now. No entry: 0."""
+        """By a sample's key: number of its tokens that its engine computes at once, before it
+        generates others. No entry: 0."""
         self._turns = turns
         self._num_generating = 0
         self._empty_from_s = 0.0
@@ -153,7 +154,7 @@ class Rollout:
         if self._turns is not None:
             self._carried.update(self._turns.launch(keys, command.version))
         elif command.carried:
-            self._carried.update(zip(keys, command.carried, strict=True))
+            self._carried.update((key, self._responses.passed.get(key, 0)) for key in keys)
         assert command.engines or len(self._fleet) == 1, "which engine, the core has to say"
         self._give(keys, command.engines or (0,) * len(keys), now)
 
@@ -271,7 +272,7 @@ class Rollout:
             finish_reason="length" if is_cut_off else "stop",
             version=self._launch.version,
             preemptions=preemptions,
-            num_kept=responses.kept.get(key),
+            num_kept=responses.num_kept(key, length),
             num_redraws=responses.redraws.get(key, 0),
             engine=number,
             incarnation=self._incarnations[number],
@@ -313,7 +314,7 @@ class Rollout:
                     sample=sample,
                     num_tokens=tokens if self._turns is None else tokens - self._turns.start(key),
                     preemptions=preemptions,
-                    num_kept=responses.kept.get(key),
+                    num_kept=responses.num_kept(key, tokens),
                     num_redraws=responses.redraws.get(key, 0),
                     engine=number,
                     incarnation=self._incarnations[number],
