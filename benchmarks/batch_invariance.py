@@ -119,9 +119,11 @@ def _poisson_cdf(count: int, rate: float) -> float:
     return float(np.exp(-rate) * terms.sum())
 
 
-def main(prompts: int = 128, samples_per_prompt: int = 8) -> dict[str, Any]:
+def main(
+    prompts: int = 128, samples_per_prompt: int = 8, dtype: str = "float32"
+) -> dict[str, Any]:
     torch.set_num_threads(1)
-    model = make_model()
+    model = make_model().to(getattr(torch, dtype))
     requests = make_requests(prompts, samples_per_prompt)
     reference = respond(model, requests, 512, shuffled=False)
     repeat = respond(model, requests, 512, shuffled=False)
