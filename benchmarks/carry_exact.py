@@ -28,11 +28,12 @@ from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from typing import Any
 
+import batch_invariance
 import policies
 import torch
 from lab import bench
 from safetensors.torch import load_file
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel
 
 from rollpacker.core.events import SampleAborted, SampleGenerated
 from rollpacker.core.ids import PromptId, SampleId
@@ -357,20 +358,7 @@ def quickstart_arm(
 def wide_arm(num_tokens: int, seed: int) -> Counts:
     torch.set_num_threads(1)
     dice, counts = random.Random(seed), Counts()
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=3001,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        initializer_range=0.15,
-        eos_token_id=list(range(1, 12)),
-    )
-    model = Qwen2ForCausalLM(config).eval()
+    model = batch_invariance.make_model(vocab_size=3001, eos_token_id=list(range(1, 12)))
     base = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     for batch in itertools.count():
         requests = [
