@@ -30,22 +30,22 @@ ARMS = ((512, True), (64, False), (64, True), (16, False), (1, False))
 """(slots, shuffled)"""
 
 
-def make_model() -> Qwen2ForCausalLM:
+def make_model(**changed: Any) -> Qwen2ForCausalLM:
     """The shape of the quickstart's model; weights wide enough for medium entropy."""
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=48,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        initializer_range=0.15,
-        eos_token_id=END,
-    )
-    return Qwen2ForCausalLM(config).eval()
+    shape = {
+        "vocab_size": 48,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.15,
+        "eos_token_id": END,
+    }
+    return Qwen2ForCausalLM(Qwen2Config(**(shape | changed))).eval()
 
 
 def make_requests(num_prompts: int, samples_per_prompt: int) -> list[GenerationRequest]:
@@ -119,9 +119,9 @@ def _poisson_cdf(count: int, rate: float) -> float:
     return float(np.exp(-rate) * terms.sum())
 
 
-def main(prompts: int = 128, samples_per_prompt: int = 8) -> dict[str, Any]:
+def main(prompts: int = 128, samples_per_prompt: int = 8, dtype: str = "float32") -> dict[str, Any]:
     torch.set_num_threads(1)
-    model = make_model()
+    model = make_model().to(getattr(torch, dtype))
     requests = make_requests(prompts, samples_per_prompt)
     reference = respond(model, requests, 512, shuffled=False)
     repeat = respond(model, requests, 512, shuffled=False)

@@ -28,11 +28,12 @@ from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from typing import Any
 
+import batch_invariance
 import policies
 import torch
 from lab import bench
 from safetensors.torch import load_file
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel
 
 from rollpacker.core.events import SampleAborted, SampleGenerated
 from rollpacker.core.ids import PromptId, SampleId
@@ -73,6 +74,10 @@ class Counts:
     """... those of them that differed somewhere, ..."""
     looked_at_tokens: int = 0
     """... and their tokens, up to the first that differed."""
+    kept: int = 0
+    """Tokens of carried responses that came out the same, ..."""
+    offered: int = 0
+    """... of so many that were carried."""
     different: int = 0
     ties: int = 0
     wrong_num_kept: int = 0
@@ -221,6 +226,8 @@ def _count_verified(counts: Counts, asked: GenerationRequest, output: EngineOutp
         return
     num_carried = len(asked.carried.tokens)
     counts.verified += 1
+    counts.kept += num_kept
+    counts.offered += num_carried
     counts.cut += num_kept < num_carried
     counts.looked_at_tokens += min(num_kept + 1, num_carried)
 
@@ -328,13 +335,17 @@ def quickstart_batches(dice: random.Random) -> Iterator[tuple[list[GenerationReq
         yield requests, steps
 
 
-def quickstart_arm(num_tokens: int, seed: int, *, complement: bool) -> Counts:
+def quickstart_arm(
+    num_tokens: int, seed: int, *, complement: bool, dtype: str = "float32", moves: bool = True
+) -> Counts:
+    """`moves`: whether each launch has newer weights than the one before."""
     torch.set_num_threads(1)
     dice, counts = random.Random(seed), Counts()
-    config = policies.quickstart()
+    config = policies.quickstart(dtype)
     policy = build.load_policy(config, model_path=str(policies.policy_folder(20)), threads=1)
     asyncio.run(policy.engine.close())
     for requests, steps in quickstart_batches(dice):
+        steps = steps if moves else steps[:1] * len(steps)
         weights = [load_file(policies.policy_folder(s) / "model.safetensors") for s in steps]
         model = policy.loaded.model
         campaign(model, requests, weights, counts, dice, complement=complement)
@@ -347,20 +358,7 @@ def quickstart_arm(num_tokens: int, seed: int, *, complement: bool) -> Counts:
 def wide_arm(num_tokens: int, seed: int) -> Counts:
     torch.set_num_threads(1)
     dice, counts = random.Random(seed), Counts()
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=3001,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        initializer_range=0.15,
-        eos_token_id=list(range(1, 12)),
-    )
-    model = Qwen2ForCausalLM(config).eval()
+    model = batch_invariance.make_model(vocab_size=3001, eos_token_id=list(range(1, 12)))
     base = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     for batch in itertools.count():
         requests = [
@@ -401,6 +399,7 @@ def described(counts: Counts) -> dict[str, object]:
     return {
         **row,
         "mismatches_per_token": counts.cut / max(1, counts.looked_at_tokens),
+        "share_kept": counts.kept / max(1, counts.offered),
         "largest_gap_of_a_tie": max((gap for gap in counts.gaps if gap < TIE), default=None),
     }
 

@@ -20,9 +20,9 @@ CONFIG = ROOT / "configs" / "quickstart.yaml"
 STEPS = 60
 
 
-def quickstart() -> RunConfig:
+def quickstart(dtype: str = "float32") -> RunConfig:
     """The quickstart's config. Exits if its warmed-up model is not there."""
-    config = load_config(CONFIG, [], RunConfig)
+    config = load_config(CONFIG, [f"model.dtype={dtype}"], RunConfig)
     if not Path(config.model.path).is_dir():
         raise SystemExit(
             f"there is no model folder {config.model.path}: make it as the quickstart does (see the"

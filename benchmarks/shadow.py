@@ -120,6 +120,11 @@ def facts(log: Path) -> dict[str, Any]:
         paired = [(lengths[s], len(WHOLE[s.prompt, s.index])) for s in trained]
         own = sum(whole for _, whole in paired)
         found["shift"] = total / own - 1
+        by_prompt: dict[str, tuple[int, int]] = {}
+        for sample, (length, whole) in zip(trained, paired, strict=True):
+            before = by_prompt.get(str(sample.prompt), (0, 0))
+            by_prompt[str(sample.prompt)] = (before[0] + length, before[1] + whole)
+        found["tokens_and_own"] = list(by_prompt.values())
         found["shift_of_deferred"] = _shift(
             [pair for pair, s in zip(paired, trained, strict=True) if s.attempt > 0]
         )
@@ -132,14 +137,13 @@ def _shift(paired: Sequence[tuple[int, int]]) -> float | None:
     return sum(trained for trained, _ in paired) / own - 1 if own else None
 
 
-def main() -> None:
+def measured(config: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """The facts of one run with a shadow."""
     ENGINES["torch"] = "shadow:ShadowEngine"
-    config, *overrides = sys.argv[1:]
     train: Callable[..., Any] = rollpacker.train
-    run = train(config, overrides=overrides)
-    print(json.dumps(facts(run.folder / "events.jsonl")))
+    return facts(train(config, overrides=overrides).folder / "events.jsonl")
 
 
 if __name__ == "__main__":
     sys.modules["shadow"] = sys.modules[__name__]
-    main()
+    print(json.dumps(measured(sys.argv[1], sys.argv[2:])))

@@ -27,7 +27,7 @@ from rollpacker.core.job.cadence import Cadence
 from rollpacker.core.job.config import JobConfig
 from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 from rollpacker.data.dataset import DataConfig
-from rollpacker.engines.engine import SamplingParams
+from rollpacker.engines.engine import EngineConfig, SamplingParams
 from rollpacker.environments.environment import EnvironmentConfig
 from rollpacker.rewards.reward import RewardConfig
 from rollpacker.sandbox.sandbox import SandboxConfig
@@ -293,6 +293,15 @@ class RunConfig:
                 "tail_batching.carry=weighted does not go with environment: trajectories are"
                 " played anew, and tokens of older weights cannot stay as they are. Leave it out"
             )
+
+    @property
+    def engine(self) -> EngineConfig:
+        """`rollout.engine`, where batch_invariant=auto remains only if tokens are carried exactly,
+        which is what it is for."""
+        engine, tail = self.rollout.engine, self.tail_batching
+        if engine.batch_invariant == "auto" and not (tail.carries and tail.carry != "weighted"):
+            return replace(engine, batch_invariant=False)
+        return engine
 
     @property
     def engines_are_apart(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from rollpacker.core.commands import LIMITS
 from rollpacker.core.events import SampleAborted, SampleFailed, SampleGenerated
@@ -296,6 +296,11 @@ class EngineConfig:
     Guesses are copies of what followed the same words before, in the sample itself, its prompt or
     other samples of that prompt. The tokens that come out are the same; only which sample ends
     first may change. 0: no guesses. Has an effect on a CPU only."""
+    batch_invariant: bool | Literal["auto"] = "auto"
+    """Whether vLLM computes with kernels that give a sequence the same results in every batch. They
+    cost speed, and vLLM calls them beta. Without them carried tokens come out differently, the more
+    often the longer they are. They need a GPU, from NVIDIA one of compute capability 8.0 or above.
+    auto: if such a GPU runs the model and the run carries tokens exactly."""
     vllm: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's engine by their names in vLLM (`EngineArgs`), such as
     `quantization: fp8`. Those that follow from other settings are refused. Empty for the embedded
@@ -310,6 +315,11 @@ class EngineConfig:
             raise ValueError("kv_cache_gib must be more than 0")
         if self.draft_tokens < 0:
             raise ValueError("draft_tokens must be at least 0")
+        if self.batch_invariant is True and self.name != "vllm":
+            raise ValueError(
+                f"batch_invariant=true asks for kernels of vLLM, and name is {self.name}: set "
+                "name=vllm, or leave batch_invariant out"
+            )
         if self.vllm and self.name != "vllm":
             raise ValueError(f"vllm has arguments for vLLM, and name is {self.name}: set name=vllm")
         for argument in self.vllm:

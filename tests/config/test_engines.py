@@ -9,6 +9,7 @@ import pytest
 from rollpacker.config.running import DeadlineConfig
 from rollpacker.config.schema import RolloutConfig
 from rollpacker.core.fleet.fleet import FleetConfig
+from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 from rollpacker.engines.engine import EngineConfig
 from rollpacker.engines.messages import codec
 from rollpacker.run.parts.engines import engine_setup
@@ -54,3 +55,18 @@ def test_vllms_own_arguments_are_kept_and_ours_refused() -> None:
             EngineConfig(name="vllm", vllm={argument: 1})
     with pytest.raises(ValueError, match=r"vllm has arguments for vLLM, and name is torch"):
         EngineConfig(vllm=given)
+
+
+def test_batch_invariant_kernels_are_vllms_and_left_to_runs_that_carry_exactly() -> None:
+    with pytest.raises(ValueError, match=r"batch_invariant=true asks for kernels of vLLM"):
+        EngineConfig(batch_invariant=True)
+    for tail, expected in (
+        (TailBatchingConfig(), "auto"),
+        (TailBatchingConfig(carry="none"), False),
+        (TailBatchingConfig(enabled=False), False),
+    ):
+        assert replace(run_config(), tail_batching=tail).engine.batch_invariant == expected
+    asked = rollout(engine=EngineConfig(name="vllm", batch_invariant=True))
+    without = TailBatchingConfig(enabled=False)
+    config = replace(run_config(), rollout=asked, tail_batching=without)
+    assert config.engine.batch_invariant is True

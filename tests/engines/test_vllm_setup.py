@@ -245,10 +245,15 @@ def runner_of(module: str, *bases: type) -> object:
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Puts a vLLM in place that starts with a runner, or raises an error; returns a function that
-    does so and returns the list of what `VLLM_USE_V2_MODEL_RUNNER` was, at the import of vLLM's
+    does so and returns the list of what an environment variable was, at the import of vLLM's
     engine and when the engine was made."""
 
-    def put(runner: object = None, error: Exception | None = None) -> list[str | None]:
+    def put(
+        runner: object = None,
+        error: Exception | None = None,
+        variable: str = "VLLM_USE_V2_MODEL_RUNNER",
+        capability: str = "9.0",
+    ) -> list[str | None]:
         seen: list[str | None] = []
         StandIn.opened = []
 
@@ -256,7 +261,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
             @staticmethod
             def from_engine_args(arguments: Any, usage_context: str) -> StandIn:
                 assert usage_context == "as its LLM class"
-                seen.append(os.environ.get("VLLM_USE_V2_MODEL_RUNNER"))
+                seen.append(os.environ.get(variable))
                 if error is not None:
                     raise error
                 StandIn.opened.append(StandIn(runner))
@@ -266,7 +271,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
             def __getattr__(self, name: str) -> Any:
                 if name != "LLMEngine":
                     raise AttributeError(name)
-                seen.append(os.environ.get("VLLM_USE_V2_MODEL_RUNNER"))
+                seen.append(os.environ.get(variable))
                 return LLMEngine
 
         arguments = ModuleType("vllm.engine.arg_utils")
@@ -274,8 +279,14 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
         usage = ModuleType("vllm.usage.usage_lib")
         context = SimpleNamespace(LLM_CLASS="as its LLM class")
         usage.UsageContext = context  # type: ignore[attr-defined]  # a stand-in, too
+        platforms = ModuleType("vllm.platforms")
+        platforms.current_platform = SimpleNamespace(  # type: ignore[attr-defined]  # a stand-in
+            is_cuda=lambda: True,
+            has_device_capability=lambda least: float(capability) * 10 >= least,
+            get_device_capability=lambda: SimpleNamespace(as_version_str=lambda: capability),
+        )
         names = ("vllm", "vllm.engine", "vllm.usage", "vllm.v1")
-        modules = [*(ModuleType(name) for name in names), usage]
+        modules = [*(ModuleType(name) for name in names), usage, platforms]
         modules += [ModuleType("vllm.v1.engine"), arguments, Engine("vllm.v1.engine.llm_engine")]
         for module in modules:
             monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -308,6 +319,52 @@ def test_the_first_model_runner_is_asked_for_before_vllm_is_imported(
     opened()
     assert len(seen) >= 2 and set(seen) == {"0"}
     assert os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == before
+
+
+INVARIANT = "VLLM_BATCH_INVARIANT"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "expected"),
+    [
+        ("auto", "cuda 8.0", "1"),
+        ("auto", "cuda 7.5", "0"),
+        ("auto", "cpu", "0"),
+        (True, "cuda 9.0", "1"),
+        (True, "cuda 7.5", "need a GPU of compute capability 8.0 or above, and this one has 7.5"),
+        (True, "cpu", "vLLM has no batch-invariant kernels for a CPU"),
+        (False, "cuda 9.0", "0"),
+    ],
+)
+def test_kernels_are_batch_invariant_where_they_are_wanted_and_can_be(
+    monkeypatch: pytest.MonkeyPatch,
+    stand_in: Any,
+    wanted: bool | str,
+    device: str,
+    expected: str,
+) -> None:
+    monkeypatch.delenv(INVARIANT, raising=False)
+    kind, _, capability = device.partition(" ")
+    seen = stand_in(
+        runner_of("vllm.v1.worker.gpu_model_runner"), variable=INVARIANT, capability=capability
+    )
+    monkeypatch.setattr(vllm_setup, "_platform_is_cpu", lambda: kind == "cpu")
+    monkeypatch.setattr(vllm_setup, "_check_head_size", lambda model: None)
+    if len(expected) > 1:
+        with pytest.raises(ValueError, match=expected) as refused:
+            opened(batch_invariant=wanted)
+        assert "rollout.engine.batch_invariant=true" in str(refused.value)
+    else:
+        opened(batch_invariant=wanted)
+        assert set(seen) == {expected}
+    assert INVARIANT not in os.environ
+
+
+def test_layers_without_batch_invariant_kernels_are_named(stand_in: Any) -> None:
+    stand_in(runner_of("vllm.v1.worker.gpu_model_runner"))
+    engine = EngineConfig(name="vllm", batch_invariant=True)
+    with pytest.raises(ValueError, match=r"batch_invariant=true: .* layers of type linear"):
+        vllm_setup.open_vllm(hybrid_model(), engine, vllm_draws.Draws())
 
 
 def test_a_runner_that_derives_from_the_known_one_is_taken(stand_in: Any) -> None:

@@ -45,6 +45,8 @@ KV_CACHE_GIB = 1.0
 left of vLLM's share of the memory."""
 SHARE_OF_FREE = 0.9
 """Largest share of the free GPU memory that vLLM may use, measured when vLLM starts."""
+INVARIANT_FROM = 80
+"""Lowest compute capability of an NVIDIA GPU, times ten, for vLLM's batch-invariant kernels."""
 _NEED_TORCHVISION = ("qwen3_5_text", "qwen3_5_moe_text")
 """Types of hybrid models whose code vLLM shares with models for images (torchvision)."""
 _HYBRIDS_ON_CPU = ("qwen3_5_text",)
@@ -142,6 +144,7 @@ def _open(
     sleeps: bool,
 ) -> LLMEngine:
     logging.getLogger("vllm").setLevel(logging.ERROR)
+    _choose_kernels(model, config)  # modules of vLLM read the variable when they are imported
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -194,6 +197,36 @@ def _open(
             raise UnsupportedModelError(_why_it_does_not_start(error, config)) from error
     _watch_runners(engine, draws, tensor_parallel)
     return engine
+
+
+def _choose_kernels(model: PreTrainedModel, config: EngineConfig) -> None:
+    """Set the variable that makes vLLM compute a sequence in every batch alike, as
+    `rollout.engine.batch_invariant` says. Raises `ValueError` if it must and cannot."""
+    wanted = config.batch_invariant
+    reason = _why_not_invariant(model) if wanted else None
+    if wanted is True and reason is not None:
+        raise ValueError(
+            f"rollout.engine.batch_invariant=true: {reason}. Set auto, or leave it out"
+        )
+    os.environ["VLLM_BATCH_INVARIANT"] = "1" if wanted and reason is None else "0"
+
+
+def _why_not_invariant(model: PreTrainedModel) -> str | None:
+    """Return why vLLM has no batch-invariant kernels for this model on this device. None: it has
+    them."""
+    if _platform_is_cpu():
+        return "vLLM has no batch-invariant kernels for a CPU"
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cuda() and not current_platform.has_device_capability(INVARIANT_FROM):
+        return (
+            "vLLM's batch-invariant kernels need a GPU of compute capability "
+            f"{INVARIANT_FROM / 10} or above, and this one has "
+            f"{current_platform.get_device_capability().as_version_str()}"
+        )
+    if layers := other_layers(model):
+        return f"vLLM has no batch-invariant kernels for layers of type {', '.join(layers)}"
+    return None
 
 
 def _given(config: EngineConfig, known: type) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def build_engines(
         give_adapter(config, loaded.model)
         if not sleeps:
             return Engines([policy.engine])
-        return Engines([engine_in_process(loaded, config.rollout.engine, sleeps=True)])
+        return Engines([engine_in_process(loaded, config.engine, sleeps=True)])
     if planner.of_several:
         check_heads(policy.loaded.model.config, planner)
     num_devices = count * planner.initial
@@ -53,7 +53,7 @@ def build_engines(
         return ProcessEngine(
             engine_setup(
                 config.model,
-                config.rollout.engine,
+                config.engine,
                 threads=max(policy.threads * tensor_parallel // num_devices, 1),
                 tensor_parallel=tensor_parallel,
                 sleeps=sleeps,

@@ -232,7 +232,7 @@ def load_policy(
         inputs=inputs,
         threads=threads,
         seed=config.seed,
-        engine_config=config.rollout.engine,
+        engine_config=config.engine,
     )
 
 
