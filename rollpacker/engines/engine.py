@@ -245,6 +245,13 @@ class Engine(Protocol):
         called while samples run."""
         ...
 
+    def compare(self, text: Sequence[int], log_probs: Sequence[float]) -> None:
+        """Compare the engine's log-probs of the tokens of `text` from the second one on with
+        `log_probs`, the trainer's. Called after an update, while no samples run. Raises
+        `EngineError` if the engine computes with other weights than the update brought. Engines
+        that decode with the very module that `weight_probe` hashes have nothing to compare."""
+        ...
+
     def status(self) -> EngineStatus:
         """Return counts of the engine's samples, tokens and steps. Raises `EngineError` if the
         engine is closed or dead."""

@@ -22,6 +22,7 @@ from typing import NoReturn
 
 from rollpacker.engines.engine import Engine, EngineError, EngineOutput
 from rollpacker.engines.messages import (
+    COMPARE,
     OFFLOAD,
     RELOAD,
     UPDATE_WEIGHTS,
@@ -119,6 +120,8 @@ class EngineHost:
             asyncio.run(self._engine.offload())
         elif call.name == RELOAD:
             asyncio.run(self._engine.reload())
+        elif call.name == COMPARE:
+            self._engine.compare(call.text, call.log_probs)
         else:
             assert call.name == WEIGHT_PROBE, call.name
             return self._engine.weight_probe()

@@ -110,6 +110,10 @@ class LoopEngine(ABC):
         self._inbox.check_here()
         return weight_probe(self._trained().items())
 
+    def compare(self, text: Sequence[int], log_probs: Sequence[float]) -> None:
+        """Do nothing; see `Engine.compare`."""
+        return
+
     async def close(self) -> None:
         """End the worker thread; see `Engine.close`."""
         self._inbox.close()
@@ -140,15 +144,21 @@ class LoopEngine(ABC):
     @torch.no_grad()
     def _overwrite(self, weights: Mapping[str, Tensor]) -> None:
         own = self._trained()
-        if strange := sorted(own.keys() ^ weights.keys()):
-            raise EngineError(f"these are the weights of another model: {strange[0]} differs")
+        self._check_shapes({name: value.shape for name, value in weights.items()})
         for name, value in weights.items():
-            if own[name].shape != value.shape:
+            own[name].copy_(value)
+
+    def _check_shapes(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Raise `EngineError` if these are not the names and shapes of the trained parameters."""
+        own = self._trained()
+        if strange := sorted(own.keys() ^ shapes.keys()):
+            raise EngineError(f"these are the weights of another model: {strange[0]} differs")
+        for name, shape in shapes.items():
+            if own[name].shape != tuple(shape):
                 raise EngineError(
-                    f"these are the weights of another model: {name} is {list(value.shape)}, "
+                    f"these are the weights of another model: {name} is {list(shape)}, "
                     f"not {list(own[name].shape)}"
                 )
-            own[name].copy_(value)
 
     def _forget_kept(self) -> None:
         """Drop what depends on the present weights, such as kept keys and values. No samples

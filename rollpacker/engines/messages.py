@@ -35,7 +35,7 @@ from rollpacker.engines.engine import (
 from rollpacker.weights.buffer import WeightSource
 
 UPDATE_WEIGHTS, WEIGHT_PROBE = "update_weights", "weight_probe"
-OFFLOAD, RELOAD = "offload", "reload"
+OFFLOAD, RELOAD, COMPARE = "offload", "reload", "compare"
 """Names of the methods of an engine that a message can call, for `Call.name`."""
 
 
@@ -62,6 +62,10 @@ class Call:
     """New version number of the weights, for `UPDATE_WEIGHTS`; unused in other calls."""
     source: WeightSource | None = None
     """Where `UPDATE_WEIGHTS` finds the weights. None: the engine's tensors hold them already."""
+    text: tuple[int, ...] = ()
+    """Tokens whose log-probs `COMPARE` compares; unused in other calls."""
+    log_probs: tuple[float, ...] = ()
+    """The trainer's log-probs of the tokens of `text` from the second one on."""
 
 
 @dataclass(frozen=True, slots=True)

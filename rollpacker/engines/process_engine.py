@@ -28,6 +28,7 @@ from rollpacker.engines.engine import (
 )
 from rollpacker.engines.inbox import Inbox
 from rollpacker.engines.messages import (
+    COMPARE,
     OFFLOAD,
     RELOAD,
     UPDATE_WEIGHTS,
@@ -191,6 +192,11 @@ class ProcessEngine:
         probe = self._ask(Call(WEIGHT_PROBE)).result()
         assert probe is not None
         return probe
+
+    def compare(self, text: Sequence[int], log_probs: Sequence[float]) -> None:
+        """Compare log-probs of a text with the trainer's; see `Engine.compare`."""
+        self._inbox.check_here()
+        self._ask(Call(COMPARE, text=tuple(text), log_probs=tuple(log_probs))).result()
 
     def status(self) -> EngineStatus:
         """Return counts of samples, tokens and steps; see `Engine.status`. They are those of the

@@ -53,4 +53,5 @@ WITHOUT_QUANTIZATION = ("vllm",)
 
 BRING_THEIR_OWN_MODEL = ("vllm",)
 """Engines that generate with their own code for the model's architecture. The module that is
-trained then needs no attention that can decode (`engines/embedded/attention.py`)."""
+trained then needs no attention that can decode (`engines/embedded/attention.py`). In a process of
+their own they get it without memory, and the keyword argument `folder`, that of its weights."""

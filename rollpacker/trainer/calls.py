@@ -43,6 +43,7 @@ from rollpacker.weights.buffer import BufferLayout, Place
 METHODS = (
     *("setup", "score", "accumulate", "discard", "rescale", "update", "apply", "arrange"),
     *("save", "load", "map_weights", "write_weights", "offload", "reload", "hashes"),
+    "log_probs_of",
 )
 _ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind

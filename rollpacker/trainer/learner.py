@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from rollpacker.algo.config import AlgorithmConfig
-from rollpacker.core.ids import SampleId
+from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.trainer.batches import Batcher, budget_of
 from rollpacker.trainer.critic import Critic
 from rollpacker.trainer.frozen import FrozenPolicy
@@ -160,6 +160,7 @@ class Learner:
             stage=stage,
         )
         self.critic = critic = models.critic
+        self._plain_scores = models.plain_scores
         self._passes = _passes(models, config, pad_token_id, self.device, shards, stage)
         self.trained = _trained(models, config, shards, run_dtype)
         self._files = LearnerFiles(
@@ -277,6 +278,19 @@ class Learner:
         fixed sample of the weights; None without a buffer."""
         self._finish_passes()
         return self._files.write_weights(buffer)
+
+    def log_probs_of(self, text: Sequence[int]) -> tuple[float, ...]:
+        """Return the policy's log-probs of the tokens of `text` from the second one on, under the
+        present weights. Of several ranks all must call this; empty in all pipeline stages but the
+        last."""
+        self._finish_passes()
+        request = ScoreRequest(
+            sample=SampleId(PromptId("train", 0, 0), 0, 0),
+            prompt_tokens=tuple(text[:1]),
+            response_tokens=tuple(text[1:]),
+        )
+        found = self._passes.score([request], self._plain_scores)
+        return (found[0].log_probs or ()) if found else ()
 
     def state_hashes(self) -> dict[str, str]:
         """Return the SHA-256 of the weights (`weights`) and the optimizer's state (`optimizer`)."""

@@ -323,18 +323,25 @@ def check_padding(model: PreTrainedModel, path: str) -> None:
         )
 
 
+def local_folder(path: str | Path) -> Path:
+    """Return a model's folder, or of a hub name that of its local copy. Raises `ModelError` if
+    there is none."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    try:
+        config_file = cached_file(str(path), "config.json", local_files_only=True)
+    except OSError as error:
+        raise ModelError(f"there is no model at {path}") from error
+    assert config_file is not None, "it raises for a missing one"
+    return Path(config_file).parent
+
+
 def fingerprint(path: str | Path) -> str:
     """Return the SHA-256 over the weights, the config and the tokenizer of a folder (or of a hub
     name's local copy). Two folders with the same files have the same fingerprint, wherever they
     lie. Raises `ModelError` if there is no such folder or copy."""
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        try:
-            config_file = cached_file(str(path), "config.json", local_files_only=True)
-        except OSError as error:
-            raise ModelError(f"there is no model at {path}") from error
-        assert config_file is not None, "it raises for a missing one"
-        folder = Path(config_file).parent
+    folder = local_folder(path)
     names = sorted(
         entry.name
         for entry in folder.iterdir()

@@ -136,6 +136,12 @@ class ModelSet:
             columns["values"] = self.critic(batch)
         return columns
 
+    @torch.no_grad()
+    def plain_scores(self, batch: MicroBatch) -> dict[str, Tensor]:
+        """Run the policy alone on a micro-batch, without gradients and at temperature 1. Returns
+        its log-probs [N] as `scores` does."""
+        return {"log_probs": self.policy(batch, 1.0)[0]}
+
     def _reference_log_probs(self, batch: MicroBatch) -> Tensor:
         if self.reference is not None:
             return self.reference.log_probs(batch, self.temperature)

@@ -26,6 +26,7 @@ from rollpacker.trainer.step_sums import MicroBatchNumbers, StepSums
 from rollpacker.trainer.trainer import ScoreRequest, TokenScores, TrainSample
 
 LossFunction = Callable[[Outputs, Sequence[TrainSample]], Losses]
+ScoreFunction = Callable[[MicroBatch], dict[str, Tensor]]
 Look = Callable[[Losses, Sequence[TrainSample]], None]
 """A check that is called after each backward pass with the micro-batch's losses and samples (empty
 for a filler of weight 0). If it raises, it does so on all ranks."""
@@ -35,9 +36,12 @@ class Passes(Protocol):
     """Runs the models over samples, for scores or for gradients. Several ranks must
     make every call together."""
 
-    def score(self, requests: Sequence[ScoreRequest]) -> list[TokenScores]:
-        """Run the models on the requested responses without gradients. Returns the scores in the
-        requests' order; empty in all pipeline stages but the last."""
+    def score(
+        self, requests: Sequence[ScoreRequest], scores: ScoreFunction | None = None
+    ) -> list[TokenScores]:
+        """Run the models on the requested responses without gradients. `scores` computes a
+        micro-batch's columns; None: `ModelSet.scores`. Returns the scores in the requests' order;
+        empty in all pipeline stages but the last."""
         ...
 
     def differentiate(
@@ -87,14 +91,17 @@ class LocalPasses:
         self._device = device
         self._shards = shards
 
-    def score(self, requests: Sequence[ScoreRequest]) -> list[TokenScores]:
+    def score(
+        self, requests: Sequence[ScoreRequest], scores: ScoreFunction | None = None
+    ) -> list[TokenScores]:
         """Run the models on the requested responses without gradients. Returns scores in order."""
+        compute = scores or self._models.scores
         rows = [row_of(request) for request in requests]
         order: list[int] = []
         columns, batches = list[Mapping[str, Tensor]](), list[MicroBatch]()
         with self._batcher.attention():
             for places, batch in self._micro_batches(rows):
-                found = self._models.scores(batch)
+                found = compute(batch)
                 if places:  # else it is a filler
                     order += places
                     columns.append(found)

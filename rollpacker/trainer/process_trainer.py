@@ -61,7 +61,8 @@ class ProcessTrainer:
     own. Calls must not overlap. `ranks` may be connected or only started; `close` ends them.
     `engine_weights` are the names, shapes and dtypes of the weights that engines get. `journal_in`
     is the folder for recorded calls and for states written between checkpoints; None: the system's
-    folder for temporary files. Constructor and calls raise `TrainerProcessError` if a rank ends."""
+    folder for temporary files. `text`: tokens of which engines compare log-probs with the ranks'.
+    Constructor and calls raise `TrainerProcessError` if a rank ends."""
 
     def __init__(
         self,
@@ -69,8 +70,10 @@ class ProcessTrainer:
         ranks: Ranks,
         engine_weights: Iterable[tuple[str, Tensor]],
         journal_in: Path | None = None,
+        text: tuple[int, ...] = (),
     ) -> None:
         self.version = 0
+        self._text = text
         self._setup = setup
         self._ranks = ranks
         self._journal = Journal(journal_in)
@@ -169,7 +172,8 @@ class ProcessTrainer:
         def write() -> HandOver:
             probe, *_ = self._all("write_weights")
             weights = WeightSource(version=self.version, layout=self._layout)
-            return HandOver(weights=weights, probe=probe)
+            said = self._all("log_probs_of", self._text)[-1] if self._text else ()
+            return HandOver(weights=weights, probe=probe, text=self._text, log_probs=said)
 
         return await self._in_thread(write)
 

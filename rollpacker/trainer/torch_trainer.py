@@ -24,7 +24,8 @@ Result = TypeVar("Result")
 class TorchTrainer:
     """A `Trainer` (trainer/trainer.py) in the run's own process. Calls must not overlap. With
     `in_place` an engine reads the learner's own tensors. Otherwise engines have copies, which with
-    `shared` are updated through memory that other processes can read. `threads` is torch's number
+    `shared` are updated through memory that other processes can read, and compare their log-probs
+    of the tokens of `text` with the learner's. `threads` is torch's number
     of threads for this trainer's work on a CPU; None: torch's default. Raises `ValueError` if there
     is no room for shared weights."""
 
@@ -34,11 +35,13 @@ class TorchTrainer:
         *,
         in_place: bool = True,
         shared: bool = False,
+        text: tuple[int, ...] = (),
         threads: int | None = None,
     ) -> None:
         assert not (in_place and shared)
         self.learner = learner
         self._in_place = in_place
+        self._text = text
         self._buffer = WeightBuffer.create(learner.weights()) if shared else None
         self._executor = ThreadPoolExecutor(
             max_workers=1,
@@ -97,7 +100,9 @@ class TorchTrainer:
             if self._buffer is not None:
                 with self._buffer.writing(self.version) as tensors:
                     probe = self.learner.write_weights(tensors)
-                return HandOver(weights=self._buffer.layout.source(self.version), probe=probe)
+                source = self._buffer.layout.source(self.version)
+                said = self.learner.log_probs_of(self._text) if self._text else ()
+                return HandOver(weights=source, probe=probe, text=self._text, log_probs=said)
             named = dict(self.learner.weights())
             return HandOver(weights=named, probe=weight_probe(named.items()))
 

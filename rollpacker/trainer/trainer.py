@@ -490,3 +490,8 @@ class HandOver:
     """SHA-256 of a fixed sample of the weights' elements (`weight_probe`), by which
     an engine checks its copy. None: the engine's tensors are the trainer's, so
     there is nothing to compare."""
+    text: tuple[int, ...] = ()
+    """Tokens of which engines that compute with code of their own must give the trainer's log-probs
+    (`Engine.compare`). Empty: the hash is enough, or there is one copy of the weights."""
+    log_probs: tuple[float, ...] = ()
+    """The trainer's log-probs of the tokens of `text` from the second one on."""

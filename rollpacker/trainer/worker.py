@@ -107,6 +107,9 @@ class Worker:
         with self._buffer.writing(self._learner.version) as tensors:
             return self._learner.write_weights(tensors)
 
+    def log_probs_of(self, text: Sequence[int]) -> tuple[float, ...]:
+        return self._learner.log_probs_of(text)
+
     def offload(self) -> None:
         self._learner.offload()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -16,54 +16,68 @@ EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embe
 OUTPUT_LAYERS = ("lm_head.weight", "embed_out.weight")
 
 
-@torch.no_grad()
-def weight_probe(
-    named_tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None
-) -> str:
+def weight_probe(named_tensors: Iterable[tuple[str, Tensor]]) -> str:
     """Return the SHA-256 (hex) of names, shapes and 64 elements of each tensor: the first, the last
     and 62 places between them that follow from the tensor's name and size. The order of the
     tensors does not matter.
 
-    Floating-point tensors are cast to `dtype` first, so that a trainer's float32 can be compared
-    with an engine's bfloat16. Give whole parameters: sharded ones have to be gathered before. Each
-    device is read in one transfer.
+    Give whole parameters: sharded ones have to be gathered before. Each device is read in one
+    transfer.
 
     Tied tensors: of two copies of a model, one may list a tied output layer and the other not. So
     an output layer (`OUTPUT_LAYERS`, by the end of its name) is sampled at its embedding's places,
     and left out if it has the embedding's values there. One that is tied on one side and stale on
     the other still gives another hash.
     """
-    tensors = sorted(named_tensors, key=lambda item: item[0])
-    samples = _sample([t.detach() for _, t in tensors], _positions(tensors), dtype)
-    shapes = [f"{tuple(tensor.shape)}" for _, tensor in tensors]
-    embeddings = {
-        (shape, sample)
-        for (name, _), shape, sample in zip(tensors, shapes, samples, strict=True)
-        if name.endswith(EMBEDDINGS)
-    }
-    digest = hashlib.sha256()
-    for (name, _), shape, sample in zip(tensors, shapes, samples, strict=True):
-        if name.endswith(OUTPUT_LAYERS) and (shape, sample) in embeddings:
-            continue
-        digest.update(f"{name} {shape}\n".encode())
-        digest.update(sample)
-    return digest.hexdigest()
+    probe = Probe()
+    for _ in probe.of(named_tensors):
+        pass
+    return probe.hexdigest()
 
 
-def _positions(tensors: Sequence[tuple[str, Tensor]]) -> np.ndarray:
-    """Return flat indices of elements to sample, [tensors, 64]; a small tensor repeats its last."""
-    keys = [
-        "embedding" if name.endswith(EMBEDDINGS + OUTPUT_LAYERS) else name for name, _ in tensors
-    ]
-    sizes = np.array([tensor.numel() for _, tensor in tensors], dtype=np.uint64)[:, None]
-    seeds = np.array([zlib.crc32(key.encode()) for key in keys], dtype=np.uint64)[:, None]
-    index = np.arange(SAMPLED_ELEMENTS, dtype=np.uint64)[None]
-    last = np.maximum(sizes, 1) - 1
-    spread = _mixed((seeds << np.uint64(32)) + index) % np.maximum(sizes, 1)
-    spread[:, :1] = 0
-    spread[:, -1:] = last
-    whole = np.minimum(index, last)
-    return np.where(sizes <= SAMPLED_ELEMENTS, whole, spread).astype(np.int64)
+class Probe:
+    """A `weight_probe` of tensors that pass by one after the other and are not kept."""
+
+    def __init__(self) -> None:
+        self._taken: list[tuple[str, str, Tensor]] = []
+        """Name, shape and sampled elements (as bytes) of each tensor that has passed."""
+
+    def of(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield these tensors, and sample each before it is yielded."""
+        for name, tensor in named_tensors:
+            places = torch.from_numpy(_positions(name, tensor.numel())).to(tensor.device)
+            with torch.no_grad():
+                # `take` needs no contiguous copy of the tensor.
+                taken = tensor.detach().take(places) if tensor.numel() else tensor.new_empty(0)
+            self._taken.append((name, f"{tuple(tensor.shape)}", taken.view(torch.uint8)))
+            yield name, tensor
+
+    def hexdigest(self) -> str:
+        """Return the hash of all tensors that have passed."""
+        self._taken.sort(key=lambda item: item[0])
+        samples = _read([taken for *_, taken in self._taken])
+        tensors = [(*item[:2], data) for item, data in zip(self._taken, samples, strict=True)]
+        embeddings = {(shape, data) for name, shape, data in tensors if name.endswith(EMBEDDINGS)}
+        digest = hashlib.sha256()
+        for name, shape, data in tensors:
+            if name.endswith(OUTPUT_LAYERS) and (shape, data) in embeddings:
+                continue
+            digest.update(f"{name} {shape}\n".encode())
+            digest.update(data)
+        return digest.hexdigest()
+
+
+def _positions(name: str, size: int) -> np.ndarray:
+    """Return flat indices of the elements to sample, [64]; a small tensor repeats its last."""
+    key = "embedding" if name.endswith(EMBEDDINGS + OUTPUT_LAYERS) else name
+    index = np.arange(SAMPLED_ELEMENTS, dtype=np.uint64)
+    last = np.uint64(max(size, 1) - 1)
+    if size <= SAMPLED_ELEMENTS:
+        return np.minimum(index, last).astype(np.int64)
+    seed = np.uint64(zlib.crc32(key.encode()))
+    spread = _mixed((seed << np.uint64(32)) + index) % np.uint64(size)
+    spread[0], spread[-1] = 0, last
+    return spread.astype(np.int64)
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:
@@ -74,26 +88,13 @@ def _mixed(values: np.ndarray) -> np.ndarray:
     return mixed
 
 
-def _sample(
-    tensors: Sequence[Tensor], positions: np.ndarray, dtype: torch.dtype | None
-) -> list[bytes]:
-    """Return for each tensor the bytes of its elements at `positions`. Floats are cast to `dtype`
-    before; None: they are not."""
-    samples: list[bytes] = [b""] * len(tensors)
-    for device in {tensor.device for tensor in tensors}:
-        here = [i for i, t in enumerate(tensors) if t.device == device and t.numel()]
-        if not here:
-            continue
-        places = torch.from_numpy(positions[here]).to(device)
-        pieces = []
-        for row, index in zip(places.unbind(), here, strict=True):
-            taken = tensors[index].take(row)  # needs no contiguous copy of the tensor
-            if dtype is not None and taken.is_floating_point():
-                taken = taken.to(dtype)
-            pieces.append(taken.view(torch.uint8))
-        sizes = [len(piece) for piece in pieces]
-        read = torch.cat(pieces).cpu().numpy().tobytes()
-        ends = np.cumsum(sizes)
-        for index, size, end in zip(here, sizes, ends, strict=True):
-            samples[index] = read[end - size : end]
-    return samples
+def _read(samples: Sequence[Tensor]) -> list[bytes]:
+    """Return the bytes of each of these small tensors."""
+    found = [b""] * len(samples)
+    for device in {sample.device for sample in samples}:
+        here = [i for i, sample in enumerate(samples) if sample.device == device]
+        read = torch.cat([samples[i] for i in here]).cpu().numpy().tobytes()
+        ends = np.cumsum([len(samples[i]) for i in here])
+        for index, end in zip(here, ends, strict=True):
+            found[index] = read[end - len(samples[index]) : end]
+    return found

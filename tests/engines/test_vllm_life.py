@@ -158,7 +158,7 @@ def test_an_update_that_does_not_arrive_whole_is_never_sampled_from(
     engine = made(model)
     newer = dict(model_of(1).named_parameters())
     with monkeypatch.context() as patched:
-        patched.setattr("rollpacker.engines.vllm.weights.pack_output_layer", lambda model: None)
+        patched.setattr("rollpacker.engines.vllm.worker.pack_output_layer", lambda model: None)
         with pytest.raises(EngineError, match="does not compute what the model does"):
             asyncio.run(engine.update_weights(1, newer))
     with pytest.raises(EngineError, match="while the weights change"):
@@ -166,10 +166,10 @@ def test_an_update_that_does_not_arrive_whole_is_never_sampled_from(
     call = engine._vllm.collective_rpc
 
     def lose(method: object, **arguments: Any) -> object:
-        if method == "reload_weights":
-            named = arguments["kwargs"]["weights_iterator"]
-            kept = [one for one in named if not one[0].endswith("layers.1.mlp.down_proj.weight")]
-            arguments["kwargs"] = {"weights_iterator": iter(kept)}
+        if method == "receive_weights":
+            (named,) = arguments["args"]
+            lost = "model.layers.1.mlp.down_proj.weight"
+            arguments["args"] = ({name: value for name, value in named.items() if name != lost},)
         return call(method, **arguments)
 
     with monkeypatch.context() as patched:
@@ -230,13 +230,14 @@ def test_a_head_size_that_the_cpu_kernel_lacks_is_refused_by_name() -> None:
 
 
 def test_it_sleeps_and_wakes_up_in_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's own order of things; a CPU's worker leaves the memory where it is."""
+    """vLLM's own order of things. A CPU's worker leaves the memory where it is, so it is emptied
+    here. Weights are there before keys and values."""
     engine = made(model_of())
     requests = [*group(0, 3, seed=1), *group(1, 3, seed=1)]
     before = responses(engine, requests)
     vllm, calls = engine._vllm, []
     vllm.model_config.enable_sleep_mode = True
-    for name in ("sleep", "wake_up", "reset_prefix_cache", "step"):
+    for name in ("sleep", "wake_up", "reset_prefix_cache", "collective_rpc", "step"):
         original = getattr(vllm, name)
 
         def call(*arguments: Any, name: str = name, of: Any = original, **named: Any) -> Any:
@@ -246,13 +247,21 @@ def test_it_sleeps_and_wakes_up_in_stages(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(vllm, name, call)
     engine._host = HostStore("cpu")
     asyncio.run(engine.offload())
-    assert vllm.is_sleeping() and calls == [("sleep", 1)]
+    assert vllm.is_sleeping() and calls.pop() == ("sleep", 2)
+    assert {one[0] for one in calls} == {"step"}
+    calls.clear()
+    vllm.apply_model(lambda model: [one.data.zero_() for one in model.parameters()] and None)
+    calls.clear()
     assert not any(one.untyped_storage().nbytes() for one in engine._model.parameters())
     with pytest.raises(EngineError, match="reload it first"):
         engine.submit(requests)
     asyncio.run(engine.reload())
-    woken = [("wake_up", ["weights"]), ("wake_up", ["kv_cache"]), ("reset_prefix_cache",)]
-    assert calls[1:4] == woken and {one[0] for one in calls[4:]} == {"step"}
+    assert [one[:2] for one in calls if one[0] != "step"] == [
+        ("wake_up", ["weights"]),
+        ("collective_rpc", "receive_weights"),
+        ("wake_up", ["kv_cache"]),
+        ("reset_prefix_cache",),
+    ]
     assert not vllm.is_sleeping()
     assert responses(engine, requests) == before
     newer = model_of(1)

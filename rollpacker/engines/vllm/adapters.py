@@ -4,7 +4,7 @@ update replaces. vLLM reads adapters from files only, which exist just while it 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -33,6 +33,16 @@ def base_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.named_parameters():
         if ".lora_" not in name:
             yield name.replace(".base_layer.", "."), parameter.detach()
+
+
+def adapter_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the adapter's parameters by name. Of a model without memory they are zeros: a new
+    adapter changes nothing either."""
+    return {
+        name: torch.zeros_like(value, device="cpu") if value.is_meta else value.detach()
+        for name, value in model.named_parameters()
+        if ".lora_" in name
+    }
 
 
 def adapter_arguments(model: PreTrainedModel, *, on_cpu: bool) -> dict[str, Any]:
@@ -73,9 +83,9 @@ def lora_request(model: PreTrainedModel) -> LoRARequest | None:
     return LoRARequest(_NAME, _ID, "it is loaded before any request")
 
 
-def load_adapter(model: PreTrainedModel, vllm: LLMEngine) -> None:
-    """Replace vLLM's adapter by the model's. Raises `EngineError` if vLLM can have no adapter on a
-    module that has one in the model, or if the files cannot be written."""
+def load_adapter(model: PreTrainedModel, vllm: LLMEngine, tensors: Mapping[str, Tensor]) -> None:
+    """Replace vLLM's adapter by these parameters of the model's. Raises `EngineError` if vLLM can
+    have no adapter on a module that has one in the model, or if the files cannot be written."""
     from vllm.lora.request import LoRARequest
 
     (places,) = {frozenset(found) for found in vllm.apply_model(_places)}
@@ -86,7 +96,7 @@ def load_adapter(model: PreTrainedModel, vllm: LLMEngine) -> None:
         )
     try:
         with tempfile.TemporaryDirectory() as folder:
-            _write(model, Path(folder))
+            _write(model, tensors, Path(folder))
             loaded = vllm.add_lora(LoRARequest(_NAME, _ID, folder, load_inplace=True))
     except OSError as error:
         raise EngineError(
@@ -96,13 +106,13 @@ def load_adapter(model: PreTrainedModel, vllm: LLMEngine) -> None:
     assert loaded, "vLLM takes an adapter or raises"
 
 
-def _write(model: PreTrainedModel, folder: Path) -> None:
-    """Write the adapter's tensors and config into the folder, as peft does. Raises `OSError`."""
+def _write(model: PreTrainedModel, named: Mapping[str, Tensor], folder: Path) -> None:
+    """Write the adapter's parameters and config into the folder, as peft does. Raises `OSError`."""
     from peft import get_peft_model_state_dict
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    tensors = get_peft_model_state_dict(model, save_embedding_layers=False)
+    tensors = get_peft_model_state_dict(model, dict(named), save_embedding_layers=False)
     tensors = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     try:
         save_file(tensors, folder / "adapter_model.safetensors")

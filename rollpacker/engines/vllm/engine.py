@@ -5,7 +5,7 @@
     tokens              engines/vllm/draws.py: keyed noise, in a logits processor
     carried tokens      engines/vllm/live.py, drawn again in engines/vllm/verify.py
     endings             end tokens and limits by vLLM, stop strings by engines/embedded/endings.py
-    weights             engines/vllm/weights.py: copied from the given transformers module
+    weights             engines/vllm/weights.py: vLLM's alone, where the module has no memory
 
 The engine was tried on a CPU; that vLLM on a GPU obeys the same calls follows from vLLM's source.
 """
@@ -40,18 +40,20 @@ from rollpacker.engines.vllm.live import Live
 from rollpacker.engines.vllm.parallel import Workers, watch_processes
 from rollpacker.engines.vllm.setup import close_vllm, open_vllm
 from rollpacker.engines.vllm.weights import Copy
-from rollpacker.weights.buffer import WeightSource
+from rollpacker.weights.buffer import StaleWeightsError, WeightSource
+from rollpacker.weights.folder import SavedFolder
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
 class VllmEngine(LoopEngine):
-    """An `Engine` (engines/engine.py) that lets vLLM sample from a copy of `model`'s weights.
+    """An `Engine` (engines/engine.py) that lets vLLM sample.
 
-    `update_weights` renews that copy, and then compares the log-probabilities that both sides give
-    a fixed prompt: all parameters can be equal while vLLM computes with something derived from
-    older ones. `model` is the trainer's own, or a copy that `weight_probe` compares with it.
+    `model` has the weights, and `update_weights` copies them into vLLM; or it has names and shapes
+    alone (meta device), and weights go into vLLM from where they come from. In both cases vLLM's
+    log-probabilities of a text are then compared with the module's or the trainer's: all parameters
+    can be equal while vLLM computes with something derived from older ones.
 
     Carried tokens, which the sample had when it was aborted, become the end of the prompt, and are
     drawn again there if they are to be verified (engines/vllm/live.py). There can be one such
@@ -72,11 +74,14 @@ class VllmEngine(LoopEngine):
         config: EngineConfig,
         tensor_parallel: int = 1,
         sleeps: bool = False,
+        folder: str | None = None,
     ) -> None:
         """`tokenizer` is needed for stop strings only. `tensor_parallel`: number of devices that
         share the engine, each with a process of vLLM's. `sleeps`: whether `offload` must be able to
-        empty the devices; without effect on a CPU."""
+        empty the devices; without effect on a CPU. `folder`: that of the weights if the model is
+        without memory, else None."""
         super().__init__(model)
+        self._has_no_memory = folder is not None
         text = model.config.get_text_config()
         self._max_positions = getattr(text, "max_position_embeddings", None)
         self._vocabulary_size: int = text.vocab_size
@@ -88,10 +93,15 @@ class VllmEngine(LoopEngine):
         self._workers: Workers | None = None
         self._workers_may_end: threading.Event | None = None
         if tensor_parallel > 1:
-            self._workers = Workers(self._vllm, model)
+            self._workers = Workers(self._vllm)
             self._workers_may_end = watch_processes(self._vllm, self._died)
+        dtype = str(model.dtype).removeprefix("torch.")
         self._copy = Copy(
-            model, self._vllm, self._workers, hand_over=self._hand_over, forget=self._forget
+            model,
+            self._vllm,
+            None if folder is None else SavedFolder(path=folder, dtype=dtype),
+            hand_over=self._hand_over,
+            forget=self._forget,
         )
         # The worker's own.
         self._live: dict[int, Live] = {}
@@ -373,8 +383,44 @@ class VllmEngine(LoopEngine):
     # -- weights -----------------------------------------------------------------------------------
 
     def _renew(self, version: int, weights: Mapping[str, Tensor] | WeightSource | None) -> None:
-        super()._renew(version, weights)
-        self._copy.load()
+        if not self._has_no_memory:
+            super()._renew(version, weights)
+            self._copy.load()
+        elif weights is not None:
+            self._receive(version, weights)
+        elif self._copy.is_empty:
+            raise EngineError("vLLM has no weights since it slept, and none were given")
+
+    def _receive(self, version: int, weights: Mapping[str, Tensor] | WeightSource) -> None:
+        """Bring weights into vLLM from where they are. Raises `EngineError` as `_renew` does."""
+        if isinstance(weights, WeightSource):
+            if weights.version != version:
+                raise EngineError(f"weights of version {weights.version} were given for {version}")
+            self._check_shapes({n: place.shape for n, place in weights.layout.places.items()})
+        else:
+            self._check_shapes({name: value.shape for name, value in weights.items()})
+        try:
+            self._copy.load(weights)
+        except StaleWeightsError as error:
+            raise EngineError(str(error)) from error
+
+    def weight_probe(self) -> str:
+        """Return a hash of the weights; see `Engine.weight_probe`. Where the module has no memory,
+        it is of what vLLM was given."""
+        self._inbox.check_here()
+        return self._copy.probe if self._has_no_memory else super().weight_probe()
+
+    def compare(self, text: Sequence[int], log_probs: Sequence[float]) -> None:
+        """Compare vLLM's log-probs of a text with the trainer's; see `Engine.compare`."""
+        self._inbox.check_here()
+        self._copy.compare(text, log_probs)
+
+    async def reload(self) -> None:
+        """Take the device's memory again; see `Engine.reload`. If the trainer has newer weights by
+        then, nothing may be submitted until they come."""
+        await super().reload()
+        if self._copy.is_empty:
+            self._inbox.begin_weights(self._version)
 
     def _let_go(self) -> None:
         if self._copy.can_sleep:

@@ -1,10 +1,7 @@
 """vLLM's own processes, where several devices share an engine (tensor parallelism).
 
-    the engine's process   vLLM's scheduler and cache tables, one model as transformers has it
-    a worker a device      its part of vLLM's model; draws tokens, keeps log-probs until asked
-
-Weights go through shared memory that the workers map (`rollpacker/weights/buffer.py`), since the
-arguments of vLLM's calls to them may not be tensors.
+the engine's process   vLLM's scheduler and cache tables, and no weights
+a worker a device      its part of vLLM's model; draws tokens, keeps log-probs until asked
 """
 
 from __future__ import annotations
@@ -12,18 +9,14 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollpacker.engines.engine import EngineError
-from rollpacker.engines.vllm.adapters import base_weights
-from rollpacker.weights.buffer import WeightBuffer
 
 if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel
     from vllm.v1.engine.llm_engine import LLMEngine
 
 WORKER = "rollpacker.engines.vllm.worker"
@@ -32,19 +25,8 @@ WORKER = "rollpacker.engines.vllm.worker"
 class Workers:
     """The worker processes of one vLLM engine that several devices share."""
 
-    def __init__(self, engine: LLMEngine, model: PreTrainedModel) -> None:
-        """Takes shared memory for the weights. Raises `OSError`, or `ValueError` for too little."""
+    def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
-        self._buffer = WeightBuffer.create(base_weights(model))
-        self._num_loads = 0
-
-    def load(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy these weights, pairs of name and tensor, into the workers' models."""
-        self._num_loads += 1
-        with self._buffer.writing(self._num_loads) as shared:
-            for name, tensor in named:
-                shared[name].copy_(tensor)
-        self._call("load_shared", self._buffer.layout.source(self._num_loads))
 
     def take_log_probs(self, numbers: Sequence[int]) -> list[list[float]]:
         """Return the log-probabilities of the generated tokens of each of these requests, which the

@@ -170,6 +170,7 @@ def _open(
         "logits_processors": [drawing_with(draws)],
         "disable_log_stats": True,
         "kv_cache_memory_bytes": None if gib is None else int(gib * 2**30),
+        "worker_extension_cls": f"{WORKER}.Extension",
         **adapter_arguments(model, on_cpu=on_cpu),
     }
     if tensor_parallel > 1:
@@ -177,7 +178,6 @@ def _open(
             "tensor_parallel_size": tensor_parallel,
             "distributed_executor_backend": "mp",
             "logits_processors": [f"{WORKER}:DrawTokens"],
-            "worker_extension_cls": f"{WORKER}.Extension",
         }
     if not on_cpu:
         arguments |= {"enable_sleep_mode": sleeps, "gpu_memory_utilization": _share_of_memory()}

@@ -1,9 +1,9 @@
-"""Code for the worker processes of a vLLM engine that several devices share: how they draw tokens
-and load weights.
+"""Code for vLLM's workers: how they load weights, and for the worker processes of an engine that
+several devices share how they draw tokens.
 
-Every worker draws every token itself, from logits and random numbers that all workers have, so that
-no result need be sent around. Only vLLM imports this module, by name; its methods are called by
-`engines/vllm/parallel.py`.
+Every such process draws every token itself, from logits and random numbers that all of them have,
+so that no result need be sent around. Only vLLM imports this module, by name; its methods are
+called by `engines/vllm/parallel.py` and `engines/vllm/weights.py`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import Any
 from rollpacker.engines.vllm.draws import Draws, drawing_with
 from rollpacker.engines.vllm.setup import pack_output_layer
 from rollpacker.engines.vllm.verify import watch
-from rollpacker.weights.buffer import WeightReader, WeightSource
+from rollpacker.engines.vllm.weights import Weights, opened
+from rollpacker.weights.buffer import StaleWeightsError
+from rollpacker.weights.probe import Probe
 
 logging.getLogger("vllm").setLevel(logging.ERROR)
 
 _draws = Draws()
-_reader = WeightReader()
 
 DrawTokens = drawing_with(_draws)
 
@@ -46,9 +47,14 @@ class Extension:
         before any request. Returns a sentence if the runner is of an unknown class, else None."""
         return watch(self, _draws)
 
-    def load_shared(self: Any, source: WeightSource) -> None:
-        """Load this worker's part of the weights in the shared memory that `source` names. Raises
-        `StaleWeightsError` if another version is there by now."""
-        with _reader.reading(source) as weights:
-            self.reload_weights(weights_iterator=iter(weights.items()))
+    def receive_weights(self: Any, weights: Weights) -> tuple[str, str | None]:
+        """Load this worker's part of these weights. Returns a hash of what was read
+        (`weight_probe`), and a sentence if another version of the weights is there by now."""
+        probe = Probe()
+        try:
+            with opened(weights) as named:
+                self.reload_weights(weights_iterator=probe.of(named))
+        except StaleWeightsError as error:
+            return "", str(error)
         self.apply_model(pack_output_layer)
+        return probe.hexdigest(), None

@@ -31,7 +31,14 @@ from rollpacker.trainer.batches import Batcher
 from rollpacker.trainer.losses import Losses, no_losses
 from rollpacker.trainer.micro_batch import MicroBatch, Row, row_length, row_of
 from rollpacker.trainer.model_set import ModelSet
-from rollpacker.trainer.passes import Look, LossFunction, in_order, numbers_of, token_scores
+from rollpacker.trainer.passes import (
+    Look,
+    LossFunction,
+    ScoreFunction,
+    in_order,
+    numbers_of,
+    token_scores,
+)
 from rollpacker.trainer.sharding import Shards, gathered, same_number, sum_in_full_precision
 from rollpacker.trainer.step_sums import StepSums
 from rollpacker.trainer.trainer import ScoreRequest, TokenScores, TrainSample
@@ -71,12 +78,15 @@ class StagedPasses:
         for module in self._trained:
             self._deferred.attach(module)
 
-    def score(self, requests: Sequence[ScoreRequest]) -> list[TokenScores]:
+    def score(
+        self, requests: Sequence[ScoreRequest], scores: ScoreFunction | None = None
+    ) -> list[TokenScores]:
         """Run the models without gradients. Returns the scores, in the order of the requests, on
         the last stage, and an empty list on others."""
         rows = [row_of(request) for request in requests]
         plan = self._plan(rows)
-        scoring = _Scoring(self._models, self._crossing, self._place, [b for _, b in plan])
+        compute = scores or self._models.scores
+        scoring = _Scoring(compute, self._crossing, self._place, [b for _, b in plan])
         if self._open is not None:
             self._open.sweep.forward(scoring, len(plan))
         else:
@@ -246,18 +256,18 @@ class _Scoring:
 
     def __init__(
         self,
-        models: ModelSet,
+        scores: ScoreFunction,
         crossing: Crossing,
         place: Place,
         batches: Sequence[MicroBatch],
     ) -> None:
-        self._models, self._crossing, self._place = models, crossing, place
+        self._scores, self._crossing, self._place = scores, crossing, place
         self._batches = batches
         self.columns: list[dict[str, Tensor]] = []
 
     def forward(self, micro_batch: int, arrived: Tensor | None) -> Tensor | None:
         passage = self._crossing.begin(arrived)
-        columns = self._models.scores(self._batches[micro_batch])
+        columns = self._scores(self._batches[micro_batch])
         if not self._place.is_last:
             return passage.message()
         self.columns.append(columns)

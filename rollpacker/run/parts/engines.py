@@ -140,19 +140,24 @@ def make_engine(
     sleeps: bool = False,
 ) -> Engine:
     """Load model and tokenizer, and return the engine; called in the engine's own process. `model`
-    holds the fields of a `ModelConfig`. Raises `ValueError` if they are invalid."""
+    holds the fields of a `ModelConfig`. An engine with its own code for the model gets names and
+    shapes, and reads the weights itself. Raises `ValueError` if they are invalid."""
     import torch
 
-    from rollpacker.trainer.model import load_model
+    from rollpacker.engines.table import BRING_THEIR_OWN_MODEL
+    from rollpacker.trainer.model import load_model, local_folder
     from rollpacker.trainer.trainer import LoraConfig, ModelConfig
 
     if threads is not None:
         torch.set_num_threads(threads)
     lora = None if model["lora"] is None else LoraConfig(**model["lora"])
-    loaded = load_model(ModelConfig(**{**model, "lora": lora}))
+    reads_itself = config.name in BRING_THEIR_OWN_MODEL
+    loaded = load_model(ModelConfig(**{**model, "lora": lora}), without_weights=reads_itself)
     if lora is not None:
         from rollpacker.trainer.lora import add_adapter
 
         add_adapter(loaded.model, lora)
     own: dict[str, Any] = {} if tensor_parallel == 1 else {"tensor_parallel": tensor_parallel}
+    if reads_itself:
+        own["folder"] = str(local_folder(model["path"]))
     return engine_in_process(loaded, config, sleeps=sleeps, **own)

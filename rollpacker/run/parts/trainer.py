@@ -98,12 +98,14 @@ def build_trainer(
     loaded = policy.loaded
     if ranks is None and config.engines_are_apart:
         learner = build_learner(setup, model=loaded.model, tokenizer=loaded.tokenizer)
-        return TorchTrainer(learner, in_place=False, shared=True, threads=policy.threads)
+        text = _compared_text(config, policy)
+        return TorchTrainer(learner, in_place=False, shared=True, text=text, threads=policy.threads)
     give_adapter(config, loaded.model)
     if ranks is not None:
         named = loaded.model.named_parameters()
         weights = [(n, p) for n, p in named if p.requires_grad]
-        return ProcessTrainer(setup, ranks, weights, journal_in=folder)
+        text = _compared_text(config, policy)
+        return ProcessTrainer(setup, ranks, weights, journal_in=folder, text=text)
     in_place = config.model.lora is None
     learner = (
         build_learner(setup, model=loaded.model, tokenizer=loaded.tokenizer)
@@ -111,6 +113,19 @@ def build_trainer(
         else build_learner(setup)
     )
     return TorchTrainer(learner, in_place=in_place, threads=policy.threads)
+
+
+def _compared_text(config: RunConfig, policy: LoadedPolicy) -> tuple[int, ...]:
+    """Returns tokens of training prompts, of which engines must give the trainer's log-probs. Empty
+    for engines that decode with the trainer's own code: a hash of their weights is enough."""
+    from rollpacker.engines.table import BRING_THEIR_OWN_MODEL
+    from rollpacker.weights.comparison import text_of
+
+    if config.rollout.engine.name not in BRING_THEIR_OWN_MODEL:
+        return ()
+    text_config = policy.loaded.model.config.get_text_config()
+    context = getattr(text_config, "max_position_embeddings", None)
+    return text_of((row.tokens for row in policy.train_prompts.rows), context)
 
 
 def give_adapter(config: RunConfig, model: PreTrainedModel) -> None:

@@ -203,8 +203,9 @@ async def _bring_all(
 
 def bring_up_to_date(engine: Engine, weights: Weights) -> None:
     """Load the trainer's weights into an engine, and check that they arrived. This runs in a thread
-    of its own, so that a copy that hangs does not stop the event loop. Raises `EngineError`, and
-    `TrainerError` if a hash of the engine's weights differs from the trainer's."""
+    of its own, so that a copy that hangs does not stop the event loop. Raises `EngineError`, also
+    for an engine that computes with others (`Engine.compare`), and `TrainerError` if a hash of the
+    engine's weights differs from the trainer's."""
     hand_over = weights.hand_over
     assert hand_over is not None
     asyncio.run(engine.update_weights(weights.version, hand_over.weights))
@@ -218,3 +219,5 @@ def bring_up_to_date(engine: Engine, weights: Weights) -> None:
             "wrote to one of them. Nothing was generated with them; --resume loads both anew from "
             "the last checkpoint"
         )
+    if hand_over.text:
+        engine.compare(hand_over.text, hand_over.log_probs)
