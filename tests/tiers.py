@@ -203,6 +203,7 @@ MOVED: dict[str, tuple[Tier, str]] = {
         "tests/run/test_rewritten_turns.py::test_turns_are_trained_on_behind_the_prompts_"
         "that_they_were_drawn_behind[train.processes=2]",
         "tests/cli/test_given_environment.py::test_a_class_and_tools_of_this_program",
+        "tests/cli/test_bring_up.py::test_the_whole_bring_up",
         "tests/cli/test_order_bad_input.py::test_a_file_of_another_size",
         "tests/cli/test_own_functions.py::test_a_loss_is_called_wherever_training_is[2]",
         "tests/cli/test_stages_bad_input.py::test_a_model_whose_stages_do_not_reproduce_it",

@@ -1,6 +1,6 @@
 """`rollpacker doctor [CONFIG]`: what this machine can do, a line for each finding, and a cure if
 something is wrong. With a config it tries what `train --dry-run` and a run's start try, each part
-by itself."""
+by itself. With `--gpu` it starts an engine and a trainer (`bring_up.py`)."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ import argparse
 import dataclasses
 import json
 import logging
+import platform
+import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollpacker.cli import findings, trials
 from rollpacker.cli.arguments import add_overrides
-from rollpacker.cli.findings import Finding
+from rollpacker.cli.findings import Finding, Untried
 from rollpacker.imports import MissingPackageError
 from rollpacker.run import output
 from rollpacker.run.error_messages import classify
@@ -33,11 +36,17 @@ NAME_WIDTH = 12
 MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("fail", "bold red")}
 _BLAMED = {"DataError": "data", "EnvironmentSetupError": "environment"}
 """Errors of a check that looks at several things, mapped to the name of the thing at fault."""
+_FOLDER = re.compile(r"(?<![\w.])~?/(?!dev/|proc/)(?:[^\s/:'\"]+/)*")
+"""Matches the folders of a path, which an issue does not need and which may name a user."""
 
 _HELP = """\
 Look at what this machine can do: software, processors, memory, GPUs, sandbox, engine; with a
 config also whether its model, data, rewards and sandbox can be had: every row is read, and every
 reward function is called once, as at a run's start. Changes nothing.
+
+With --gpu instead a bring-up of some minutes: an engine and a trainer are started as a run starts
+them, with the config's model or a small random one; the last lines are a block of text for an
+issue, without names of this machine.
 
 exit codes:
   0    training can start (there may be warnings)
@@ -53,6 +62,11 @@ class _Check(NamedTuple):
     """Whether an error in the check means that training cannot start. False: it is a warning."""
     patience_s: float | None = None
     """Maximum seconds that the check may take. None: `PATIENCE_S`."""
+    cure: str = ""
+    """What to do if the check fails and its error does not say it. Empty: to report the error."""
+    cut: Callable[[], None] | None = None
+    """Function that ends what a check is waiting for if that takes too long, which is then a
+    failure. None: the check is left behind, and a warning says that it was slow."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -65,6 +79,10 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("config", nargs="?", help="YAML file of a run")
     add_overrides(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
+    parser.add_argument("--gpu", action="store_true", help="start an engine and a trainer, and try")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="with --gpu: where to compute"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -74,11 +92,14 @@ def run(args: argparse.Namespace) -> int:
     found: list[Finding] = []
     logging.disable(logging.WARNING)  # what matters of it is in the findings
     try:
-        for check in _checks(args.config, args.overrides):
-            for finding in _outcome(check):
-                found.append(finding)
-                if not args.json:
-                    _print(console, finding)
+        with _tried(args) as checks:
+            for check in checks:
+                with _shown(console, check, args):
+                    outcome = _outcome(check)
+                for finding in outcome:
+                    found.append(finding)
+                    if not args.json:
+                        _print(console, finding)
     finally:
         logging.disable(logging.NOTSET)
     seconds = time.perf_counter() - began
@@ -87,9 +108,65 @@ def run(args: argparse.Namespace) -> int:
         lines = [dataclasses.asdict(finding) for finding in found]
         document = {"can_start": can_start, "seconds": round(seconds, 2), "findings": lines}
         print(json.dumps(document, indent=1))
+    elif args.gpu:
+        print(f"\nFor an issue:\n\n{_block(found, args.device, seconds)}")
     else:
         print(_verdict(found, seconds))
     return 0 if can_start else 1
+
+
+@contextmanager
+def _tried(args: argparse.Namespace) -> Iterator[Iterable[_Check]]:
+    """A context with the checks that are asked for, which at its end ends their processes. Raises
+    `ValueError` for --gpu without a GPU."""
+    if not args.gpu:
+        yield _checks(args.config, args.overrides)
+        return
+    from rollpacker.cli import bring_up
+
+    path, overrides = args.config, list(args.overrides)
+    if path is not None and "=" in path and not Path(path).exists():
+        path, overrides = None, [path, *overrides]
+    if args.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ValueError(
+                "--gpu: torch sees no GPU here (rollpacker doctor says why); --device cpu tries the"
+                " same parts on the processors"
+            )
+    tried = bring_up.BringUp(args.device, path, overrides)
+    try:
+        yield (
+            _Check(
+                part.name,
+                part.look,
+                patience_s=part.patience_s or bring_up.PATIENCE_S,
+                cure=part.cure,
+                cut=tried.cut,
+            )
+            for part in tried.parts()
+        )
+    finally:
+        tried.close()
+
+
+def _shown(console: Any, check: _Check, args: argparse.Namespace) -> AbstractContextManager[Any]:
+    """A context in which a terminal shows the running part of a bring-up."""
+    if not args.gpu or args.json or not console.is_terminal:
+        return nullcontext()
+    within = f"{check.name} ... (given up after {check.patience_s:.0f} s)"
+    shown: AbstractContextManager[Any] = console.status(within)
+    return shown
+
+
+def _block(found: Sequence[Finding], device: str, seconds: float) -> str:
+    """Returns the findings as one block of text, without folders and the name of this machine."""
+    lines = [f"rollpacker doctor --gpu --device {device}: {seconds:.0f} s"]
+    lines += [f"{MARKS[one.level][0]}  {one.name:<{NAME_WIDTH}}{one.text}" for one in found]
+    text = _FOLDER.sub("", "\n".join(lines))
+    name = platform.node()
+    return f"```text\n{text.replace(name, 'host') if name else text}\n```"
 
 
 def _verdict(found: Sequence[Finding], seconds: float) -> str:
@@ -182,7 +259,14 @@ def _outcome(check: _Check) -> list[Finding]:
     """Make a check, and return its findings. If it raises an error, that is a finding."""
     try:
         return _looked(check)
+    except Untried as error:
+        text, cure = f"not tried: it needs the part {error}", "Mend that part first."
+        return [Finding("warn", check.name, text, cure)]
     except _TooSlow as error:
+        if check.cut is not None:
+            check.cut()
+            cure = check.cure or "Run it again."
+            return [Finding("fail", check.name, f"{error}: its processes were ended", cure)]
         cure = "The machine may be busy: run it again when it is not."
         return [Finding("warn", check.name, f"slow: not measured ({error})", cure)]
     except ModuleNotFoundError as error:
@@ -197,6 +281,8 @@ def _outcome(check: _Check) -> list[Finding]:
         if code == 1:  # not the user's to mend
             text = f"{type(error).__name__}: {error}"
             cure = "Please report this line, and how you got it."
+        if check.cure and not isinstance(error, ValueError):  # which says it itself
+            cure = check.cure
         name = _BLAMED.get(type(error).__name__, check.name)
         return [Finding("fail" if check.must else "warn", name, text, cure)]
 

@@ -34,6 +34,10 @@ class Finding:
     details: dict[str, Any] = field(default_factory=dict)
 
 
+class Untried(Exception):
+    """Raised by a check that needs another one's result; the message names that check."""
+
+
 def python() -> Finding:
     kind = f"{platform.system()} {platform.release()} {platform.machine()}"
     return Finding("ok", "python", f"{platform.python_version()} ({sys.executable}) on {kind}")
