@@ -1,15 +1,16 @@
 """What does `tail_batching.carry: auto` cost or save where carried tokens come out differently?
 
-The 7B set-up of the RollPacker paper (arXiv 2509.21009), simulated, at growing chances per token and
-update that a carried token comes out differently: seconds of a step with `carry` exact, auto and
-none, of a queue and of a pool with factor 1.5, and without tail batching; and the length shift,
+The 7B set-up of the RollPacker paper (arXiv 2509.21009), simulated, at growing chances per token
+and update that a carried token comes out differently: seconds of a step with `carry` exact, auto
+and none, of a queue and of a pool with factor 1.5, and without tail batching; and the length shift,
 against what the very prompts that were trained on would give if nobody selected. With `none` no
 complement rule holds: what it gains is by shorter responses.
 
     python benchmarks/carry_pays.py [--steps 200] [--seeds 3] [--jobs 2]
 
 Exits with 1 and says where if `auto` takes more than 2 % longer than the faster of `exact` and no
-tail batching, or shifts lengths by more than 1 %. Steps count from `WARM_STEPS` on, after the trial.
+tail batching, or shifts lengths by more than 1 %. Steps count from `WARM_STEPS` on, after the
+trial.
 """
 
 from __future__ import annotations

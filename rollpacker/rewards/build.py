@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rollpacker.did_you_mean import did_you_mean
 from rollpacker.rewards.functions.function_reward import RewardFunction
@@ -120,8 +121,8 @@ def _built_in(
         return part
     entry = dataclasses.replace(entry, name=entry.name or name, shape="trl")
     if entry.workers == "auto":  # a model knows best how often it fits into this machine
-        workers = len(environments) or getattr(config_class, "WORKERS", "auto")
-        entry = dataclasses.replace(entry, workers=workers)
+        suited: Any = getattr(config_class, "WORKERS", "auto")
+        entry = dataclasses.replace(entry, workers=len(environments) or suited)
     return RewardFunction(
         entry,
         factory=f"{module.__name__}:{row.made}",

@@ -185,7 +185,7 @@ def token_scores(
         return [TokenScores() for batch in batches for _ in batch.num_targets]
     counts = [count for batch in batches for count in batch.num_targets]
     lines = [torch.cat([of[name].double() for of in columns]) for name in columns[0]]
-    rows = torch.stack(lines).cpu().split(counts, dim=1)
+    rows = torch.split(torch.stack(lines).cpu(), counts, dim=1)
     return [TokenScores(**dict(zip(columns[0], map(tuple, r.tolist()), strict=True))) for r in rows]
 
 

@@ -70,7 +70,7 @@ class SavedWeights:
         self._files: dict[str, Any] = {}
         for name in _weight_files(str(path)):
             file = safe_open(name, framework="pt")
-            self._files |= dict.fromkeys(file.keys(), file)
+            self._files |= dict.fromkeys(file.keys(), file)  # type: ignore[no-untyped-call]  # theirs
         self.shapes: dict[str, torch.Size] = {}
         """Shapes of all tensors of the skeleton that the files have."""
         self.unknown: list[str] = []
@@ -140,7 +140,7 @@ class SavedWeights:
         converters = [one for one in transforms if isinstance(one, WeightConverter)]
         by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
         prefix, found = self._skeleton.base_model_prefix, dict[str, _Source]()
-        for key in sorted(self._files, key=dot_natural_key):  # type: ignore[arg-type]  # theirs
+        for key in sorted(self._files, key=dot_natural_key):
             name, pattern = rename_source_key(key, renamings, converters, prefix, self._wanted)
             if name not in self._wanted and key in self._wanted:
                 name, pattern = rename_source_key(key, [], [], prefix, self._wanted)
@@ -198,7 +198,7 @@ def empty_model(build: Any, config: Any, dtype: torch.dtype) -> PreTrainedModel:
     on the meta device. Each has the dtype that transformers would load it in."""
     with torch.device("meta"):
         model: PreTrainedModel = build(deepcopy(config), dtype=dtype).eval()
-    if kept := model._get_dtype_plan(dtype):  # type: ignore[no-untyped-call]  # theirs
+    if kept := model._get_dtype_plan(dtype):
         pattern = re.compile("|".join(one.replace("*", ".*") for one in kept))
         for name, value in model.state_dict(keep_vars=True).items():
             if pattern.search(name):
@@ -299,7 +299,10 @@ def with_stand_ins(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, name, empty in taken:
-            module._parameters[name] = empty.requires_grad_(module._parameters[name].requires_grad)
+            stand_in = module._parameters[name]
+            assert stand_in is not None
+            empty.requires_grad_(stand_in.requires_grad)
+            module._parameters[name] = empty
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -335,8 +338,8 @@ def _weight_files(path: str) -> list[str]:
     if whole := find("model.safetensors"):
         return [whole]
     index = find("model.safetensors.index.json")
-    names = [] if index is None else json.loads(Path(index).read_text("utf-8"))["weight_map"]
-    files = [find(name) for name in sorted(set(names.values() if names else ()))]
+    found = {} if index is None else json.loads(Path(index).read_text("utf-8"))["weight_map"]
+    files = [find(name) for name in sorted(set(found.values()))]
     if not files or None in files:
         raise OSError(f"{path}: model.safetensors, or a part of it, is not there")
     return [file for file in files if file is not None]

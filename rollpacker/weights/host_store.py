@@ -132,7 +132,7 @@ def _host_memory(size: int, source: str) -> Tensor:
     memory by themselves. Raises `RuntimeError` if so much cannot be locked."""
     memory = torch.empty(size, dtype=torch.uint8)
     if source == "cuda" and size:
-        address, cudart = memory.data_ptr(), torch.cuda.cudart()
+        address, cudart = memory.data_ptr(), torch.cuda.cudart()  # type: ignore[no-untyped-call]  # theirs
         if code := int(cudart.cudaHostRegister(address, size, _PORTABLE)):
             raise RuntimeError(
                 f"CUDA cannot lock {size / 2**30:.1f} GiB of host memory (error {code}), in which "

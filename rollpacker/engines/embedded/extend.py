@@ -25,11 +25,11 @@ from rollpacker.engines.embedded.decoder import (
     PREFILL_TOKENS,
     PREFILL_TOKENS_ACCELERATOR,
     Decoder,
-    LogitsAfter,
 )
 from rollpacker.engines.embedded.endings import Endings
 from rollpacker.engines.embedded.extend_step import SPAN_COST_SCORES, ExtendStep, NewTokens
 from rollpacker.engines.embedded.kept_rows import KeptRow
+from rollpacker.engines.embedded.plain_forward import LogitsAfter
 from rollpacker.engines.embedded.rows import ANY_LENGTH, Pending
 from rollpacker.engines.embedded.sampling import draw
 from rollpacker.engines.engine import Carried
@@ -338,15 +338,12 @@ class Extender:
         for start in range(0, len(rows), size):
             part = slice(start, start + size)
             row = torch.from_numpy(rows[part]).to(self._rows.device)
-            drawn = draw(
-                logits_after(part),
-                self._rows.noise_ahead(rows[part], 1, ahead[part])[:, 0],
-                *(
-                    self._rows.device_column(name).index_select(0, row)
-                    for name in ("temperature", "top_k", "top_p")
-                ),
-                self._rows.mode,
+            temperature, top_k, top_p = (
+                self._rows.device_column(name).index_select(0, row)
+                for name in ("temperature", "top_k", "top_p")
             )
+            noise = self._rows.noise_ahead(rows[part], 1, ahead[part])[:, 0]
+            drawn = draw(logits_after(part), noise, temperature, top_k, top_p, self._rows.mode)
             tokens.append(drawn[0].cpu().numpy())
             log_probs.append(drawn[1].cpu().numpy())
         return np.concatenate(tokens), np.concatenate(log_probs)

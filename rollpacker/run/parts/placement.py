@@ -138,8 +138,8 @@ def _engine_need(
     memory = engine_memory(config, devices, on_cuda=kind == "cuda")
     # vLLM drops what it gets anew for its next turn, which is everything but a base of adapters.
     comes_anew = config.rollout.engine.name == "vllm" and config.model.lora is None
-    waiting = () if comes_anew or not lines.turns else ("weights", "adapters")
-    return _need(memory, kind, turns=lines.turns, waiting=waiting)
+    kept = () if comes_anew else ("weights", "adapters")
+    return _need(memory, kind, turns=lines.turns, waiting=kept if lines.turns else ())
 
 
 def _rank_need(
@@ -156,7 +156,7 @@ def _rank_need(
     replicas = 1 if num_devices(lines.train.devices) == devices else 2
     train = replace(config.train, processes=devices * replicas, replicas=replicas, colocate=False)
     memory = rank_memory(replace(config, train=train, placement=None), on_cuda=kind == "cuda")
-    waiting = OFFLOADED if config.train.offload else ()
+    waiting: tuple[str, ...] = OFFLOADED if config.train.offload else ()
     if memory is not None and lines.turns:
         # A streamed gradient may have to wait until the engines have had another turn.
         kept = ("gradients", "critic gradients") if config.stream_trainer.enabled else ()
