@@ -21,7 +21,7 @@ BEFORE = CarriedLength(10, False)
     ],
 )
 def test_what_is_left(tokens: int, kept: int, left: int) -> None:
-    group = Group(Waiting(PromptId("train", 0, 0), 1, (BEFORE,)), None)
+    group = Group(Waiting(PromptId("train", 0, 0), 1, (BEFORE,)), None, None)
     group.add(1, SampleState.LAUNCHED)
     group.states[0] = SampleState.DEFERRED
     group.lengths[0], group.kept_tokens[0] = tokens, kept

@@ -8,8 +8,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollpacker.core.rounds.carry_limit import LEAST_VERIFIED, CarryLimit
-from rollpacker.core.rounds.groups import CarriedCounts
+from rollpacker.core.rounds.carry_limit import LEAST_VERIFIED, CarriedCounts, CarryLimit
 from rollpacker.core.rounds.racing import (
     CLEARLY_FASTER,
     ENOUGH_DIFFERENT,

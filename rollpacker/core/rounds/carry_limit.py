@@ -23,14 +23,15 @@ when tokens stay the same again, which is how a limit rises and goes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 
 from rollpacker.codec import from_plain, to_plain
 from rollpacker.core.fleet.routing import CARRIED_COST
-from rollpacker.core.rounds.groups import CarriedCounts
+from rollpacker.core.lifecycle import SampleState
+from rollpacker.core.rounds.groups import Group
 
 PAYING_DISTANCES = 2
 """Number of mean distances D between tokens that come out differently, up to which verifying pays:
@@ -44,6 +45,37 @@ MAX_ROUNDS = 8
 """Number of the last rounds with carried tokens whose counts the limit follows."""
 UNBOUNDED = 1 << 20
 """Limit, in tokens, that counts as none where responses have no longest length."""
+
+
+class CarriedCounts(NamedTuple):
+    """Counts of tokens that earlier launches left, of samples whose tokens were compared with those
+    that the current weights draw."""
+
+    tokens: int = 0
+    same: int = 0
+    """Number of these tokens before each sample's first that came out differently."""
+    verified: int = 0
+    """Number of these tokens that engines verified in passes, up to each sample's first that came
+    out differently, which is included."""
+    different: int = 0
+    """Number of samples in which a token came out differently among those verified in passes."""
+
+
+def counts_of(groups: Iterable[Group]) -> CarriedCounts:
+    """Return what came of the tokens that the samples of these groups began with, so far as it is
+    known."""
+    tokens = same = verified = different = 0
+    for group in groups:
+        for index in range(len(group.carried) and len(group.samples)):
+            kept, carried = group.kept_tokens[index], group.carried_at(index).tokens
+            if kept is None or group.states[index] is SampleState.FAILED:
+                continue
+            most = carried if group.most_verified is None else min(carried, group.most_verified)
+            tokens += carried
+            same += kept
+            verified += min(kept + 1, most)
+            different += kept < most
+    return CarriedCounts(tokens, same, verified, different)
 
 
 class CarryLimit:

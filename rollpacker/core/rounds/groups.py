@@ -33,20 +33,6 @@ class CarriedLength(NamedTuple):
 NOTHING_CARRIED = CarriedLength(0, False)
 
 
-class CarriedCounts(NamedTuple):
-    """Counts of tokens that earlier launches left, of samples whose tokens were compared with those
-    that the current weights draw."""
-
-    tokens: int = 0
-    same: int = 0
-    """Number of these tokens before each sample's first that came out differently."""
-    verified: int = 0
-    """Number of these tokens that engines verified in passes, up to each sample's first that came
-    out differently, which is included."""
-    different: int = 0
-    """Number of samples in which a token came out differently among those verified in passes."""
-
-
 _TRAINED_NOW = check(SampleState.SCORED, SampleState.TRAINED)
 
 
@@ -132,17 +118,8 @@ class Group:
 
     __slots__ = (
         *("attempt", "awaited", "carried", "deferred", "done", "finished", "kept_tokens"),
-        *(
-            "lengths",
-            "most_verified",
-            "num_generating",
-            "num_retries",
-            "num_unscored",
-            "places",
-            "prompt",
-            "quota",
-        ),
-        *("samples", "states", "streamed", "values", "whole"),
+        *("lengths", "most_verified", "num_generating", "num_retries", "num_unscored", "places"),
+        *("prompt", "quota", "samples", "states", "streamed", "values", "whole"),
     )
 
     def __init__(
@@ -226,20 +203,6 @@ class Group:
         elif self.most_verified is not None:
             kept = min(kept, self.most_verified)
         return self.lengths[index] - kept
-
-    def carried_counts(self) -> CarriedCounts:
-        """What came of the tokens that the group's samples began with, so far as it is known."""
-        tokens = same = verified = different = 0
-        for index in range(len(self.carried) and len(self.samples)):
-            kept, carried = self.kept_tokens[index], self.carried_at(index).tokens
-            if kept is None or self.states[index] is SampleState.FAILED:
-                continue
-            most = carried if self.most_verified is None else min(carried, self.most_verified)
-            tokens += carried
-            same += kept
-            verified += min(kept + 1, most)
-            different += kept < most
-        return CarriedCounts(tokens, same, verified, different)
 
     def to_carry(self) -> tuple[CarriedLength, ...]:
         """Number of tokens that each response of an unfinished group leaves to the prompt's next

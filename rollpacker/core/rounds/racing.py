@@ -29,7 +29,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from rollpacker.codec import from_plain, to_plain
-from rollpacker.core.rounds.groups import CarriedCounts
+from rollpacker.core.rounds.carry_limit import CarriedCounts
 
 State = Literal["racing", "trial", "waiting", "probing", "judging"]
 
