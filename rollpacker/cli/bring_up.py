@@ -25,8 +25,10 @@ from rollpacker.cli.findings import GIB, Finding, Untried
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedTokenizerBase
 
     from rollpacker.config.schema import RunConfig
+    from rollpacker.data.dataset import PromptSet
     from rollpacker.engines.engine import GenerationRequest, Response
     from rollpacker.engines.process_engine import ProcessEngine
     from rollpacker.run.parts.hosts import Hosts
@@ -189,7 +191,7 @@ class BringUp:
 
         from rollpacker.run.parts.hosts import Hosts, open_hosts
         from rollpacker.run.parts.hub import look_for_hub
-        from rollpacker.run.parts.policy import LoadedPolicy
+        from rollpacker.run.parts.policy import Inputs, LoadedPolicy
         from rollpacker.run.parts.trainer import start_trainer_processes
         from rollpacker.trainer.model import load_model
 
@@ -208,9 +210,11 @@ class BringUp:
         self.stack.callback(self.hosts.close)
         self.takes_turns = alone or config.train.colocate
         loaded = load_model(config.model, without_weights=True)
+        prompts = _prompts(loaded.tokenizer)
         self.policy = LoadedPolicy(
             loaded=loaded,
-            inputs=cast(Any, None),  # prompts and rewards are what `doctor CONFIG` tries
+            # Rewards are what `doctor CONFIG` tries.
+            inputs=Inputs(train_prompts=prompts, eval_prompts=None, reward=cast(Any, None)),
             threads=torch.get_num_threads(),
             seed=0,
             engine_config=config.rollout.engine,
@@ -514,6 +518,15 @@ def _versions() -> Finding:
     found.append(f"CUDA {cuda}" if cuda else "no CUDA")
     found += [f"driver {drivers[0]}"] if drivers else []
     return Finding("ok", "versions", f"Python {platform.python_version()}, {', '.join(found)}")
+
+
+def _prompts(tokenizer: PreTrainedTokenizerBase) -> PromptSet:
+    """Return `TEXT` as the only prompt, of which an engine with its own code for the model says the
+    same as the trainer after each update."""
+    from rollpacker.data.dataset import PromptRow, PromptSet
+
+    tokens = tuple(tokenizer.encode(TEXT, add_special_tokens=False))
+    return PromptSet(rows=(PromptRow(prompt=TEXT, tokens=tokens, columns={}),), fingerprint="")
 
 
 def _name_of(dtype: torch.dtype) -> str:
