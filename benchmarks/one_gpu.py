@@ -1,9 +1,10 @@
 """What `docs/one-gpu.md` says: the memory of each recipe, and how near fewer bits stay to float32.
 
-Memory is the dry run's, from the models' published shapes (`tests/trainer/shapes`); nothing of it
-was measured on a GPU. The distance is measured on a CPU: random Qwen2 models of 0.3 million
-parameters and several seeds are trained for 20 steps to say given responses, in float32 and with
-fewer bits, and their negative log-probs compared. The tables are written into the page.
+Memory is the dry run's, from the models' published shapes (`tests/trainer/shapes`), of eight GPUs
+on a made-up node; nothing of it was measured on a GPU. The distance is measured on a CPU: random
+Qwen2 models of 0.3 million parameters and several seeds are trained for 20 steps to say given
+responses, in float32 and with fewer bits, and their negative log-probs compared. The tables are
+written into the page.
 
     python benchmarks/one_gpu.py
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import re
 import statistics
 import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +25,16 @@ from rollpacker.algo import AlgorithmConfig
 from rollpacker.config.load import load_config
 from rollpacker.config.schema import RunConfig
 from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.core.placement.roles import Host
 from rollpacker.engines.engine import Response
-from rollpacker.trainer.estimate import Estimate, estimate
+from rollpacker.run.parts.placement import plan_of
+from rollpacker.trainer.estimate import estimate
 from rollpacker.trainer.learner import Learner
 from rollpacker.trainer.model import new_model, write_character_tokenizer
 from rollpacker.trainer.samples import build_train_samples
 from rollpacker.trainer.setup import LearnerSetup, build_learner
 from rollpacker.trainer.trainer import LoraConfig, ModelConfig, TrainConfig
+from rollpacker.trainer.training_memory import GIB
 
 PAGE = ROOT / "docs" / "one-gpu.md"
 SHAPES = ROOT / "tests" / "trainer" / "shapes"
@@ -65,29 +70,61 @@ PARTS = {
     "activations": ("activations", "backward"),
     "keys and values": ("kv cache",),
 }
+NODE = Host(name="node", cores=64, memory_bytes=1000 * GIB, gpu_bytes=(80 * 10**9,) * 8)
+NODE_PARTS: dict[str, tuple[str, ...]] = {
+    "engine, without keys and values": (),
+    "trainer: weights": ("weights", "adapters"),
+    "gradients": ("gradients",),
+    "optimizer": ("optimizer",),
+    "activations, gathered layers": ("activations", "gathered", "backward"),
+}
 
 
-def recipe_estimate(recipe: Path) -> Estimate:
-    found = re.search(r"path: Qwen/(\S+)", recipe.read_text())
-    assert found is not None, recipe
-    config = load_config(recipe, [f"model.path={SHAPES / found[1]}"], RunConfig)
-    return estimate(config, has_cuda=True)
+def recipes(pattern: str) -> Iterator[tuple[str, str, RunConfig]]:
+    """Name, link and config of each recipe that matches."""
+    for recipe in sorted((ROOT / "configs" / "recipes").glob(pattern)):
+        found = re.search(r"path: Qwen/(\S+)", recipe.read_text())
+        assert found is not None, recipe
+        link = f"[`{recipe.stem}`](../configs/recipes/{recipe.name})"
+        yield recipe.stem, link, load_config(recipe, [f"model.path={SHAPES / found[1]}"], RunConfig)
+
+
+def head(*columns: str) -> list[str]:
+    return [f"| {' | '.join(columns)} |", f"| {' | '.join('---' for _ in columns)} |"]
+
+
+def row(link: str, sizes: Iterable[int]) -> str:
+    return f"| {link} | {' | '.join(f'{size / GIB:.1f}' for size in sizes)} |"
 
 
 def memory_table() -> tuple[list[str], dict[str, Any]]:
-    lines = [
-        f"| recipe | {' | '.join(PARTS)} | together |",
-        "| --- |" + " --- |" * (len(PARTS) + 1),
-    ]
-    numbers: dict[str, Any] = {}
-    for recipe in sorted((ROOT / "configs" / "recipes").glob("*.yaml")):
-        result = recipe_estimate(recipe)
+    lines, numbers = head("recipe", *PARTS, "together"), dict[str, Any]()
+    for name, link, config in recipes("[0-9][0-9]gb-*.yaml"):
+        result = estimate(config, has_cuda=True)
         sizes = {p.name: p.size_bytes for p in result.memory.parts}
         counted = {key: sum(sizes.get(n, 0) for n in names) for key, names in PARTS.items()}
         assert sum(counted.values()) == result.total_bytes, "a part is in no column"
-        gib = [f"{value / 2**30:.1f}" for value in (*counted.values(), result.total_bytes)]
-        lines.append(f"| [`{recipe.stem}`](../configs/recipes/{recipe.name}) | {' | '.join(gib)} |")
-        numbers[recipe.stem] = {**counted, "together": result.total_bytes}
+        numbers[name] = {**counted, "together": result.total_bytes}
+        lines.append(row(link, numbers[name].values()))
+    return lines, numbers
+
+
+def node_table() -> tuple[list[str], dict[str, Any]]:
+    """Bytes on each GPU of an engine and of a trainer's process, and of the node's memory."""
+    lines = head("recipe", *NODE_PARTS, "trainer, together", "host memory of the node")
+    numbers = dict[str, Any]()
+    for name, link, config in recipes("8x*.yaml"):
+        plan = plan_of(config, [NODE])
+        engine, rank = (dict(need.parts) for _, need in plan.needs)
+        keys = ("weights", "adapters")
+        counted = {"engine, without keys and values": sum(engine.get(key, 0) for key in keys)}
+        for column, parts in NODE_PARTS.items():
+            counted.setdefault(column, sum(rank.pop(part, 0) for part in parts))
+        assert not rank, "a part is in no column"
+        own = sum(counted[column] for column, parts in NODE_PARTS.items() if parts)
+        host = plan.hosts[0].used_bytes + plan.hosts[0].held_bytes
+        numbers[name] = {**counted, "trainer, together": own, "host": host}
+        lines.append(row(link, numbers[name].values()))
     return lines, numbers
 
 
@@ -178,9 +215,12 @@ def write_table(name: str, lines: list[str]) -> None:
 def main() -> dict[str, Any]:
     torch.set_num_threads(1)
     memory, memory_numbers = memory_table()
+    node, node_numbers = node_table()
     distance, distance_numbers = distance_table()
     write_table("memory", memory)
+    write_table("node", node)
     write_table("distance", distance)
+    memory_numbers |= node_numbers
     return {"memory_bytes": memory_numbers, "negative_log_prob": distance_numbers}
 
 

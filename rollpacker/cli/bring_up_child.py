@@ -8,10 +8,6 @@ import os
 import time
 from typing import Any
 
-from rollpacker.workers.kinds import ANSWER, ERROR, HELLO
-from rollpacker.workers.line import inherited_line
-from rollpacker.workers.program import answer_calls, begin_quietly
-
 LENGTHS = (300, 17, 129, 64)
 """Tokens of the packed rows."""
 
@@ -65,6 +61,8 @@ def packed_step(kind: Any, device: str) -> dict[str, Any]:
 
 
 def _answered(call: bytes) -> tuple[int, bytes]:
+    from rollpacker.workers.kinds import ANSWER, ERROR
+
     try:
         return ANSWER, json.dumps(packed_step(*json.loads(call))).encode()
     except Exception as error:  # whatever it is, the owner shows it
@@ -72,6 +70,10 @@ def _answered(call: bytes) -> tuple[int, bytes]:
 
 
 def main() -> None:
+    from rollpacker.workers.kinds import HELLO
+    from rollpacker.workers.line import inherited_line
+    from rollpacker.workers.program import answer_calls, begin_quietly
+
     begin_quietly()
     line = inherited_line()
     assert line is not None, "a host starts it"

@@ -22,6 +22,7 @@ from rollpacker.trainer.batch_arithmetic import (
 )
 from rollpacker.trainer.training_memory import (
     GIB,
+    WHAT_IS_LEFT,
     Memory,
     MemoryPart,
     Sweep,
@@ -249,11 +250,13 @@ def _stage_notes(count: int, sweep: Sweep | None) -> list[str]:
 def _engine_memory(models: TrainingMemory, notes: list[str]) -> list[MemoryPart]:
     """Return the memory parts of the run's own process for its engine's copy of the model, and for
     the weights or adapters on their way to engines' copies. Empty if the engine uses the trainer's
-    tensors. Engines in processes of their own have their copies there."""
+    tensors, as the embedded one does. Engines in processes of their own have their copies
+    there."""
     config, policy = models.config, models.policy
     lora, apart = config.model.lora, config.engines_are_apart
     is_sent = config.train.processes is not None or apart
-    if policy is None or not (is_sent or lora is not None):
+    is_copy = is_sent or lora is not None or config.rollout.engine.name == "vllm"
+    if policy is None or not is_copy:
         return []
     size = changed = policy.parameters * models.element
     formula = f"parameters x {models.element} bytes, apart from training"
@@ -298,11 +301,7 @@ def _cache_memory(models: TrainingMemory, notes: list[str]) -> list[MemoryPart]:
     rows, one_sample, limit = cache_rows(models)
     longest = longest_sample(models.config)
     if limit is None:
-        limit = rows * one_sample
-        notes.append(
-            "keys and values take at most 60 % of the GPU memory that is free after the model "
-            "(rollout.engine.kv_cache_gib sets another limit)"
-        )
+        return [memory_part("kv cache", one_sample, WHAT_IS_LEFT)]
     at_once = min(limit // one_sample, rows)
     if at_once < 1:
         notes.append(

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 CPU_CACHE_GIB = 1.0
 """GiB that an engine on a CPU takes for keys and values unless the config sets another limit."""
+WHAT_IS_LEFT = "one response at least; gets what is left (rollout.engine.kv_cache_gib)"
+"""Formula of an engine's keys and values on a GPU without a limit of their own."""
 MOST_SIMULATED = 256
 """Largest number of micro-batches with which an update is simulated to predict the stages' idle
 time. Updates of more micro-batches have a smaller share of idle time."""
@@ -673,7 +675,7 @@ def engine_memory(config: RunConfig, devices: int, *, on_cuda: bool) -> Memory |
     rows, one_sample, size = cache_rows(models)
     formula = "of each device"
     if size is None:  # what is left of the GPU's memory, as long as one response has room
-        size, formula = one_sample // devices, "at least"
+        size, formula = one_sample // devices, WHAT_IS_LEFT
     elif config.rollout.engine.name == "torch":  # which takes what its rows need; others all of it
         size = min(size, rows * (one_sample // devices))
     return Memory(parts=(*parts, memory_part("kv cache", size, formula)))
@@ -729,14 +731,21 @@ def chosen_tokens(choices: Sequence[tuple[int, int]], room_bytes: float) -> int:
 
 def run_memory(config: RunConfig, *, on_cuda: bool) -> int:
     """Return the bytes of host memory that the run's own process takes: weights on their way from
-    the trainer's processes to the engines, and on a CPU a model that it computes with; 0 if the
-    model's size is not known."""
+    the trainer's processes to the engines (with adapters these alone), and on a CPU a model that it
+    computes with; 0 if the model's size is not known."""
     models = TrainingMemory.of(config, on_cuda=on_cuda, notes=[])
-    if models.policy is None:
+    policy = models.policy
+    if policy is None:
         return 0
+    whole = policy.parameters * models.element
+    if config.model.lora is None:
+        sent = whole
+    else:
+        sent = 4 * models.num_adapter_parameters(policy.layers_in(0))
     is_apart = config.train.processes is not None or config.placement is not None
-    copies = int(is_apart) if on_cuda else 2 if config.run_computes else 1
-    return copies * models.policy.parameters * models.element
+    if on_cuda:
+        return sent * is_apart
+    return sent + whole * config.run_computes
 
 
 def _decoder(

@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,14 @@ import torch
 
 from rollpacker.cli import bring_up, bring_up_child, doctor, findings
 from rollpacker.cli.bring_up import BringUp
-from rollpacker.cli.findings import Finding
+from rollpacker.cli.findings import GIB, Finding
 from rollpacker.cli.main import main
+from rollpacker.core.placement.roles import Host
 from rollpacker.engines import process_engine
 from rollpacker.engines.engine import EngineError
-from rollpacker.run.parts import engines, trainer
+from rollpacker.run.parts import engines, placement, trainer
+from rollpacker.run.parts.hosts import open_hosts
+from rollpacker.run.parts.trainer import _compared_text
 from rollpacker.trainer.trainer import RanksLost
 from rollpacker.workers.host import ThisHost
 
@@ -258,6 +262,31 @@ def test_a_config_brings_its_model_and_engine(here, tmp_path, capsys):
     assert code == 0, found
     plan = next(f for f in found if f.name == "plan")
     assert "a-model" in plan.text and "1 rank" in plan.text
+
+
+def test_engine_and_ranks_have_the_devices_of_a_run(monkeypatch):
+    """Two of eight made-up GPUs, each for an engine and a rank by turns."""
+    node = Host(name="this host", cores=64, memory_bytes=1 << 40, gpu_bytes=(80 * GIB,) * 8)
+    monkeypatch.setattr(placement, "this_host", lambda kind: node)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    tree = {"model": {"path": "none", "device": "cuda"}, "rollout": {}, "train": {}}
+    config, hosts = open_hosts(bring_up._on_same_devices(bring_up._run_config(tree, ()), "cuda"))
+    assert (config.rollout.engines, config.train.processes, config.train.colocate) == (2, 2, True)
+    assert hosts.of_engine(0, 1)[1] == {"CUDA_VISIBLE_DEVICES": "0"}
+    ranks = [place.environment for place in hosts.of_ranks()]
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in ranks] == ["0", "1"]
+    assert ranks[0]["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+
+
+def test_a_trainer_that_compares_has_a_text(here):
+    """vLLM's model is not the trainer's code, so that both say log-probs of prompts."""
+    one = BringUp("cpu", None, ["rollout.engine.name=torch"])
+    one._make_plan()
+    assert one.policy is not None and one.config is not None
+    engine = replace(one.config.rollout.engine, name="vllm")
+    config = replace(one.config, rollout=replace(one.config.rollout, engine=engine))
+    assert len(_compared_text(config, one.policy)) == 256
+    one.close()
 
 
 # --- what is printed ------------------------------------------------------------------------------

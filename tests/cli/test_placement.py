@@ -318,30 +318,10 @@ def test_what_stays_on_a_device_and_what_waits_in_host_memory(shape: Path) -> No
 
 
 NODE = Host(name="this host", cores=64, memory_bytes=1000 * GIB, gpu_bytes=(80 * GIB,) * 8)
-OF_BOTH = {
-    "num_attention_heads": 32,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": False,
-}
-OF_8B = OF_BOTH | {
-    "model_type": "qwen3",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_key_value_heads": 8,
-}
-OF_30B = OF_BOTH | {
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-}
+SHAPES = Path(__file__).parents[1] / "trainer/shapes"
+OF_8B, OF_30B = (
+    json.loads((SHAPES / f"Qwen3-{name}/config.json").read_text()) for name in ("8B", "30B-A3B")
+)
 NUM_8B = 8_190_427_136
 """36 layers x 4,096 x (2 x 4,096 + 2 x 1,024 + 3 x 12,288), and 2 x 151,936 x 4,096."""
 NUM_30B = 30_531_911_680

@@ -166,6 +166,8 @@ def runnable(words: tuple[str, ...]) -> bool:
         return False
     if words[0] == "plan" and "scenarios/" in path:
         return False  # minutes
+    if "--gpu" in words:
+        return False  # tests/cli/test_bring_up.py
     if words[0] == "train" and "vllm" in path:
         return False  # an environment of its own (make test-vllm)
     return words[0] in SHORTENED and (

@@ -1,56 +1,106 @@
-"""The recipes for one GPU: what the dry run says that they take, from the models' published shapes
-(`shapes/`), since no model is at hand where tests run."""
+"""The recipes: what the dry run says that they take, on made-up GPUs of their size and with the
+models' published shapes (`shapes/`), since neither GPUs nor models are at hand where tests run."""
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
+from rollpacker.cli.main import main
 from rollpacker.config.load import load_config
 from rollpacker.config.schema import RunConfig
+from rollpacker.core.placement.roles import Host
+from rollpacker.run.parts import placement
+from rollpacker.run.parts.this_host import THIS_HOST
 from rollpacker.trainer.estimate import estimate
 from rollpacker.trainer.lora import add_adapter
 from rollpacker.trainer.model import load_model, new_model, write_character_tokenizer
+from rollpacker.trainer.model_shape import num_parameters
 from rollpacker.trainer.trainer import LoraConfig, ModelConfig
 from tests.trainer.test_estimate import ARCHITECTURE, part, run_config
 
 ROOT = Path(__file__).parents[2]
 SHAPES = Path(__file__).parent / "shapes"
 RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))
-GB = 10**9
-SHARE = 0.85
+GIB, GB = 1 << 30, 10**9
+SHARE = 0.88
 """Of a GPU's memory that a recipe may take; torch and its allocator have the rest."""
 
 
-def of_shape(recipe: Path) -> RunConfig:
-    model = re.search(r"path: Qwen/(\S+)", recipe.read_text())
-    assert model is not None
-    return load_config(recipe, [f"model.path={SHAPES / model[1]}"], RunConfig)
+def size_of(recipe: Path) -> tuple[int, int]:
+    """The number of GPUs that a recipe is for, and the GB of each."""
+    found = re.fullmatch(r"(?:(\d+)x)?(\d+)gb-.*", recipe.stem)
+    assert found is not None
+    return int(found[1] or 1), int(found[2])
 
 
-def test_there_is_one_for_each_size() -> None:
-    assert {int(recipe.name.split("gb-")[0]) for recipe in RECIPES} == {16, 24, 80}
+def model_of(recipe: Path) -> str:
+    found = re.search(r"path: Qwen/(\S+)", recipe.read_text())
+    assert found is not None
+    return found[1]
+
+
+def dry_run(recipe: Path, count: int, gb: int) -> int:
+    """Make the dry run of a recipe on so many GPUs of so many GB."""
+    node = Host(name=THIS_HOST, cores=64, memory_bytes=1000 * GIB, gpu_bytes=(gb * GB,) * count)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(placement, "this_host", lambda kind: node)
+        patched.setenv("HF_HUB_OFFLINE", "1")
+        folder = SHAPES / model_of(recipe)
+        return main(["train", str(recipe), f"model.path={folder}", "--dry-run"])
+
+
+def test_there_is_one_for_each_size_and_way() -> None:
+    assert {size_of(recipe) for recipe in RECIPES} == {(1, 16), (1, 24), (1, 80), (8, 80)}
+    assert {recipe.stem for recipe in RECIPES if size_of(recipe)[0] == 8} == {
+        f"8x80gb-{model}-{way}" for model in ("8b", "30b-a3b") for way in ("split", "colocated")
+    }
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
-def test_the_dry_runs_peak_is_under_the_size(recipe: Path) -> None:
-    result = estimate(of_shape(recipe), has_cuda=True)
-    size = int(recipe.name.split("gb-")[0]) * GB
-    assert result.total_bytes is not None
-    names = {p.name for p in result.memory.parts}
-    assert {"weights", "gradients", "optimizer", "activations", "backward", "kv cache"} <= names
-    assert 0.5 * size < result.total_bytes < SHARE * size, result.total_bytes / GB
-    assert not [note for note in result.notes if "cannot be known" in note]
+def test_the_dry_run_says_what_the_head_does(recipe: Path, capsys) -> None:
+    count, gb = size_of(recipe)
+    assert dry_run(recipe, count, gb) == 0
+    told = capsys.readouterr().out
+    rows = re.findall(r"^ +\d\S* +this host +\S.*?([\d.]+) GiB of ([\d.]+) GiB$", told, re.M)
+    shares = [float(used) / float(has) for used, has in rows]
+    assert 0.25 < max(shares) < SHARE and float(rows[0][1]) == pytest.approx(gb * GB / GIB, abs=0.1)
+    head, _, _ = recipe.read_text().partition("\nname:")
+    assert re.search(r"Not run on a GPU yet", head) and recipe.name in head
+    numbers = re.findall(r"([\d.]+) GiB", head)
+    assert numbers and all(f" {number} GiB of" in told for number in numbers), (numbers, told)
+    assert "cannot be known" not in told and "not known" not in told
+    config = load_config(recipe, [], RunConfig)
+    assert config.name == recipe.stem and config.tail_batching.carry == "auto"
+    assert (config.rollout.engine.name == "vllm") is (config.model.quantization is None)
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
-def test_without_the_models_config_no_total_is_told(recipe: Path) -> None:
+REFUSED = {
+    "80gb-8b-lora": (1, 40, "takes 59.0 GiB of its GPU, which has 37.3 GiB; the largest parts are"),
+    "8x80gb-8b-split": (
+        8,
+        24,
+        "4 devices (4-7), 1 replica, and device 4 on this host has 22.4 GiB",
+    ),
+    "8x80gb-30b-a3b-colocated": (8, 40, "the largest parts are weights of rollout 28.4 GiB,"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused(name: str, capsys) -> None:
+    *size, message = REFUSED[name]
+    assert dry_run(ROOT / f"configs/recipes/{name}.yaml", *size) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["16gb-3b-4bit-lora", "80gb-8b-lora"])
+def test_without_the_models_config_no_total_is_told(name: str) -> None:
     """A name tells how many parameters there are, and nothing of what they are trained with."""
-    name = f"not-here/{of_shape(recipe).model.path.rsplit('/', 1)[-1]}"
+    recipe = ROOT / f"configs/recipes/{name}.yaml"
+    name = f"not-here/{model_of(recipe)}"
     config = load_config(recipe, [f"model.path={name}"], RunConfig)
     result = estimate(config, has_cuda=True)
     assert result.total_bytes is None
@@ -64,21 +114,11 @@ def test_without_the_models_config_no_total_is_told(recipe: Path) -> None:
         assert len(told) == 2 and all("not quantized, so at most" in line for line in told)
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
-def test_it_says_that_it_has_not_run_on_a_gpu(recipe: Path) -> None:
-    head = recipe.read_text().split("\nname:")[0]
-    assert "Not run on a GPU yet" in head and recipe.name in head
-    assert load_config(recipe, [], RunConfig).name == recipe.stem
-
-
 @pytest.mark.parametrize("folder", sorted(SHAPES.iterdir()), ids=lambda folder: folder.name)
-def test_the_shapes_have_as_many_parameters_as_their_names_say(folder: Path) -> None:
-    """Published are 1.54, 3.09 and 7.61 billion."""
-    published = {"1.5B": 1.54e9, "3B": 3.09e9, "7B": 7.61e9}
-    config = run_config(folder, device="cuda", dtype="bfloat16")
-    found = estimate(config, has_cuda=True).num_parameters
+def test_the_shapes_have_as_many_parameters_as_is_published(folder: Path) -> None:
+    published = {"1.5B": 1.54e9, "3B": 3.09e9, "7B": 7.61e9, "8B": 8.19e9, "30B": 30.53e9}
+    found = num_parameters(folder, folder.name, [])
     assert found == pytest.approx(published[folder.name.split("-")[1]], rel=0.005)
-    assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen2"
 
 
 def test_codes_take_what_the_estimate_says(tmp_path: Path) -> None:

@@ -251,16 +251,36 @@ def on_this_host(config: RunConfig) -> tuple[RunConfig, Placement | None]:
     """Returns the config with the keys that its `placement` implies on this machine, such as
     `rollout.engines`, and the plan. The plan is None if there is nothing to place: on a CPU without
     `placement`, where any process may use any core, and where the run's own process generates and
-    trains. Raises `ValueError` if devices are short."""
+    trains. Raises `ValueError` if devices or their memory are short."""
     kind = device_kind(config)
     alone = not config.engines_are_apart and config.train.processes is None
     if config.placement is None and (kind == "cpu" or alone):
+        if kind == "cuda":
+            _check_alone(config)
         return config, None
     torchrun = _is_under_torchrun()
     plan = plan_of(config, hosts_of(config), train_first=torchrun)
     if torchrun:
         _check_torchrun(plan)
     return placed(config, plan), plan
+
+
+def _check_alone(config: RunConfig) -> None:
+    """Raise `PlacementError` if a run that generates and trains in one process takes more than its
+    GPU, the first, has. Nothing is raised if there is no GPU, or the memory is not known."""
+    from rollpacker.core.placement.roles import PlacementError
+    from rollpacker.trainer.estimate import estimate
+
+    sizes, known = this_host("cuda").gpu_bytes, estimate(config, has_cuda=True)
+    if not sizes or known.total_bytes is None or known.total_bytes <= sizes[0]:
+        return
+    parts = sorted(known.memory.parts, key=lambda part: -part.size_bytes)[:3]
+    raise PlacementError(
+        f"the run takes {text_of_bytes(known.total_bytes)} of its GPU, which has "
+        f"{text_of_bytes(sizes[0])}; the largest parts are "
+        f"{_parts([(part.name, part.size_bytes) for part in parts])}: docs/one-gpu.md says what "
+        "takes less"
+    )
 
 
 def _check_torchrun(plan: Placement) -> None:
