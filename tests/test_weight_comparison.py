@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import pytest
@@ -151,28 +151,14 @@ def says(model: nn.Module, text: Tensor) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("stale_since", [None, 1, 4])
-def test_a_model_in_bfloat16_one_update_of_one_millionth_behind(stale_since: int | None) -> None:
-    """AdamW with float32 masters at a rate of 1e-6. The engine's part computes in another order.
-    Sound, none of eight updates is refused; stale, the first is that it lacks."""
-    model, engine = policy(0), split(policy(0))
-    own = list(engine.parameters())
+def training(model: PreTrainedModel, rate: float = 1e-6) -> Callable[[], None]:
+    """Returns a function that updates a model in bfloat16 by AdamW with float32 masters."""
     masters = [nn.Parameter(p.detach().float()) for p in model.parameters()]
-    optimizer = torch.optim.AdamW(masters, lr=1e-6, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(masters, lr=rate, weight_decay=0.0)
     chance = torch.Generator().manual_seed(0)
-    size = model.config.vocab_size
-    text = torch.randint(0, size, (1, TEXT_TOKENS), generator=chance)
-    comparison = Comparison("bfloat16")
-    for update in range(9):
-        assert len(own) == len(masters)
-        if stale_since is None or update < stale_since:
-            with torch.no_grad():
-                for mine, theirs in zip(own, model.parameters(), strict=True):
-                    mine.copy_(theirs)
-        found = comparison.add(says(model, text), says(engine, text))
-        if found is not None:
-            break
-        tokens = torch.randint(0, size, (4, 32), generator=chance)
+
+    def update() -> None:
+        tokens = torch.randint(0, model.config.vocab_size, (4, 32), generator=chance)
         advantages = torch.randn(4, 1, generator=chance)
         log_probs = model(input_ids=tokens).logits[:, :-1].float().log_softmax(-1)
         log_probs = log_probs.gather(-1, tokens[:, 1:, None])[..., 0]
@@ -185,4 +171,25 @@ def test_a_model_in_bfloat16_one_update_of_one_millionth_behind(stale_since: int
         with torch.no_grad():
             for master, theirs in zip(masters, model.parameters(), strict=True):
                 theirs.copy_(master)
-    assert (update if found else None) == stale_since
+
+    return update
+
+
+@pytest.mark.parametrize("stale_since", [None, 1, 4])
+def test_a_model_in_bfloat16_one_update_of_one_millionth_behind(stale_since: int | None) -> None:
+    """The engine's part computes in another order. Sound, none of eight updates is refused; stale,
+    the first is that it lacks."""
+    model, engine = policy(0), split(policy(0))
+    update, own = training(model), list(engine.parameters())
+    text = torch.randint(0, model.config.vocab_size, (1, TEXT_TOKENS))
+    comparison = Comparison("bfloat16")
+    for number in range(9):
+        if stale_since is None or number < stale_since:
+            with torch.no_grad():
+                for mine, theirs in zip(own, model.parameters(), strict=True):
+                    mine.copy_(theirs)
+        found = comparison.add(says(model, text), says(engine, text))
+        if found is not None:
+            break
+        update()
+    assert (number if found else None) == stale_since

@@ -259,6 +259,7 @@ MOVED: dict[str, tuple[Tier, str]] = {
         "tests/engines/test_vllm_carry.py",
         "tests/engines/test_vllm_hybrid.py",
         "tests/engines/test_vllm_life.py",
+        "tests/engines/test_vllm_no_copy.py",
         "tests/engines/test_vllm_parallel.py",
     ),
     **_rows(
