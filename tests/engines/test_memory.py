@@ -43,9 +43,13 @@ def peak_of(name: str, folder: Path, sizes: dict[str, int]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("name", [name for name in ENGINES if name.endswith("in a process")])
-def test_the_model_is_there_once(tmp_path: Path, name: str) -> None:
+def test_the_model_is_there_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """An update may take half a model more for a while: vLLM's loader keeps that much."""
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # what is freed goes back at once
     without, _ = peak_of(name, tmp_path / "small", SMALL)
     peak, model = peak_of(name, tmp_path / "large", LARGE)
     print("PEAK", name, without / 1e6, peak / 1e6, model / 1e6, (peak - without) / model)
     assert model > 200e6
-    assert peak - without < 1.3 * model
+    assert peak - without < (1.7 if "vLLM" in name else 1.3) * model
