@@ -1,7 +1,7 @@
 """The losses of samples, computed from the models' outputs for the samples' tokens.
 
-This module knows no model: the outputs are handed over, whether the models ran
-on one device or in pipeline stages."""
+This module knows no model: the outputs are handed over, whether the models ran on one device or in
+pipeline stages."""
 
 from __future__ import annotations
 
