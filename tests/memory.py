@@ -10,13 +10,13 @@ from rollpacker.workers.child import children
 
 
 def own_bytes(pid: int) -> int:
-    """Bytes of a process and of those that it started, without pages of files, which all processes
-    share that map them."""
+    """Bytes of a process, or of the largest that it started, without pages of files, which all
+    processes share that map them."""
     try:
         own = Path(f"/proc/{pid}/status").read_text().partition("RssAnon:")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return 0
-    return (int(own[0]) * 1024 if own else 0) + sum(map(own_bytes, children(pid)))
+    return max([int(own[0]) * 1024 if own else 0, *map(own_bytes, children(pid))])
 
 
 class Watch:
