@@ -96,7 +96,7 @@ test-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_BIN)/pip install --quiet --editable ".[test]"
 	$(VLLM_BIN)/python -m pytest tests/engines/test_vllm.py tests/engines/test_vllm_carry.py \
 	  tests/engines/test_vllm_life.py tests/engines/test_vllm_parallel.py \
-	  tests/engines/test_vllm_hybrid.py \
+	  tests/engines/test_vllm_hybrid.py tests/engines/test_vllm_no_copy.py tests/engines/test_memory.py \
 	  tests/engines/test_vllm_adapters.py tests/engines/test_vllm_adapters_apart.py \
 	  tests/engines/test_conformance.py tests/cli/test_vllm_bad_input.py
 

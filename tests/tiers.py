@@ -251,6 +251,11 @@ MOVED: dict[str, tuple[Tier, str]] = {
     ),
     **_rows(
         "nightly",
+        "starts two engines, and writes and reads 200 MB",
+        "tests/engines/test_memory.py",
+    ),
+    **_rows(
+        "nightly",
         "needs vLLM, which the environment of make test has not (make test-vllm)",
         "tests/cli/test_vllm_bad_input.py",
         "tests/engines/test_vllm.py",
@@ -259,6 +264,7 @@ MOVED: dict[str, tuple[Tier, str]] = {
         "tests/engines/test_vllm_carry.py",
         "tests/engines/test_vllm_hybrid.py",
         "tests/engines/test_vllm_life.py",
+        "tests/engines/test_vllm_no_copy.py",
         "tests/engines/test_vllm_parallel.py",
     ),
     **_rows(

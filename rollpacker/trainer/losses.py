@@ -1,7 +1,7 @@
 """The losses of samples, computed from the models' outputs for the samples' tokens.
 
-This module knows no model and no micro-batch: the outputs are handed over, whether the models ran
-on one device or in pipeline stages."""
+This module knows no model: the outputs are handed over, whether the models ran on one device or in
+pipeline stages."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from rollpacker import algo
 from rollpacker.algo.config import AlgorithmConfig
 from rollpacker.core.ids import SampleId
+from rollpacker.trainer.micro_batch import on_device
 from rollpacker.trainer.trainer import TrainSample
 
 
@@ -73,7 +74,7 @@ def losses_of(
         log_probs,
         log_probs.detach() if old is None else old,
         _flat([s.advantage for s in samples], log_probs, num_targets),
-        places.to(log_probs.device),
+        on_device(places, log_probs.device),
         num_samples=len(samples),
         config=config,
         ref_log_probs=_known_reference(samples, log_probs) if reference is None else reference,
@@ -148,7 +149,7 @@ def _flat(
     for index, value in enumerate(values):
         flat.extend(value if isinstance(value, tuple) else (value,) * counts[index])
     assert len(flat) == len(like), "there must be one number per response token"
-    return torch.tensor(flat, dtype=like.dtype, device=like.device)
+    return on_device(torch.tensor(flat, dtype=like.dtype), like.device)
 
 
 def _old_log_probs(

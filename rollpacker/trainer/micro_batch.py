@@ -103,6 +103,14 @@ class MicroBatch:
         return sum(self.lengths)
 
 
+def on_device(values: Tensor, device: torch.device) -> Tensor:
+    """Return numbers of host memory on a device. On CUDA they go there from page-locked memory:
+    a copy from other memory waits until the GPU has done all that it was told before."""
+    if device.type != "cuda":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
+
+
 def collate(rows: Sequence[Row], pad_token_id: int, device: torch.device) -> MicroBatch:
     """Make a micro-batch of rows that are padded on the right to the longest."""
     lengths = [row_length(row) for row in rows]
@@ -130,9 +138,9 @@ def micro_batch(
         positions.append(np.asarray(outside(places, row.given), dtype=np.int64))
         targets.append(np.asarray(outside(row.response, row.given), dtype=np.int64))
     return MicroBatch(
-        input_ids=torch.from_numpy(input_ids).to(device),
-        positions=torch.from_numpy(np.concatenate(positions)).to(device),
-        targets=torch.from_numpy(np.concatenate(targets)).to(device),
+        input_ids=on_device(torch.from_numpy(input_ids), device),
+        positions=on_device(torch.from_numpy(np.concatenate(positions)), device),
+        targets=on_device(torch.from_numpy(np.concatenate(targets)), device),
         num_targets=tuple(row.num_targets for row in rows),
         lengths=tuple(row_length(row) for row in rows),
         model_inputs=model_inputs,

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from rollpacker.trainer.micro_batch import plan_micro_batches
+from rollpacker.trainer.micro_batch import on_device, plan_micro_batches
 
 ROWS_KEYWORD = "packed_rows"
 BLOCK_SIZE = 128
@@ -77,12 +77,12 @@ class PackedRows:
     def position_ids(self) -> Tensor:
         """Return each token's position in its row, [1, N]. Each row's positions begin at 0."""
         ids = np.concatenate([np.arange(length) for length in self.lengths])
-        return torch.from_numpy(ids)[None].to(self._device)
+        return on_device(torch.from_numpy(ids)[None], self._device)
 
     @cached_property
     def cumulative_lengths(self) -> Tensor:
         """Index of each row's first token, and the number of all tokens; [rows + 1] int32."""
-        return torch.from_numpy(self._starts.astype(np.int32)).to(self._device)
+        return on_device(torch.from_numpy(self._starts.astype(np.int32)), self._device)
 
     @cached_property
     def groups(self) -> tuple[list[RowGroup], Tensor]:
@@ -100,9 +100,9 @@ class PackedRows:
             source = np.where(real, self._starts[order[run]][:, None] + np.arange(width), 0)
             to_pack[source[real]] = offset + np.flatnonzero(real)
             offset += source.size
-            from_pack = torch.from_numpy(source.reshape(-1)).to(self._device)
+            from_pack = on_device(torch.from_numpy(source.reshape(-1)), self._device)
             groups.append(RowGroup(num_rows=len(source), width=width, from_pack=from_pack))
-        return groups, torch.from_numpy(to_pack).to(self._device)
+        return groups, on_device(torch.from_numpy(to_pack), self._device)
 
     def window_mask(self, width: int, window: int) -> Tensor:
         """Return the bool mask [width, width] of causal attention to `window` tokens, the token
@@ -143,7 +143,7 @@ class PackedRows:
             *partial_blocks,
             *whole_blocks,
             BLOCK_SIZE=BLOCK_SIZE,
-            mask_mod=_mask_mod(torch.from_numpy(row_of).to(self._device), window),
+            mask_mod=_mask_mod(on_device(torch.from_numpy(row_of), self._device), window),
             seq_lengths=(total, total),
         )
 
@@ -155,8 +155,8 @@ def _block_lists(blocks: np.ndarray, device: torch.device) -> tuple[Tensor, Tens
     counts = blocks.sum(1).astype(np.int32)
     which = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
     return (
-        torch.from_numpy(counts)[None, None].to(device),
-        torch.from_numpy(which)[None, None].to(device),
+        on_device(torch.from_numpy(counts)[None, None], device),
+        on_device(torch.from_numpy(which)[None, None], device),
     )
 
 

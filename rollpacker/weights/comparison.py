@@ -2,8 +2,8 @@
 
 Equal weights need not compute the same: an engine with code of its own may have kept something that
 it derived from older weights. In bfloat16 the two differ by more than an update changes, so that
-the difference alone finds gross faults only; how both *change* from one update to the next finds
-stale weights.
+the difference alone finds gross faults only. But an update also draws the rounding of nearly all
+tokens anew, on both sides. An engine that says what it said before has stale weights.
 """
 
 from __future__ import annotations
@@ -19,20 +19,14 @@ TOLERANCE = {"float32": 1e-3}
 TOLERANCE_HALF = 0.3
 """Largest mean difference of a token's log-probability between engine and trainer for weights in
 other formats than float32, for which it is `TOLERANCE`."""
-MOVED, STOOD_STILL = 0.5, 0.05
-"""An engine is stale if an update changed this share of the trainer's log-probs or more, and this
-share of the engine's or less. Rounding alone changes nearly all log-probs of an engine that has new
-weights: if each changed with a probability of only 0.25, one in 10^14 sound updates of 255 tokens
-would be refused."""
-LARGE_CHANGE, NUM_CHANGED, LEAST_SLOPE, UNEXPLAINED = 16.0, 16.0, 0.5, 0.25
-"""An engine is stale if the trainer's log-probs have changed by more than `LARGE_CHANGE` times what
-the two differed by at first, in no fewer than `NUM_CHANGED` tokens, the regression of the engine's
-change on the trainer's has a slope below `LEAST_SLOPE`, and what it leaves of the engine's change
-is below `UNEXPLAINED` times the trainer's change (all as mean squares). For a sound engine the
-slope is then at least 0.87 but for an error of 0.03, unless its noise has grown since, and in that
-case too much is left."""
-_RESOLUTION = 1e-12
-"""Mean square of what float32 log-probs differ by at least."""
+SURE = 10.0
+"""Where the trainer's log-probs are below -`SURE` on average, as of a model whose logits are large,
+the tolerance grows with them, as the rounding of logits does."""
+SEEN, NUM_SEEN, FOLLOWED = 0.5, 100, 0.1
+"""An update is seen in a token if it changed the trainer's log-prob by more than `SEEN` times the
+mean difference of the two sides: the rounding of an engine may hide smaller ones. A sound engine's
+log-probs change in about as many tokens. It is stale once updates in a row were seen in `NUM_SEEN`
+tokens together, and each changed its log-probs in at most `FOLLOWED` times those it was seen in."""
 
 LogProbs = NDArray[np.float32]
 
@@ -46,14 +40,14 @@ def text_of(prompts: Iterable[Sequence[int]], context: int | None) -> tuple[int,
 
 
 class Comparison:
-    """What an engine and its trainer said of one text after the first update that was compared and
-    after the latest."""
+    """What an engine and its trainer said of one text after the latest update, and in how many
+    tokens updates were seen that the engine did not follow."""
 
     def __init__(self, dtype: str) -> None:
         """`dtype`: name of the weights' dtype."""
-        self.tolerance = TOLERANCE.get(dtype, TOLERANCE_HALF)
-        self._first: tuple[LogProbs, LogProbs] | None = None
+        self._tolerance = TOLERANCE.get(dtype, TOLERANCE_HALF)
         self._latest: tuple[LogProbs, LogProbs] | None = None
+        self._num_missed = 0
 
     def add(
         self, trainer: Sequence[float], engine: Sequence[float], *, changed: bool = True
@@ -65,52 +59,28 @@ class Comparison:
         now = np.array(trainer, np.float32), np.array(engine, np.float32)
         if not np.isfinite(now[0]).all():
             return None
-        first, latest = self._first, self._latest
-        if first is None or latest is None or len(first[0]) != len(now[0]):
-            first = latest = self._first = now
-            changed = False
-        self._latest = now
+        before, self._latest = self._latest, now
+        if before is not None and changed and len(before[0]) == len(now[0]):
+            seen = np.abs(now[0] - before[0]) > SEEN * np.abs(before[0] - before[1]).mean()
+            followed = (now[1] != before[1]).sum() > FOLLOWED * seen.sum()
+            self._num_missed = 0 if followed else self._num_missed + int(seen.sum())
+        return self.difference(*now) or self._why_stale()
+
+    def difference(self, trainer: LogProbs, engine: LogProbs) -> str | None:
+        """Return the mean difference in words if it is larger than the tolerance, else None."""
+        difference = float(np.abs(trainer - engine).mean())
+        allowed = self._tolerance * max(1.0, float(np.abs(trainer).mean()) / SURE)
+        if difference <= allowed:
+            return None
         return (
-            gross_difference(*now, self.tolerance)
-            or (why_unmoved(latest, now) if changed else None)
-            or why_behind(first, now)
+            f"log-probabilities of {len(trainer)} tokens differ by {difference:.3g} on average "
+            f"(allowed: {allowed:.3g})"
         )
 
-
-def gross_difference(trainer: LogProbs, engine: LogProbs, tolerance: float) -> str | None:
-    """Return the mean difference in words if it is larger than `tolerance`, else None."""
-    difference = float(np.abs(trainer - engine).mean())
-    if difference <= tolerance:
-        return None
-    return (
-        f"log-probabilities of {len(trainer)} tokens differ by {difference:.3g} on average "
-        f"(allowed: {tolerance:g})"
-    )
-
-
-def why_unmoved(before: tuple[LogProbs, LogProbs], now: tuple[LogProbs, LogProbs]) -> str | None:
-    """Return in words that an update changed the trainer's log-probs and not the engine's, else
-    None. Each pair has the trainer's log-probs and the engine's."""
-    trainer, engine = (float((a != b).mean()) for a, b in zip(before, now, strict=True))
-    if trainer < MOVED or engine > STOOD_STILL:
-        return None
-    return (
-        f"the update changed {trainer:.0%} of the trainer's log-probabilities of a text and "
-        f"{engine:.0%} of the engine's"
-    )
-
-
-def why_behind(first: tuple[LogProbs, LogProbs], now: tuple[LogProbs, LogProbs]) -> str | None:
-    """Return in words that the engine's log-probs have not followed the trainer's since the first
-    update that was compared, else None. Each pair has the trainer's log-probs and the engine's."""
-    theirs, own = ((b - a).astype(np.float64) for a, b in zip(first, now, strict=True))
-    noise = float(np.square(first[0] - first[1]).mean()) + _RESOLUTION
-    change = float(np.square(theirs).mean())
-    num_changed = np.square(theirs).sum() ** 2 / max(float((theirs**4).sum()), _RESOLUTION**2)
-    if change < LARGE_CHANGE * noise or num_changed < NUM_CHANGED:
-        return None
-    slope = float((theirs * own).mean()) / change
-    left = float(np.square(own - slope * theirs).mean())
-    if slope >= LEAST_SLOPE or left > UNEXPLAINED * change:
-        return None
-    return f"the engine's log-probabilities of a text follow {slope:.0%} of the trainer's changes"
+    def _why_stale(self) -> str | None:
+        if self._num_missed < NUM_SEEN:
+            return None
+        return (
+            "its log-probabilities of a text stayed as they were, while updates changed "
+            f"{self._num_missed} of the trainer's"
+        )

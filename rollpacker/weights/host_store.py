@@ -86,6 +86,8 @@ class HostStore:
         for storage, copy in self._copies:
             storage.resize_(copy.numel())
             _bytes_of(storage).copy_(copy, non_blocking=True)
+        if self.source == "cuda" and len(self._memory) > 1:
+            torch.cuda.synchronize()  # memory that is dropped now must have been read
         self.forget()
 
     def _room(self, sizes: list[int]) -> list[Tensor]:

@@ -49,16 +49,14 @@ def opened(*overrides: str, lines: Mapping[str, object] | None = None) -> tuple[
 
 def seen(environments: Sequence[Mapping[str, str]]) -> list[str]:
     """What a child that this host starts with each of these environments says that it sees."""
+    return [said_by_child(variables_of(ThisHost(), one)) for one in environments]
+
+
+def said_by_child(variables: Mapping[str, str]) -> str:
+    """The GPUs that a child with these environment variables, and no others, says that it sees."""
     say = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
-    return [
-        subprocess.run(
-            [sys.executable, "-S", "-c", say],
-            env=variables_of(ThisHost(), one),
-            capture_output=True,
-            text=True,
-        ).stdout.strip()
-        for one in environments
-    ]
+    command = [sys.executable, "-S", "-c", say]
+    return subprocess.run(command, env=variables, capture_output=True, text=True).stdout.strip()
 
 
 def engines_see(config: RunConfig, found: Hosts) -> list[str]:
@@ -144,16 +142,30 @@ JUDGED = {
 MODEL = 'rewards=[{"function": "reward_model", "arguments": {"model_path": "nowhere"}}]'
 
 
-def test_reward_models_have_gpus_of_their_own(own: list[int]) -> None:
+def judges_see(found: Hosts) -> list[str]:
+    return [said_by_child(one) for one in found.of_reward_models()]
+
+
+def test_reward_models_have_gpus_of_their_own(
+    own: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, found = opened(MODEL, lines=JUDGED)
     assert engines_see(config, found) == ["0", "1", "2", "3"] and ranks_see(found) == ["4", "5"]
-    each = [one["CUDA_VISIBLE_DEVICES"] for one in found.of_reward_models()]
-    assert each == ["6", "7"] and "PATH" in found.of_reward_models()[0]
+    assert judges_see(found) == ["6", "7"]
     _, without = opened(MODEL, *SPLIT)
-    assert without.of_reward_models() == []
-    by_turns = JUDGED | {"colocate": ["train", "reward"], "reward": {"devices": "4-5"}}
-    _, found = opened(MODEL, lines=by_turns)
-    assert [one["CUDA_VISIBLE_DEVICES"] for one in found.of_reward_models()] == ["4", "5"]
+    assert judges_see(without) == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4,3,2,1,0")
+    assert judges_see(opened(MODEL, lines=JUDGED)[1]) == ["1", "0"]
+
+
+def test_reward_models_may_have_those_of_another_role_and_stay_there(own: list[int]) -> None:
+    """No turn takes a reward model off its device, so that its memory counts beside the other's."""
+    beside = JUDGED | {"colocate": ["train", "reward"], "reward": {"devices": "4-5"}}
+    assert judges_see(opened(MODEL, lines=beside)[1]) == ["4", "5"]
+    full = beside | {"train": {"devices": "4-5", "memory_gib": 61}}
+    full["reward"] = {"devices": "4-5", "memory_gib": 20}
+    with pytest.raises(PlacementError, match=r"80.0 GiB, while what would be there takes 81.0 GiB"):
+        opened(MODEL, lines=full)
 
 
 def test_a_reward_model_that_is_in_the_way_is_refused(own: list[int]) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import math
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from rollpacker import algo
 from rollpacker.algo import AlgorithmConfig
 from rollpacker.engines.engine import Response
-from rollpacker.trainer import model_set, passes
+from rollpacker.trainer import losses, micro_batch, model_set, passes, varlen
 from rollpacker.trainer.compiling import compile_layers
 from rollpacker.trainer.critic import from_policy_model
 from rollpacker.trainer.frozen import FrozenPolicy
@@ -666,6 +667,57 @@ def test_numbers_are_read_when_all_micro_batches_are_done(
     last = len(reads.noted) - 1 - reads.noted[::-1].index("backward")
     assert set(reads.noted[:last]) == {"backward"} and reads.noted[last + 1 :] == ["tolist"]
     assert waits[0] > last
+
+
+class Copies(TorchFunctionMode):
+    """Notes what is brought to a device in a way that on CUDA waits for all that was begun."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[str] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        is_told = any(isinstance(one, torch.device) for one in (*args, kwargs.get("device")))
+        is_copy = is_told and func in (Tensor.to, torch.tensor, torch.as_tensor)
+        is_ours = "/rollpacker/" in sys._getframe(1).f_code.co_filename  # models move what is there
+        if is_copy and is_ours and not kwargs.get("non_blocking"):
+            self.noted.append(func.__name__)
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("algorithm", [GRPO, PPO], ids=["grpo", "ppo"])
+def test_nothing_is_brought_to_the_gpu_in_a_way_that_waits(
+    monkeypatch: pytest.MonkeyPatch, algorithm: AlgorithmConfig
+) -> None:
+    """Every copy of a call goes through `on_device`, which has it page-locked."""
+    learner, pinned = learner_of(algorithm), list[Tensor]()
+    samples = samples_for(learner, algorithm, 0)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: (pinned.append(self), self)[1])
+    for module in (micro_batch, losses, varlen):
+        monkeypatch.setattr(module, "on_device", on_the_cpu)
+    packed = varlen.PackedRows([3, 150, 4], torch.device("cpu"))
+    with Copies() as copies:
+        learner.accumulate(samples)
+        _ = packed.position_ids(), packed.cumulative_lengths, packed.groups
+        packed.block_mask(None)
+    assert len(pinned) > 20 and copies.noted == []
+
+
+def test_what_goes_to_cuda_is_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: (calls.append("pinned"), self)[1])
+    monkeypatch.setattr(Tensor, "to", lambda self, *where, **how: calls.append((where, how)))
+    device = torch.device("cuda")
+    micro_batch.on_device(torch.ones(2), device)
+    assert calls == ["pinned", ((device,), {"non_blocking": True})]
+
+
+def on_the_cpu(values: Tensor, device: torch.device) -> Tensor:
+    """What `on_device` does for CUDA, with a device that is here."""
+    return values.pin_memory().to(device, non_blocking=True)
 
 
 def test_scores_are_read_when_all_micro_batches_are_done() -> None:

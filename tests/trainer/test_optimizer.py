@@ -375,6 +375,16 @@ def test_host_memory_is_locked_once_and_no_larger_than_needed(monkeypatch):
     assert cudart.locked == {}
 
 
+def test_memory_is_dropped_once_the_device_has_read_it(monkeypatch):
+    store, tensors, pieces = HostStore("cpu"), [torch.rand(5), torch.rand(7)], []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: pieces.append(len(store._memory)))
+    for tensor in tensors:
+        store.offload([tensor])
+    store.source = "cuda"  # to which the copies are asynchronous
+    store.reload()
+    assert pieces == [2] and len(store._memory) == 1
+
+
 def test_memory_that_cannot_be_locked_is_said(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", Cudart)
     monkeypatch.setattr(torch, "empty", lambda size, dtype: torch.zeros(1, dtype=dtype))

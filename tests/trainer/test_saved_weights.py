@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from rollpacker.trainer.trainer import (
     ScoreRequest,
     TrainConfig,
 )
+from tests.memory import Watch
 from tests.trainer.ranks import Ranks
 from tests.trainer.tiny import samples
 
@@ -74,10 +74,7 @@ def write(
     settings = SHAPE | MODELS[model] | more
     kind = settings.pop("model_type")
     config = AutoConfig.for_model(kind, **settings)
-    dtype = (
-        getattr(torch, config.dtype or "float32") if isinstance(config.dtype, str) else config.dtype
-    )
-    AutoModelForCausalLM.from_config(config, dtype=dtype or torch.float32).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
     return folder
 
 
@@ -181,32 +178,17 @@ def test_a_teacher_and_a_critic_of_other_folders(ranks, tmp_path):
 
 
 def peak_of(shards: Shards, small: LearnerSetup, large: LearnerSetup) -> tuple[int, int]:
-    """Bytes of memory of this process's own, at the peak of making a learner; and of its model.
-    Pages of files that are mapped do not count: all processes have the same."""
+    """Bytes of memory of this process's own, at the peak of making a learner; and of its model."""
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)  # what is freed goes back at once
     build_learner(small, shards=shards)  # code that loading imports
-    at_first, most, over = own_bytes(), [0], threading.Event()
-
-    def watch() -> None:
-        while not over.wait(0.001):
-            most.append(own_bytes())
-
-    watching = threading.Thread(target=watch)
-    watching.start()
-    learner = build_learner(large, shards=shards)
-    over.set()
-    watching.join()
+    with Watch() as watch:
+        learner = build_learner(large, shards=shards)
     model = sum(4 * value.numel() for value in learner.model.parameters())
-    return max(most) - at_first, model
+    return watch.peak_bytes - watch.first_bytes, model
 
 
 M_MMAP_THRESHOLD = -3
 """The C library's number of its setting for the size from which memory is mapped by itself."""
-
-
-def own_bytes() -> int:
-    text = Path("/proc/self/status").read_text()
-    return int(text.split("RssAnon:")[1].split()[0]) * 1024
 
 
 def test_no_rank_holds_more_than_its_shard_and_a_layer(ranks, tmp_path):

@@ -156,9 +156,9 @@ class Copy:
         self._settle()
         now = self._vllm_says()
         assert self._before_sleep is not None
-        difference = float((now - self._before_sleep).abs().mean())
-        if not difference <= self._comparison.tolerance:
-            raise _wrong(f"before its sleep it gave others, by {difference:.3g} on average")
+        difference = self._comparison.difference(self._before_sleep.numpy(), now.numpy())
+        if difference is not None:
+            raise _wrong(f"before and after its sleep {difference}")
 
     def compare(self, text: Sequence[int], log_probs: Sequence[float]) -> None:
         """Compare vLLM's log-probs with the trainer's; see `Engine.compare`. Nothing is compared if
