@@ -152,7 +152,12 @@ def run_to_end(
     """Train to the end, as `train` does, with arguments already checked. `is_command`: whether the
     process serves this run alone, so that a second interrupt ends the process."""
     from rollpacker.run.folder.run_folder import RunFolder, holds_run
-    from rollpacker.run.parts.resuming import let_others_end, reason_to_end
+    from rollpacker.run.parts.resuming import (
+        config_before,
+        let_others_end,
+        reason_to_end,
+        with_noise,
+    )
     from rollpacker.run.session import RunSession
 
     began = time.perf_counter()
@@ -165,6 +170,8 @@ def run_to_end(
                 resume = holds_run(path)
             folder = RunFolder(path, resume=resume, overwrite=overwrite)
             stack.callback(folder.close)
+            if resume and folder.config.exists():
+                config = with_noise(config, config_before(folder)["rollout"]["engine"]["noise"])
             if resume and (done := reason_to_end(config, folder)) is not None:
                 logger.warning("nothing was left to do: %s", done)
                 let_others_end(config)
@@ -211,13 +218,18 @@ def _find_model(config: RunConfig) -> None:
 
 
 def _on_hosts(config: RunConfig, stack: ExitStack) -> tuple[RunConfig, Hosts, RunSeat]:
-    """Returns the config with the keys that its placement implies, the hosts, and the seat
-    (connection to the scheduler of shared devices). Warns of settings without effect."""
+    """Returns the config with the keys that its placement and its devices imply, the hosts, and the
+    seat (connection to the scheduler of shared devices). Warns of settings without effect."""
     from rollpacker.run.parts.hosts import open_hosts
+    from rollpacker.run.parts.placement import device_kind
+    from rollpacker.run.parts.resuming import with_noise
     from rollpacker.run.parts.seats import take_seat
 
     config, hosts = open_hosts(config)
     stack.callback(hosts.close)
+    kind = hosts.plan.kind if hosts.plan is not None else device_kind(config)
+    is_vllms = config.rollout.engine.name == "vllm" and kind == "cuda"
+    config = with_noise(config, "vllm" if is_vllms else "rollpacker")
     seat = take_seat(config, os.environ, stack)
     if config.without_effect is not None:
         logger.warning("%s", config.without_effect)

@@ -30,12 +30,17 @@ def exponentials(keys: Tensor, first: Tensor, count: int, size: int) -> Tensor:
     float64 [samples, count, size]."""
     positions = first[:, None] + torch.arange(count, device=keys.device)
     tokens = torch.arange(size, device=keys.device)
-    uniform = _uniform(_hashed(keys[:, None, None], positions[:, :, None], tokens))
+    return _exponential(
+        _uniform(_hashed(keys[:, None, None], positions[:, :, None], tokens))
+    ).double()
+
+
+def _exponential(uniform: Tensor) -> Tensor:
     series = torch.zeros_like(uniform)
     for term in range(_SERIES_TERMS, 0, -1):
         series = 1 / term + uniform * series
     direct = (1 - uniform).clamp_(min=2.0**-24).log_().neg_()
-    return torch.where(uniform < _SERIES_UP_TO, uniform * series, direct).double()
+    return torch.where(uniform < _SERIES_UP_TO, uniform * series, direct)
 
 
 def _hashed(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:

@@ -211,6 +211,7 @@ def _arguments(
         "max_model_len": -1,  # as much of the model's context as the cache holds
         "block_size": BLOCK_TOKENS,
         "enable_prefix_caching": True,
+        "async_scheduling": draws.noise == "vllm",  # a logits processor of ours needs all tokens
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
         "kv_cache_memory_bytes": None if gib is None else int(gib * 2**30),
@@ -224,8 +225,7 @@ def _arguments(
         }
     if draws.noise == "rollpacker":
         ours = drawing_with(draws) if tensor_parallel == 1 else f"{WORKER}:DrawTokens"
-        # The processor reads vLLM's list of generated tokens, which would be one behind.
-        arguments |= {"logits_processors": [ours], "async_scheduling": False}
+        arguments["logits_processors"] = [ours]
     if not on_cpu:
         arguments |= {"enable_sleep_mode": sleeps, "gpu_memory_utilization": _share_of_memory()}
     if config.max_slots is not None:
