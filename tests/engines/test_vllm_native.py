@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -47,12 +48,22 @@ AMOUNT = 0.02
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[VllmEngine]:
-    """With the weights that the last test left. Truncates in torch, as vLLM does without Triton,
-    whose interpreter does not know all that vLLM's kernel for it uses."""
+    """With the weights that the last test left. It schedules ahead, as on a GPU, which vLLM would
+    not do on a CPU. It truncates in torch, as vLLM does without Triton, whose interpreter does not
+    know all that vLLM's kernel for it uses."""
+    from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
     from vllm.v1.worker.gpu.sample import sampler, states
 
+    check = CpuPlatform.check_and_update_config
+
+    def schedule_ahead(config: Any) -> None:
+        asked = config.scheduler_config.async_scheduling
+        check(config)
+        config.scheduler_config.async_scheduling = asked
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuPlatform, "check_and_update_config", schedule_ahead)
         for module in (sampler, states):
             patch.setattr(module, "apply_top_k_top_p", apply_top_k_top_p_pytorch)
         engine = made(model_of(tied=False), tokenizer=Letters())
@@ -73,14 +84,14 @@ def test_carried_tokens_are_drawn_again_in_the_pieces_in_which_they_are_read(
 ) -> None:
     model = model_of(tied=False)
     taken(engine, model)
-    asked = [request(1, forced_length=40, top_p=0.9), request(2, forced_length=36)]
+    asked = [request(1, forced_length=17, top_p=0.9), request(2, forced_length=16)]
     old = responses(engine, asked)
-    monkeypatch.setattr(engine._scheduler, "max_num_scheduled_tokens", 20)
-    monkeypatch.setattr(vllm_verify, "DRAW_LOGITS", 7 * VOCABULARY)
-    requests = [carrying(one, had, 34) for one, had in zip(asked, old, strict=True)]
+    monkeypatch.setattr(engine._scheduler, "max_num_scheduled_tokens", 9)
+    monkeypatch.setattr(vllm_verify, "DRAW_LOGITS", 4 * VOCABULARY)
+    requests = [carrying(one, had, 15) for one, had in zip(asked, old, strict=True)]
     outputs = outputs_of(engine, requests)
     check_plain(outputs, requests, old, ties=0)
-    assert [output.event.num_kept for output in outputs] == [34, 34]
+    assert [output.event.num_kept for output in outputs] == [15, 15]
 
 
 def test_whatever_is_carried_both_engines_make_the_same_of_it(engine: VllmEngine) -> None:

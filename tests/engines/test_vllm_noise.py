@@ -4,7 +4,6 @@ run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from rollpacker.engines.embedded.sampling import DrawMode, draw, sample_key
 from rollpacker.engines.engine import GenerationRequest, SamplingParams
 from tests.engines.tiny import SECOND_RUNNER, VOCABULARY, generate, group, request, tiny_model
 
-MANY = 120_000
+MANY = 30 * 4096
 HASHES = {  # (seed, position, token): 32 bits
     (0, 0, 0): 0x8134CDF8,
     (1, 0, 0): 0x92228D1B,
@@ -84,44 +83,42 @@ def test_the_embedded_engine_draws_with_the_noise_that_it_is_told() -> None:
     assert [one.tokens for one in drafting] == of_vllm
 
 
-@pytest.fixture
-def of_vllm() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """A function that has vLLM's kernel make uniform numbers and exponentials."""
-    if not SECOND_RUNNER:
-        pytest.skip("needs vLLM and TRITON_INTERPRET=1: make test-vllm")
+if SECOND_RUNNER:
     from vllm.triton_utils import tl, triton
-    from vllm.v1.worker.gpu.sample import gumbel
-
-    uniform_of, log_of = gumbel.murmur3_uniform32, gumbel._log1p_neg_stable
+    from vllm.v1.worker.gpu.sample.gumbel import (
+        _log1p_neg_stable,
+        gumbel_sample,
+        murmur3_uniform32,
+    )
 
     @triton.jit
-    def kernel(seeds: Any, places: Any, tokens: Any, uniform: Any, noise: Any, n: Any) -> None:
+    def noise_of_vllm(seeds: Any, places: Any, tokens: Any, uniform: Any, noise: Any) -> None:
+        """A kernel for `MANY` entries, in programs of 4,096."""
         index = tl.program_id(0) * 4096 + tl.arange(0, 4096)
-        real = index < n
         seed, place, token = (
-            tl.load(seeds + index, mask=real, other=0),
-            tl.load(places + index, mask=real, other=0),
-            tl.load(tokens + index, mask=real, other=0),
+            tl.load(seeds + index),
+            tl.load(places + index),
+            tl.load(tokens + index),
         )
-        found = uniform_of(seed, place, token)
-        tl.store(uniform + index, found, mask=real)
-        tl.store(noise + index, -log_of(found), mask=real)
-
-    def run(*columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        found = torch.empty(2, len(columns[0]))
-        kernel[(-(-len(columns[0]) // 4096),)](*columns, found[0], found[1], len(columns[0]))
-        return found[0], found[1]
-
-    return run
+        found = murmur3_uniform32(seed, place, token)
+        tl.store(uniform + index, found)
+        tl.store(noise + index, -_log1p_neg_stable(found))
 
 
-def test_noise_is_bit_by_bit_that_of_vllms_kernel(of_vllm: Any) -> None:
+needs_kernels = pytest.mark.skipif(
+    not SECOND_RUNNER, reason="needs vLLM and TRITON_INTERPRET=1: make vllm, then make test-vllm"
+)
+
+
+@needs_kernels
+def test_noise_is_bit_by_bit_that_of_vllms_kernel() -> None:
     dice = torch.Generator().manual_seed(0)
     seeds, positions, tokens = (
         torch.randint(*bounds, (MANY,), generator=dice)
         for bounds in ((-(1 << 63), (1 << 63) - 1), (0, 1 << 20), (0, 200_000))
     )
-    uniform, noise = of_vllm(seeds, positions, tokens)
+    uniform, noise = torch.empty(2, MANY)
+    noise_of_vllm[(MANY // 4096,)](seeds, positions, tokens, uniform, noise)
     mine = vllm_noise._uniform(vllm_noise._hashed(seeds, positions, tokens))
     assert torch.equal(mine, uniform)
     made = vllm_noise._exponential(mine)
@@ -130,9 +127,8 @@ def test_noise_is_bit_by_bit_that_of_vllms_kernel(of_vllm: Any) -> None:
     assert torch.allclose(made, noise, rtol=3e-7, atol=0)
 
 
-def test_vllm_draws_what_is_written_down_here(of_vllm: Any) -> None:
-    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
-
+@needs_kernels
+def test_vllm_draws_what_is_written_down_here() -> None:
     each, ones = torch.arange(12, dtype=torch.int32), torch.ones(12)
     found = gumbel_sample(
         LOGITS, each, ones, SEEDS, POSITIONS, apply_temperature=False, is_drafting=False
