@@ -63,7 +63,7 @@ def engine() -> Iterator[VllmEngine]:
         config.scheduler_config.async_scheduling = asked
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CpuPlatform, "check_and_update_config", schedule_ahead)
+        patch.setattr(CpuPlatform, "check_and_update_config", staticmethod(schedule_ahead))
         for module in (sampler, states):
             patch.setattr(module, "apply_top_k_top_p", apply_top_k_top_p_pytorch)
         engine = made(model_of(tied=False), tokenizer=Letters())

@@ -54,7 +54,7 @@ def _watch_first(runner: Any, draws: Draws) -> None:
     of_prompts = runner._get_prompt_logprobs_dict
 
     def also(hidden_states: Tensor, num_scheduled: Mapping[str, int]) -> Any:
-        found = []
+        found: list[_Piece] = []
         for name, num_tokens in num_scheduled.items():
             state = runner.requests[name]
             draw = draws.by_number[state.sampling_params.extra_args[NUMBER]]
@@ -201,7 +201,9 @@ def _draw_all(
     columns = torch.tensor(lines, device=hidden_states.device).T.contiguous()
     tokens: list[int] = []
     log_probs: list[float] = []
-    for part in columns.split(max(1, DRAW_LOGITS // vocabulary_size), dim=1):
+    at_once = max(1, DRAW_LOGITS // vocabulary_size)
+    for start in range(0, len(lines), at_once):
+        part = columns[:, start : start + at_once]
         column = dict(zip(COLUMNS, part, strict=True))
         new = drawn(logits_of(hidden_states[column["row"]]), column)
         tokens += new[0].tolist()
