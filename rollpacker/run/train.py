@@ -152,12 +152,7 @@ def run_to_end(
     """Train to the end, as `train` does, with arguments already checked. `is_command`: whether the
     process serves this run alone, so that a second interrupt ends the process."""
     from rollpacker.run.folder.run_folder import RunFolder, holds_run
-    from rollpacker.run.parts.resuming import (
-        config_before,
-        let_others_end,
-        reason_to_end,
-        with_noise,
-    )
+    from rollpacker.run.parts.resuming import as_before, let_others_end, reason_to_end
     from rollpacker.run.session import RunSession
 
     began = time.perf_counter()
@@ -166,12 +161,10 @@ def run_to_end(
     session: RunSession | None = None
     try:
         with naming(path), ExitStack() as stack:
-            if resume == "auto":
-                resume = holds_run(path)
+            resume = holds_run(path) if resume == "auto" else resume
             folder = RunFolder(path, resume=resume, overwrite=overwrite)
             stack.callback(folder.close)
-            if resume and folder.config.exists():
-                config = with_noise(config, config_before(folder)["rollout"]["engine"]["noise"])
+            config = as_before(config, folder) if resume else config
             if resume and (done := reason_to_end(config, folder)) is not None:
                 logger.warning("nothing was left to do: %s", done)
                 let_others_end(config)

@@ -30,7 +30,7 @@ from rollpacker.run.folder.event_log import LogWriter, cut_back
 from rollpacker.run.folder.run_folder import RunFolder, check_resume
 from rollpacker.run.folder.samples import SampleWriter
 from rollpacker.run.folder.samples import cut_back as cut_back_samples
-from rollpacker.run.parts.resuming import config_before, with_noise
+from rollpacker.run.parts.resuming import as_before, config_before, with_noise
 from rollpacker.run.ports.evaluation import pass_at_k
 from tests.run.fakes import run_config
 
@@ -496,7 +496,7 @@ def test_noise_is_decided_once_and_kept_by_later_sessions(tmp_path: Path) -> Non
             del plain["rollout"]["engine"]["noise"]
         folder.config.write_text(json.dumps(plain))
         before = config_before(folder)
-        kept = with_noise(config, before["rollout"]["engine"]["noise"])
+        kept = as_before(config, folder)
         assert kept.rollout.engine.noise == expected
         assert changes_since(before, kept) == []
         (change,) = changes_since(before, with_noise(config, "other"))

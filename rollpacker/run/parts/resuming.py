@@ -38,6 +38,14 @@ def config_before(folder: RunFolder) -> dict[str, Any]:
     return before
 
 
+def as_before(config: RunConfig, folder: RunFolder) -> RunConfig:
+    """Returns the config with the choices that were made when the folder's run began. Raises
+    `RunError` if that run's config cannot be read."""
+    if not folder.config.exists():
+        return config
+    return with_noise(config, config_before(folder)["rollout"]["engine"]["noise"])
+
+
 def with_noise(config: RunConfig, noise: str) -> RunConfig:
     """Returns the config, with `noise` in place of `rollout.engine.noise=auto`. It is decided when
     a run begins and saved with the config, so that a resume on other devices draws as before."""
