@@ -55,6 +55,9 @@ def engine() -> Iterator[VllmEngine]:
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
     from vllm.v1.worker.gpu.sample import sampler, states
 
+    def truncated(logits: Any, top_k: Any, top_p: Any, **of_the_kernel: Any) -> Any:
+        return apply_top_k_top_p_pytorch(logits, top_k, top_p)
+
     check = CpuPlatform.check_and_update_config
 
     def schedule_ahead(config: Any) -> None:
@@ -65,7 +68,7 @@ def engine() -> Iterator[VllmEngine]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CpuPlatform, "check_and_update_config", staticmethod(schedule_ahead))
         for module in (sampler, states):
-            patch.setattr(module, "apply_top_k_top_p", apply_top_k_top_p_pytorch)
+            patch.setattr(module, "apply_top_k_top_p", truncated)
         engine = made(model_of(tied=False), tokenizer=Letters())
         yield engine
         asyncio.run(engine.close())
