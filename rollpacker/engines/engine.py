@@ -308,6 +308,12 @@ class EngineConfig:
     cost speed, and vLLM calls them beta. Without them carried tokens come out differently, the more
     often the longer they are. They need a GPU, from NVIDIA one of compute capability 8.0 or above.
     auto: if such a GPU runs the model and the run carries tokens exactly."""
+    noise: Literal["auto", "rollpacker", "vllm"] = "auto"
+    """Which noise (random numbers) tokens are drawn with. rollpacker: the embedded engine's, which
+    vLLM's first model runner can be given. vllm: that of the sampler in vLLM's second model runner,
+    which draws without waiting for Python; it needs a GPU, but with the embedded engine. Engines
+    with the same noise say the same. auto: vllm where vLLM runs on a GPU, else rollpacker. A run
+    keeps what it began with."""
     vllm: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's engine by their names in vLLM (`EngineArgs`), such as
     `quantization: fp8`. Those that follow from other settings are refused. Empty for the embedded

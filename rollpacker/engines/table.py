@@ -42,6 +42,9 @@ VLLM_DECIDED = {
     "async_scheduling": _DRAWS,
     "logprobs_mode": _DRAWS,
     "logits_processors": _DRAWS,
+    "speculative_config": _DRAWS,
+    "watermark_config": _DRAWS,
+    "use_fp64_gumbel": _DRAWS,
     "worker_extension_cls": _DRAWS,
     "block_size": _DRAWS,
 }

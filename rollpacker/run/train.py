@@ -152,7 +152,7 @@ def run_to_end(
     """Train to the end, as `train` does, with arguments already checked. `is_command`: whether the
     process serves this run alone, so that a second interrupt ends the process."""
     from rollpacker.run.folder.run_folder import RunFolder, holds_run
-    from rollpacker.run.parts.resuming import let_others_end, reason_to_end
+    from rollpacker.run.parts.resuming import as_before, let_others_end, reason_to_end
     from rollpacker.run.session import RunSession
 
     began = time.perf_counter()
@@ -161,10 +161,10 @@ def run_to_end(
     session: RunSession | None = None
     try:
         with naming(path), ExitStack() as stack:
-            if resume == "auto":
-                resume = holds_run(path)
+            resume = holds_run(path) if resume == "auto" else resume
             folder = RunFolder(path, resume=resume, overwrite=overwrite)
             stack.callback(folder.close)
+            config = as_before(config, folder) if resume else config
             if resume and (done := reason_to_end(config, folder)) is not None:
                 logger.warning("nothing was left to do: %s", done)
                 let_others_end(config)
@@ -211,13 +211,18 @@ def _find_model(config: RunConfig) -> None:
 
 
 def _on_hosts(config: RunConfig, stack: ExitStack) -> tuple[RunConfig, Hosts, RunSeat]:
-    """Returns the config with the keys that its placement implies, the hosts, and the seat
-    (connection to the scheduler of shared devices). Warns of settings without effect."""
+    """Returns the config with the keys that its placement and its devices imply, the hosts, and the
+    seat (connection to the scheduler of shared devices). Warns of settings without effect."""
     from rollpacker.run.parts.hosts import open_hosts
+    from rollpacker.run.parts.placement import device_kind
+    from rollpacker.run.parts.resuming import with_noise
     from rollpacker.run.parts.seats import take_seat
 
     config, hosts = open_hosts(config)
     stack.callback(hosts.close)
+    kind = hosts.plan.kind if hosts.plan is not None else device_kind(config)
+    is_vllms = config.rollout.engine.name == "vllm" and kind == "cuda"
+    config = with_noise(config, "vllm" if is_vllms else "rollpacker")
     seat = take_seat(config, os.environ, stack)
     if config.without_effect is not None:
         logger.warning("%s", config.without_effect)

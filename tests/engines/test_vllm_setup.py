@@ -242,6 +242,14 @@ def runner_of(module: str, *bases: type) -> object:
     return made
 
 
+FIRST = runner_of("vllm.v1.worker.gpu_model_runner")
+SECOND = runner_of("vllm.v1.worker.gpu.model_runner")
+SECOND.sampler = None  # type: ignore[attr-defined]  # a stand-in
+SECOND.prompt_logprobs_worker = SimpleNamespace(  # type: ignore[attr-defined]  # and its parts
+    add_request=None, remove_request=None, compute_prompt_logprobs=None
+)
+
+
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Puts a vLLM in place that starts with a runner, or raises an error; returns a function that
@@ -307,17 +315,17 @@ def opened(**settings: Any) -> Any:
     return found
 
 
-@pytest.mark.parametrize("before", [None, "1"])
-def test_the_first_model_runner_is_asked_for_before_vllm_is_imported(
-    monkeypatch: pytest.MonkeyPatch, stand_in: Any, before: str | None
+@pytest.mark.parametrize("before", [None, "0", "1"])
+@pytest.mark.parametrize(("noise", "variable"), [("rollpacker", "0"), ("vllm", "1"), ("auto", "1")])
+def test_the_runner_that_draws_with_the_noise_is_asked_for_before_vllm_is_imported(
+    monkeypatch: pytest.MonkeyPatch, stand_in: Any, before: str | None, noise: str, variable: str
 ) -> None:
-    if before is None:
-        monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
-    else:
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    if before is not None:
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", before)
-    seen = stand_in(runner_of("vllm.v1.worker.gpu_model_runner"))
-    opened()
-    assert len(seen) >= 2 and set(seen) == {"0"}
+    seen = stand_in(FIRST if noise == "rollpacker" else SECOND)
+    opened(noise=noise)
+    assert len(seen) >= 2 and set(seen) == {variable}
     assert os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == before
 
 
@@ -345,42 +353,49 @@ def test_kernels_are_batch_invariant_where_they_are_wanted_and_can_be(
 ) -> None:
     monkeypatch.delenv(INVARIANT, raising=False)
     kind, _, capability = device.partition(" ")
-    seen = stand_in(
-        runner_of("vllm.v1.worker.gpu_model_runner"), variable=INVARIANT, capability=capability
-    )
+    seen = stand_in(FIRST, variable=INVARIANT, capability=capability)
     monkeypatch.setattr(vllm_setup, "_platform_is_cpu", lambda: kind == "cpu")
     monkeypatch.setattr(vllm_setup, "_check_head_size", lambda model: None)
     if len(expected) > 1:
         with pytest.raises(ValueError, match=expected) as refused:
-            opened(batch_invariant=wanted)
+            opened(batch_invariant=wanted, noise="rollpacker")
         assert "rollout.engine.batch_invariant=true" in str(refused.value)
     else:
-        opened(batch_invariant=wanted)
+        opened(batch_invariant=wanted, noise="rollpacker")
         assert set(seen) == {expected}
     assert INVARIANT not in os.environ
 
 
 def test_layers_without_batch_invariant_kernels_are_named(stand_in: Any) -> None:
-    stand_in(runner_of("vllm.v1.worker.gpu_model_runner"))
+    stand_in(FIRST)
     engine = EngineConfig(name="vllm", batch_invariant=True)
     with pytest.raises(ValueError, match=r"batch_invariant=true: .* layers of type linear"):
         vllm_setup.open_vllm(hybrid_model(), engine, vllm_draws.Draws())
 
 
 def test_a_runner_that_derives_from_the_known_one_is_taken(stand_in: Any) -> None:
-    known = type(runner_of("vllm.v1.worker.gpu_model_runner"))
-    stand_in(runner_of("vllm.v1.worker.cpu_model_runner", known))
-    assert opened() is StandIn.opened[0]
+    stand_in(runner_of("vllm.v1.worker.cpu_model_runner", type(FIRST)))
+    assert opened(noise="rollpacker") is StandIn.opened[0]
 
 
-def test_a_runner_that_nobody_wrote_code_for_is_refused_by_name(stand_in: Any) -> None:
-    stand_in(runner_of("vllm.v1.worker.gpu.model_runner"))
+@pytest.mark.parametrize(
+    ("noise", "runner", "cure"),
+    [
+        ("rollpacker", SECOND, "VLLM_USE_V2_MODEL_RUNNER=0"),
+        ("vllm", FIRST, "VLLM_USE_V2_MODEL_RUNNER=1"),
+        ("auto", FIRST, "VLLM_USE_V2_MODEL_RUNNER=1"),
+    ],
+)
+def test_a_runner_that_draws_with_other_noise_is_refused_by_name(
+    stand_in: Any, noise: str, runner: object, cure: str
+) -> None:
+    stand_in(runner)
     with pytest.raises(UnsupportedModelError) as refused:
-        opened()
-    assert "vllm.v1.worker.gpu.model_runner.GPUModelRunner" in str(refused.value)
-    assert "VLLM_USE_V2_MODEL_RUNNER=0" in str(refused.value)
+        opened(noise=noise)
+    assert f"{type(runner).__module__}.GPUModelRunner" in str(refused.value)
+    assert cure in str(refused.value)
     assert StandIn.opened[0].engine_core.is_shut_down
-    stand_in(runner_of("vllm.v1.worker.gpu_model_runner"))
+    stand_in(SECOND)
     opened()  # the process may have another engine
 
 
@@ -400,3 +415,9 @@ def test_only_an_error_about_memory_names_the_key_for_memory(
         opened(kv_cache_gib=0.5)
     assert reason in str(refused.value)
     assert ("kv_cache_gib=0.5" in str(refused.value)) is names_memory
+
+
+def test_what_the_second_runner_lacks_the_first_may_have(stand_in: Any) -> None:
+    stand_in(error=ValueError("Model Runner V2 does not yet support: this"))
+    with pytest.raises(UnsupportedModelError, match=r"\(set rollout.engine.noise=rollpacker, "):
+        opened()

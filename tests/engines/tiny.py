@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 from collections.abc import Sequence
 
 import torch
@@ -20,6 +21,9 @@ from rollpacker.engines.engine import (
     SamplingParams,
 )
 
+SECOND_RUNNER = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether vLLM is tried with its second model runner, whose kernels Triton's interpreter runs."""
+NOISE = "vllm" if SECOND_RUNNER else "auto"
 END = 5
 VOCABULARY = 48
 WINDOW = 6
@@ -112,7 +116,7 @@ def make_engine(
     return TorchEngine(
         model=model,
         tokenizer=tokenizer,
-        config=EngineConfig(**config),
+        config=EngineConfig(**{"noise": NOISE, **config}),
     )
 
 

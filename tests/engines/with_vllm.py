@@ -17,7 +17,7 @@ from rollpacker.engines.engine import EngineConfig, EngineOutput, GenerationRequ
 from rollpacker.engines.vllm.engine import VllmEngine
 from tests.engines.test_carry import Letters, serve
 from tests.engines.test_engine import Recorder
-from tests.engines.tiny import tiny_model
+from tests.engines.tiny import NOISE, tiny_model
 
 needs_vllm = pytest.mark.skipif(
     find_spec("vllm") is None, reason="needs vLLM: make vllm, then make test-vllm"
@@ -34,7 +34,7 @@ def model_of(seed: int = 0, *, tied: bool = True) -> PreTrainedModel:
 
 
 def made(model: PreTrainedModel, *, tokenizer: object = None, **config: object) -> VllmEngine:
-    settings = {"name": "vllm", "kv_cache_gib": 0.02, **config}
+    settings = {"name": "vllm", "kv_cache_gib": 0.02, "noise": NOISE, **config}
     return VllmEngine(model=model, tokenizer=tokenizer, config=EngineConfig(**settings))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from rollpacker.config.load import changes_since, to_plain
 from rollpacker.core.events import Committed
 from rollpacker.core.records import Note, Record
 from rollpacker.run.errors import RunError
@@ -29,7 +30,9 @@ from rollpacker.run.folder.event_log import LogWriter, cut_back
 from rollpacker.run.folder.run_folder import RunFolder, check_resume
 from rollpacker.run.folder.samples import SampleWriter
 from rollpacker.run.folder.samples import cut_back as cut_back_samples
+from rollpacker.run.parts.resuming import as_before, config_before, with_noise
 from rollpacker.run.ports.evaluation import pass_at_k
+from tests.run.fakes import run_config
 
 
 def save(folder: Path) -> None:
@@ -277,6 +280,7 @@ def test_a_resume_refuses_what_would_make_another_run() -> None:
         ("data.train.path", "a", "b"),
         ("rewards[0].weight", 1, 2),
         ("train.threads", 1, 2),
+        ("rollout.engine.noise", "rollpacker", "vllm"),
     ):
         with pytest.raises(RunError, match="refused"):
             check_resume([change], same, same)
@@ -478,3 +482,24 @@ def test_a_log_with_other_contents_than_its_checkpoint_saw_is_refused(tmp_path: 
     path.write_text(good + "more\n")
     cut_back(path, mark["log_bytes"], mark["log_sha256"])
     assert path.read_text() == good
+
+
+def test_noise_is_decided_once_and_kept_by_later_sessions(tmp_path: Path) -> None:
+    """A run that began where vLLM has a GPU goes on with its noise, and a run from before there was
+    a choice with RollPacker's."""
+    config = run_config()
+    assert config.rollout.engine.noise == "auto"
+    folder = RunFolder(tmp_path / "run", resume=False, overwrite=False)
+    for saved, expected in (("vllm", "vllm"), (None, "rollpacker")):
+        plain = to_plain(with_noise(config, saved or "vllm"))
+        if saved is None:
+            del plain["rollout"]["engine"]["noise"]
+        folder.config.write_text(json.dumps(plain))
+        before = config_before(folder)
+        kept = as_before(config, folder)
+        assert kept.rollout.engine.noise == expected
+        assert changes_since(before, kept) == []
+        (change,) = changes_since(before, with_noise(config, "other"))
+        assert change == ("rollout.engine.noise", expected, "other")
+    folder.close()
+    assert with_noise(kept, "vllm") == kept

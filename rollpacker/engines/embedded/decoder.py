@@ -84,7 +84,7 @@ class Decoder:
         self._device = device
         shapes, dtype, vocabulary_size = probe(model, device)
         self.slots = KVSlots(shapes, dtype, device, budget_bytes=_kv_budget_bytes(config, device))
-        self.rows = RowTable(device, vocabulary_size)
+        self.rows = RowTable(device, vocabulary_size, noise_of_vllm=config.noise == "vllm")
         largest = max(shape.num_kv_heads * shape.key_dim for shape in shapes)
         self._call_cost = CALL_COST_ELEMENTS / largest
         self._plan: WidthPlan | None = None

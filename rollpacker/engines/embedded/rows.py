@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollpacker.engines.embedded import vllm_noise
 from rollpacker.engines.embedded.sampling import DrawMode, exponentials, noise_size, sample_key
 from rollpacker.engines.engine import GenerationRequest, Response
 
@@ -118,9 +119,15 @@ class RowTable:
     how often its tokens were drawn with new noise for that reason.
     """
 
-    def __init__(self, device: torch.device, vocabulary_size: int) -> None:
+    def __init__(
+        self, device: torch.device, vocabulary_size: int, *, noise_of_vllm: bool = False
+    ) -> None:
+        """`noise_of_vllm`: whether to draw with the noise (random numbers) that vLLM's own sampler
+        makes."""
         self.device = device
         self.vocabulary_size = vocabulary_size
+        self._noise_of_vllm = noise_of_vllm
+        self._noise_size = vocabulary_size if noise_of_vllm else noise_size(vocabulary_size)
         self.num_rows = 0
         self.pending: list[Pending] = []
         self.mode = DrawMode()
@@ -156,9 +163,8 @@ class RowTable:
         self._seen_as_tensors = {
             name: torch.from_numpy(self._columns[name]) for name in _DEVICE_COLUMNS
         }
-        size = noise_size(self.vocabulary_size)
-        steps = max(1, min(NOISE_BLOCK, NOISE_BLOCK_ENTRIES // (num_slots * size)))
-        shape = (num_slots, steps, size)
+        steps = max(1, min(NOISE_BLOCK, NOISE_BLOCK_ENTRIES // (num_slots * self._noise_size)))
+        shape = (num_slots, steps, self._noise_size)
         self._noise = torch.zeros(shape, dtype=torch.float64, device=self.device)
         self._noise_column = steps
 
@@ -201,14 +207,16 @@ class RowTable:
         """Noise (random numbers) for the next `count` tokens of these rows, float64 [rows, count,
         `noise_size`] on the device. `behind`: number of tokens of each row, or of all, between the
         row's newest token and these."""
-        keys, counts = (
+        place = "position" if self._noise_of_vllm else "count"
+        keys, places = (
             torch.from_numpy(column).to(self.device)
             for column in (
                 self._columns["key"].view(np.int64)[rows],
-                self._columns["count"][rows] + behind,
+                self._columns[place][rows] + behind,
             )
         )
-        return exponentials(keys, counts, count, self._noise.shape[2])
+        make = vllm_noise.exponentials if self._noise_of_vllm else exponentials
+        return make(keys, places, count, self._noise_size)
 
     def _fill_noise(self, rows: slice | np.ndarray) -> None:
         """Make the noise (random numbers) of these rows for the remaining steps of the block. The

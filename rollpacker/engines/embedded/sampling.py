@@ -100,8 +100,8 @@ def draw(
     """Draw one token per row. Returns the tokens and their log-probabilities under the distribution
     that they were drawn from, int64 and float64 [rows].
 
-    logits [rows, vocabulary]; noise float64 [rows, `noise_size`]; temperature, top_p float64
-    [rows]; top_k int64 [rows], the vocabulary's size where it is off. At temperature 0 the
+    logits [rows, vocabulary]; noise float64 [rows, `noise_size` or vocabulary]; temperature, top_p
+    float64 [rows]; top_k int64 [rows], the vocabulary's size where it is off. At temperature 0 the
     likeliest token is taken, and its log-probability is that under the plain softmax. The
     log-probability is NaN if the row's logits hold a NaN.
     """
@@ -129,10 +129,11 @@ def draw(
 
 def _winners(probs: Tensor, noise: Tensor) -> Tensor:
     """Return the drawn tokens [rows, 1]: in each row that with the smallest ratio of exponential to
-    probability. A token of probability 0 is never drawn."""
+    probability. A token of probability 0 is never drawn. Noise with a number for every token (a
+    small vocabulary's, or vLLM's) takes a single round."""
     size = probs.shape[-1]
     groups = num_groups(size)
-    if groups == size:
+    if noise.shape[-1] == size:
         return (noise / probs).argmin(dim=-1, keepdim=True)
     whole, rest = divmod(size, groups)
     sums = probs[:, : whole * groups].view(-1, whole, groups).sum(dim=1)

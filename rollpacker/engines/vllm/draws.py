@@ -1,19 +1,22 @@
-"""Draws vLLM's tokens with RollPacker's own noise (random numbers), in a logits processor.
+"""How vLLM draws the tokens of each request, by the noise (random numbers) of the engine.
 
-The processor draws every row's token from its logits with the noise of its sample and position
-(`engines/embedded/sampling.py`), as the embedded engine does, and leaves vLLM's greedy sampler
-nothing but that token. So a token does not depend on the other samples of its batch, a preempted
-request goes on with the tokens that it had, and the log-probability noted here is that of the
-distribution drawn from.
+With vLLM's noise its own sampler draws: a request's seed is the key of its sample, and the noise
+depends on seed, position and token (`parameters`). vLLM says the log-probabilities.
 
-vLLM's own `processed_logprobs` would be the same with an undisturbed sampler, but not with one that
-is handed noise or a chosen token.
+With RollPacker's own noise a logits processor draws every row's token from its logits with the
+noise of its sample and position (`engines/embedded/sampling.py`), as the embedded engine does, and
+leaves vLLM's greedy sampler nothing but that token. The log-probability noted here is that of the
+distribution drawn from; vLLM's own `processed_logprobs` would not be, where the sampler is handed
+a chosen token.
+
+In both, a token does not depend on the other samples of its batch, and a preempted request goes on
+with the tokens that it had.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
 NUMBER, DRAW = "rollpacker", "rollpacker_draw"
 """Names of the extra arguments that a vLLM request carries: its number in the engine, and its
 `Draw`, of which a worker in a process of its own keeps a copy."""
+SEEDLESS = -1
+"""The seed that vLLM takes for none."""
 
 
 class Anew:
@@ -64,14 +69,38 @@ class Draw:
         self.log_probs: list[float] = []
         """Log-probabilities of `tokens`, and maybe of one drawn in a prompt not read to its end."""
 
+    def note(self, log_probs: Sequence[Mapping[int, Any]] | None) -> None:
+        """Note the log-probabilities of all drawn tokens as vLLM itself says them. None: it does
+        not."""
+        if log_probs is not None:
+            self.log_probs = [said.logprob for one in log_probs for said in one.values()]
+
 
 class Draws:
     """The `Draw` of each request that one vLLM engine has, by the request's number."""
 
     def __init__(self) -> None:
+        self.noise = "rollpacker"
+        """Which noise (random numbers) tokens are drawn with, as `EngineConfig.noise`."""
         self.by_number: dict[int, Draw] = {}
         self.broken: list[int] = []
         """Numbers of the requests whose logits held a NaN, since the list was last emptied."""
+
+
+def parameters(number: int, draw: Draw, noise: str) -> dict[str, Any]:
+    """Arguments of vLLM's `SamplingParams` with which the tokens of the request of this number are
+    drawn with this noise (`EngineConfig.noise`)."""
+    ours = {NUMBER: number, DRAW: draw}
+    if noise == "rollpacker":
+        return {"temperature": 0.0, "extra_args": ours}
+    return {
+        "temperature": draw.sampling.temperature,
+        "top_k": draw.sampling.top_k,
+        "top_p": draw.sampling.top_p,
+        "seed": draw.key if draw.key != SEEDLESS else SEEDLESS - 1,
+        "logprobs": 0,
+        "extra_args": ours if draw.anew is not None else None,
+    }
 
 
 def drawing_with(draws: Draws) -> type[LogitsProcessor]:

@@ -2,7 +2,7 @@
 
     requests, aborts    engines/inbox.py, engines/loop.py: as the embedded engine's
     scheduling, cache   vLLM's: continuous batching, preemption, prefix cache
-    tokens              engines/vllm/draws.py: keyed noise, in a logits processor
+    tokens              engines/vllm/draws.py: keyed noise, vLLM's or by a logits processor
     carried tokens      engines/vllm/live.py, drawn again in engines/vllm/verify.py
     endings             end tokens and limits by vLLM, stop strings by engines/embedded/endings.py
     weights             engines/vllm/weights.py: vLLM's alone, where the module has no memory
@@ -35,7 +35,7 @@ from rollpacker.engines.engine import (
 )
 from rollpacker.engines.loop import LoopEngine, Numbered, abortion, failure, why_impossible
 from rollpacker.engines.vllm.adapters import lora_request
-from rollpacker.engines.vllm.draws import DRAW, NUMBER, Draw, Draws
+from rollpacker.engines.vllm.draws import Draw, Draws, parameters
 from rollpacker.engines.vllm.live import Live
 from rollpacker.engines.vllm.parallel import Workers, watch_processes
 from rollpacker.engines.vllm.setup import close_vllm, open_vllm
@@ -208,11 +208,10 @@ class VllmEngine(LoopEngine):
             str(number),
             tokens_input(prompt),
             VllmSamplingParams(
-                temperature=0.0,
+                **parameters(number, draw, self._draws.noise),
                 ignore_eos=True,
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
-                extra_args={NUMBER: number, DRAW: draw},
                 skip_clone=True,
                 **sampling,
             ),
@@ -272,6 +271,7 @@ class VllmEngine(LoopEngine):
             live = self._live.get(number := int(output.request_id))
             if live is not None:
                 ended[number] = output.outputs[0].finish_reason
+                live.draw.note(output.outputs[0].logprobs)
                 live.note_reused(output.num_cached_tokens)
         self._num_steps += 1
         cuts = self._look()
@@ -361,8 +361,10 @@ class VllmEngine(LoopEngine):
         numbers that vLLM is still generating for, and must be told to drop."""
         states = self._vllm.output_processor.request_states
         for number in unended:
-            state = states.get(self._live[number].request.request_id)
-            self._live[number].note_reused(None if state is None else state.num_cached_tokens)
+            live = self._live[number]
+            if (state := states.get(live.request.request_id)) is not None:
+                live.note_reused(state.num_cached_tokens)
+                live.draw.note(state.logprobs_processor.logprobs)
         if unended:
             self._vllm.abort_request([str(number) for number in unended])
         found = [self._live.pop(number) for number in numbers]
@@ -373,12 +375,15 @@ class VllmEngine(LoopEngine):
         return found
 
     def _forget(self, numbers: Sequence[int]) -> None:
-        """Drop what is noted of these requests, which have left vLLM. Their log-probabilities are
-        fetched from vLLM's worker processes, if any, into the requests' `Draw`s."""
-        draws = [self._draws.by_number.pop(number) for number in numbers]
-        if self._workers is not None and numbers:
-            for draw, log_probs in zip(draws, self._workers.take_log_probs(numbers), strict=True):
-                draw.log_probs = log_probs
+        """Drop what is noted of these requests, which have left vLLM. Log-probabilities that vLLM's
+        worker processes have, if any, are fetched into the requests' `Draw`s."""
+        draws = {number: self._draws.by_number.pop(number) for number in numbers}
+        are_there = self._draws.noise == "rollpacker"
+        known = [number for number, draw in draws.items() if are_there or draw.anew is not None]
+        if self._workers is not None and known:
+            for number, log_probs in zip(known, self._workers.take_log_probs(known), strict=True):
+                if are_there:
+                    draws[number].log_probs = log_probs
 
     # -- weights -----------------------------------------------------------------------------------
 

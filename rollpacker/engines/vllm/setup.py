@@ -60,8 +60,6 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HOST_IP": "127.0.0.1",
     GLOO: INTERFACE,
-    # vLLM would choose its second model runner on a GPU, which refuses our logits processor.
-    RUNNER_VARIABLE: "0",
 }
 _OF_MEMORY = re.compile(r"memory|KV cache|cache blocks", re.IGNORECASE)
 """Matches the message of vLLM's `ValueError` for too little memory for keys and values."""
@@ -81,12 +79,14 @@ def open_vllm(
     sleeps: bool = False,
 ) -> LLMEngine:
     """Open a vLLM engine for this model's architecture in this process; with `tensor_parallel` > 1
-    its devices have a worker process each. It draws tokens as `draws` says. Its weights are still
-    random. `sleeps`: whether it must be able to free its GPU memory.
+    its devices have a worker process each. It draws tokens as `draws` says, with the noise (random
+    numbers) that is noted there now. Its weights are still random. `sleeps`: whether it must be
+    able to free its GPU memory.
 
     Raises `MissingPackageError` if vLLM is not installed, `UnsupportedModelError` if vLLM cannot
     run the model here, lacks memory for it or runs it only with a model runner that is unknown
-    here, and `ValueError` for versions that are not supported or if there is an engine already.
+    here, and `ValueError` for versions that are not supported, noise that vLLM does not have here,
+    or if there is an engine already.
     """
     sentence = missing("vllm", extra="vllm", what="rollout.engine.name=vllm")
     if sentence is not None:
@@ -144,45 +144,20 @@ def _open(
     sleeps: bool,
 ) -> LLMEngine:
     logging.getLogger("vllm").setLevel(logging.ERROR)
-    _choose_kernels(model, config)  # modules of vLLM read the variable when they are imported
+    on_cpu = _platform_is_cpu()
+    draws.noise = _noise(config, on_cpu=on_cpu)
+    # Modules of vLLM read these variables when they are imported.
+    os.environ[RUNNER_VARIABLE] = str(int(draws.noise == "vllm"))
+    _choose_kernels(model, config)
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    on_cpu = _platform_is_cpu()
     if on_cpu:
         _check_head_size(model)
     if other_layers(model):
         check_hybrid(model, on_cpu=on_cpu)
-    gib = config.kv_cache_gib or (KV_CACHE_GIB if on_cpu else None)
-    arguments: dict[str, Any] = {
-        "runner": "generate",
-        "skip_tokenizer_init": True,
-        "load_format": "dummy",
-        "generation_config": "vllm",
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "enforce_eager": on_cpu,
-        "max_model_len": -1,  # as much of the model's context as the cache holds
-        "block_size": BLOCK_TOKENS,
-        "enable_prefix_caching": True,
-        "async_scheduling": False,
-        "logprobs_mode": "processed_logprobs",
-        "logits_processors": [drawing_with(draws)],
-        "disable_log_stats": True,
-        "kv_cache_memory_bytes": None if gib is None else int(gib * 2**30),
-        "worker_extension_cls": f"{WORKER}.Extension",
-        **adapter_arguments(model, on_cpu=on_cpu),
-    }
-    if tensor_parallel > 1:
-        arguments |= {
-            "tensor_parallel_size": tensor_parallel,
-            "distributed_executor_backend": "mp",
-            "logits_processors": [f"{WORKER}:DrawTokens"],
-        }
-    if not on_cpu:
-        arguments |= {"enable_sleep_mode": sleeps, "gpu_memory_utilization": _share_of_memory()}
-    if config.max_slots is not None:
-        arguments["max_num_seqs"] = config.max_slots
+    arguments = _arguments(model, config, draws, tensor_parallel, sleeps=sleeps, on_cpu=on_cpu)
     arguments |= _given(config, EngineArgs)
     shape = copy.deepcopy(model.config)
     shape.architectures = [type(model).__name__]  # a config that was made by hand may have none
@@ -197,6 +172,65 @@ def _open(
             raise UnsupportedModelError(_why_it_does_not_start(error, config)) from error
     _watch_runners(engine, draws, tensor_parallel)
     return engine
+
+
+def _noise(config: EngineConfig, *, on_cpu: bool) -> str:
+    """The noise (random numbers) that vLLM's tokens are drawn with here: "rollpacker" or "vllm".
+    Raises `ValueError` if `rollout.engine.noise` names one that vLLM does not have here."""
+    if config.noise == "auto":
+        return "rollpacker" if on_cpu else "vllm"
+    if config.noise == "vllm" and on_cpu:
+        from vllm.triton_utils import HAS_TRITON
+
+        if not HAS_TRITON:
+            raise ValueError(
+                "rollout.engine.noise=vllm: the sampler of vLLM's second model runner needs Triton,"
+                " which its CPU build has not. Set rollpacker, or leave it out"
+            )
+    return config.noise
+
+
+def _arguments(
+    model: PreTrainedModel,
+    config: EngineConfig,
+    draws: Draws,
+    tensor_parallel: int,
+    *,
+    sleeps: bool,
+    on_cpu: bool,
+) -> dict[str, Any]:
+    """The arguments of vLLM's engine (`EngineArgs`) that follow from ours."""
+    gib = config.kv_cache_gib or (KV_CACHE_GIB if on_cpu else None)
+    arguments: dict[str, Any] = {
+        "runner": "generate",
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "generation_config": "vllm",
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "enforce_eager": on_cpu,
+        "max_model_len": -1,  # as much of the model's context as the cache holds
+        "block_size": BLOCK_TOKENS,
+        "enable_prefix_caching": True,
+        "async_scheduling": draws.noise == "vllm",  # a logits processor of ours needs all tokens
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "kv_cache_memory_bytes": None if gib is None else int(gib * 2**30),
+        "worker_extension_cls": f"{WORKER}.Extension",
+        **adapter_arguments(model, on_cpu=on_cpu),
+    }
+    if tensor_parallel > 1:
+        arguments |= {
+            "tensor_parallel_size": tensor_parallel,
+            "distributed_executor_backend": "mp",
+        }
+    if draws.noise == "rollpacker":
+        ours = drawing_with(draws) if tensor_parallel == 1 else f"{WORKER}:DrawTokens"
+        arguments["logits_processors"] = [ours]
+    if not on_cpu:
+        arguments |= {"enable_sleep_mode": sleeps, "gpu_memory_utilization": _share_of_memory()}
+    if config.max_slots is not None:
+        arguments["max_num_seqs"] = config.max_slots
+    return arguments
 
 
 def _choose_kernels(model: PreTrainedModel, config: EngineConfig) -> None:
@@ -248,9 +282,10 @@ def _given(config: EngineConfig, known: type) -> dict[str, Any]:
 def _watch_runners(engine: LLMEngine, draws: Draws, tensor_parallel: int) -> None:
     """Wrap each worker's model runner so that it draws carried tokens again (verify.py). If a
     runner is of an unknown class, shuts the engine down and raises `UnsupportedModelError`."""
-    refusals = engine.collective_rpc(
-        "watch" if tensor_parallel > 1 else lambda worker: watch(worker, draws)
-    )
+    if tensor_parallel > 1:
+        refusals = engine.collective_rpc("watch", args=(draws.noise,))
+    else:
+        refusals = engine.collective_rpc(lambda worker: watch(worker, draws))
     for refusal in refusals:
         if refusal is not None:
             engine.engine_core.shutdown()
@@ -260,6 +295,8 @@ def _watch_runners(engine: LLMEngine, draws: Draws, tensor_parallel: int) -> Non
 def _why_it_does_not_start(error: ValueError, config: EngineConfig) -> str:
     """vLLM's reason in one line, with the name of our memory setting if it is about memory."""
     reason = " ".join(str(error).split())
+    if "Model Runner V2" in reason:
+        reason += " (set rollout.engine.noise=rollpacker, for which vLLM's first one is used)"
     if not _OF_MEMORY.search(reason):
         return f"vLLM does not start with this model: {reason}"
     return (

@@ -6,73 +6,139 @@ after each step, the carried tokens that the step has read are drawn from the hi
 them, with the random numbers that plain generation has there (`Anew`). A long prompt is read in
 several steps, and from its beginning if the request was preempted.
 
-The wrapped method is not a public interface: `setup.TESTED` says which versions have it.
+vLLM has two classes of model runners, with a method for each of the two kinds of noise. The wrapped
+methods are no public interface: `setup.TESTED` says which versions have them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rollpacker.engines.embedded.extend import DRAW_LOGITS
-from rollpacker.engines.vllm.draws import NUMBER, Anew, Draw, Draws, Settings
+from rollpacker.engines.vllm.draws import DRAW, NUMBER, Anew, Draw, Draws, Settings
 
-RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
-"""vLLM's class of model runners that this code is written for. vLLM's runner for CPUs is a
-subclass; its second runner, in `vllm.v1.worker.gpu`, is not."""
+RUNNERS = {
+    "rollpacker": "vllm.v1.worker.gpu_model_runner.GPUModelRunner",
+    "vllm": "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
+}
+"""vLLM's class of model runners that draws with each noise (`EngineConfig.noise`). vLLM's runners
+for CPUs are subclasses of these."""
 RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
-"""The environment variable that makes vLLM choose `RUNNER` when its value is 0."""
+"""The environment variable that makes vLLM choose a runner: 0 the first of `RUNNERS`, 1 the
+second."""
 
 
 def watch(worker: Any, draws: Draws) -> str | None:
     """Make the model runner of one of vLLM's workers draw again the carried tokens (from before an
     abort) of the requests in `draws`. Returns None, or a sentence that says why that cannot be
-    done: the runner is of another class than this code is written for."""
-    runner = worker.model_runner
+    done: the runner is of another class than the noise needs."""
+    runner, noise = worker.model_runner, draws.noise
     classes = [f"{one.__module__}.{one.__qualname__}" for one in type(runner).__mro__]
-    if RUNNER not in classes:
+    if RUNNERS[noise] not in classes:
         return (
             f"vLLM has started with the model runner {classes[0]}, and RollPacker has code for "
-            f"{RUNNER} alone: {RUNNER_VARIABLE}=0 makes vLLM choose that one, if it is set before "
-            "vLLM is imported"
+            f"{RUNNERS[noise]} alone where rollout.engine.noise is {noise}: "
+            f"{RUNNER_VARIABLE}={int(noise == 'vllm')} makes vLLM choose that one, if it is set "
+            "before vLLM is imported"
         )
-    of_prompts = runner._get_prompt_logprobs_dict
-
-    def also(hidden_states: Tensor, num_scheduled: Mapping[str, int]) -> Any:
-        _draw_anew(runner, draws, hidden_states, num_scheduled)
-        return of_prompts(hidden_states, num_scheduled)
-
-    runner._get_prompt_logprobs_dict = also
+    (_watch_second if noise == "vllm" else _watch_first)(runner, draws)
     return None
 
 
-def _draw_anew(
-    runner: Any, draws: Draws, hidden_states: Tensor, num_scheduled: Mapping[str, int]
-) -> None:
-    """Draw again the carried tokens (from before an abort) that vLLM's step has read, from the
-    hidden states before them. `hidden_states` [tokens of the step, hidden]. `num_scheduled`: vLLM
-    request's id to the number of its tokens in the step."""
-    found: list[_Piece] = []
-    for name, num_tokens in num_scheduled.items():
-        state = runner.requests[name]
-        draw = draws.by_number[state.sampling_params.extra_args[NUMBER]]
-        anew = draw.anew
-        if anew is None or len(anew.tokens) == draw.offset:
-            continue
-        # The first token to draw comes from the state after the prompt without what was carried.
-        before = len(state.prompt_token_ids) - draw.offset - 1
-        begin, end = state.num_computed_tokens, state.num_computed_tokens + num_tokens
-        place = len(anew.tokens)
-        count = min(end - before, draw.offset) - place
-        if count > 0:
-            assert begin <= before + place, "vLLM has read carried tokens from its prefix cache"
+def _watch_first(runner: Any, draws: Draws) -> None:
+    of_prompts = runner._get_prompt_logprobs_dict
+
+    def also(hidden_states: Tensor, num_scheduled: Mapping[str, int]) -> Any:
+        found: list[_Piece] = []
+        for name, num_tokens in num_scheduled.items():
+            state = runner.requests[name]
+            draw = draws.by_number[state.sampling_params.extra_args[NUMBER]]
             row = int(runner.query_start_loc.np[runner.input_batch.req_id_to_index[name]])
-            found.append(_Piece(draw, anew, place, count, row + before + place - begin))
-    if found:
-        _draw_all(runner, found, hidden_states)
+            begin, length = state.num_computed_tokens, len(state.prompt_token_ids)
+            found += _pieces(draw, len(found), row, begin, num_tokens, length)
+        if found:
+            size = runner.input_batch.vocab_size
+            settings = Settings([one.draw.sampling for one in found], size, hidden_states.device)
+
+            def drawn(logits: Tensor, column: Columns) -> tuple[Tensor, Tensor]:
+                return settings.draw(logits, column["key"], column["place"], column["owner"])
+
+            _draw_all(found, hidden_states, size, runner.model.compute_logits, drawn)
+        return of_prompts(hidden_states, num_scheduled)
+
+    runner._get_prompt_logprobs_dict = also
+
+
+def _watch_second(runner: Any, draws: Draws) -> None:
+    worker, watched = runner.prompt_logprobs_worker, dict[str, Draw]()
+    add, remove, of_prompts = (
+        worker.add_request,
+        worker.remove_request,
+        worker.compute_prompt_logprobs,
+    )
+
+    def add_also(name: str, slot: int, params: Any) -> None:
+        given = params.extra_args or {}
+        if DRAW in given:
+            watched[name] = draws.by_number.setdefault(given[NUMBER], given[DRAW])
+        add(name, slot, params)
+
+    def remove_also(name: str) -> None:
+        watched.pop(name, None)
+        remove(name)
+
+    def also(logits_of: LogitsOf, hidden_states: Tensor, batch: Any, *more: Any) -> Any:
+        found: list[_Piece] = []
+        for index, name in enumerate(batch.req_ids if watched else ()):
+            if name in watched:
+                slot, row, begin, num_tokens = (
+                    int(column[index])
+                    for column in (
+                        batch.idx_mapping_np,
+                        batch.query_start_loc_np,
+                        batch.num_computed_prefill_tokens_np,
+                        batch.num_scheduled_tokens,
+                    )
+                )
+                length = int(runner.req_states.prompt_len.np[slot])
+                found += _pieces(watched[name], slot, row, begin, num_tokens, length)
+        if found:
+            drawn = functools.partial(_drawn_as_by, runner.sampler)
+            _draw_all(found, hidden_states, runner.vocab_size, logits_of, drawn)
+        return of_prompts(logits_of, hidden_states, batch, *more)
+
+    worker.add_request, worker.remove_request = add_also, remove_also
+    worker.compute_prompt_logprobs = also
+
+
+def _drawn_as_by(sampler: Any, logits: Tensor, column: Columns) -> tuple[Tensor, Tensor]:
+    """Draw a token per row of logits as the second runner's sampler draws it in plain generation:
+    by vLLM's own functions, with the parameters of the request in slot `owner`. Returns tokens and
+    log-probabilities [rows]."""
+    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+    from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
+
+    states, slots = sampler.sampling_states, column["owner"]
+    about = slots.to(torch.int32), slots.cpu().numpy()
+    logits = logits.float()
+    states.apply_temperature(logits, *about)
+    logits = states.apply_top_k_top_p(logits, *about)
+    tokens = gumbel_sample(
+        logits,
+        torch.arange(len(slots), dtype=torch.int32, device=slots.device),
+        states.temperature.gpu[slots],
+        column["key"],
+        column["position"],
+        apply_temperature=False,
+        is_drafting=False,
+        use_fp64=sampler.use_fp64_gumbel,
+    )
+    return tokens, compute_token_logprobs(logits, tokens[:, None])[:, 0]
 
 
 class _Piece(NamedTuple):
@@ -80,32 +146,68 @@ class _Piece(NamedTuple):
 
     draw: Draw
     anew: Anew
+    owner: int
+    """Number by which the runner finds the request's parameters."""
+    num_tokens: int
     place: int
     """Index in the response of the first of these tokens."""
-    num_tokens: int
+    position: int
+    """Position, counted from the prompt's first token, of the token before it."""
     row: int
     """Index in the step's hidden states of the one that gives the first of these tokens' logits."""
 
+    def lines(self) -> Iterator[tuple[int, ...]]:
+        """A line of `COLUMNS` for each token."""
+        for n, key in enumerate(self.anew.keys[self.place : self.place + self.num_tokens]):
+            yield key, self.place + n, self.position + n, self.row + n, self.owner
 
-def _draw_all(runner: Any, found: list[_Piece], hidden_states: Tensor) -> None:
-    device, size = hidden_states.device, runner.input_batch.vocab_size
-    settings = Settings([one.draw.sampling for one in found], size, device)
-    keys = [key for one in found for key in one.anew.keys[one.place : one.place + one.num_tokens]]
-    all_keys = torch.tensor(keys, device=device)
-    places = torch.cat([torch.arange(one.place, one.place + one.num_tokens) for one in found])
-    places = places.to(device)
-    rows = torch.cat([torch.arange(one.row, one.row + one.num_tokens) for one in found]).to(device)
-    counts = torch.tensor([one.num_tokens for one in found])
-    requests = torch.arange(len(found)).repeat_interleave(counts).to(device)
+
+def _pieces(
+    draw: Draw, owner: int, row: int, begin: int, num_tokens: int, length: int
+) -> list[_Piece]:
+    """What is to be drawn again of a request of which vLLM's step has read `num_tokens` tokens from
+    position `begin` on: one piece or none. `row`: index of the first in the step's hidden states.
+    `length`: number of tokens of the request's prompt, which ends with the carried ones."""
+    anew = draw.anew
+    if anew is None or len(anew.tokens) == draw.offset:
+        return []
+    # The first token to draw comes from the state after the prompt without what was carried.
+    before, place = length - draw.offset - 1, len(anew.tokens)
+    count = min(begin + num_tokens - before, draw.offset) - place
+    if count <= 0:
+        return []
+    position = before + place
+    assert begin <= position, "vLLM has read carried tokens from its prefix cache"
+    return [_Piece(draw, anew, owner, count, place, position, row + position - begin)]
+
+
+COLUMNS = ("key", "place", "position", "row", "owner")
+Columns = Mapping[str, Tensor]
+"""By name of `COLUMNS`, int64 [tokens]: a fact about each of some tokens that are drawn again."""
+LogitsOf = Callable[[Tensor], Tensor]
+"""Function that gives the logits [rows, vocabulary] of hidden states [rows, hidden]."""
+
+
+def _draw_all(
+    found: Sequence[_Piece],
+    hidden_states: Tensor,
+    vocabulary_size: int,
+    logits_of: LogitsOf,
+    drawn: Callable[[Tensor, Columns], tuple[Tensor, Tensor]],
+) -> None:
+    """Draw these pieces' tokens again, some at a time, and note them. `hidden_states` [tokens of
+    the step, hidden]. `drawn` draws a token per row of logits."""
+    lines = [line for one in found for line in one.lines()]
+    columns = torch.tensor(lines, device=hidden_states.device).T.contiguous()
     tokens: list[int] = []
     log_probs: list[float] = []
-    at_once = max(1, DRAW_LOGITS // size)
-    for start in range(0, len(rows), at_once):
-        part = slice(start, start + at_once)
-        logits = runner.model.compute_logits(hidden_states[rows[part]])
-        drawn = settings.draw(logits, all_keys[part], places[part], requests[part])
-        tokens += drawn[0].tolist()
-        log_probs += drawn[1].tolist()
+    at_once = max(1, DRAW_LOGITS // vocabulary_size)
+    for start in range(0, len(lines), at_once):
+        part = columns[:, start : start + at_once]
+        column = dict(zip(COLUMNS, part, strict=True))
+        new = drawn(logits_of(hidden_states[column["row"]]), column)
+        tokens += new[0].tolist()
+        log_probs += new[1].tolist()
     start = 0
     for one in found:
         one.anew.tokens += tokens[start : start + one.num_tokens]

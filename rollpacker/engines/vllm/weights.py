@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -93,6 +93,7 @@ class Copy:
         None the module's or the folder's. The base of adapters is brought once. Raises
         `EngineError` if vLLM cannot take them or does not compute what a module with memory
         does."""
+        self._drain()
         before = self.probe
         own = self._folder or dict(base_weights(self._model))
         if not has_adapter(self._model):
@@ -108,6 +109,12 @@ class Copy:
         self._settle()
         if self._folder is None:
             self.compare(self._text, self._model_says())
+
+    def _drain(self) -> None:
+        """Let vLLM end the steps that it has begun ahead for requests which have left."""
+        core: Any = self._vllm.engine_core
+        while core.engine_core.batch_queue:
+            self._vllm.step()
 
     def _load_base(self, weights: Weights) -> str:
         """Bring all weights but the adapter's into vLLM, which then drops its adapter. Returns a
@@ -137,6 +144,7 @@ class Copy:
         from a folder, which may be slow to read: it waits in host memory (level 1)."""
         if not self.is_empty:
             self._before_sleep = self._vllm_says()
+        self._drain()
         drops = not has_adapter(self._model) and self._base is not None
         self._vllm.sleep(level=2 if drops else 1)
         self.is_empty = drops

@@ -42,9 +42,11 @@ class Extension:
         found = [_draws.by_number[number].anew for number in numbers]
         return [(one.tokens, one.log_probs) for one in found if one is not None]
 
-    def watch(self: Any) -> str | None:
-        """Have this worker's model runner draw carried tokens again (`verify.watch`). Called once,
-        before any request. Returns a sentence if the runner is of an unknown class, else None."""
+    def watch(self: Any, noise: str) -> str | None:
+        """Have this worker's model runner draw carried tokens again (`verify.watch`) with this
+        noise. Called once, before any request. Returns a sentence if the runner is of an unknown
+        class, else None."""
+        _draws.noise = noise
         return watch(self, _draws)
 
     def receive_weights(self: Any, weights: Weights) -> tuple[str, str | None]:

@@ -53,7 +53,7 @@ _OWN_FOLDERS = {
 
 RESUME_MUST_KEEP = (
     *("seed", "model.path", "data", "rollout", "tail_batching.race", "tail_batching.tiers"),
-    *("rewards", "environment", "train.threads", "model.quantization"),
+    *("rewards", "environment", "train.threads", "model.quantization", "rollout.engine.noise"),
 )
 """Config keys (with all keys below them) that a resume must not change, since results would differ.
 With another number of threads, floating-point sums come out different."""
@@ -67,8 +67,9 @@ RESUME_MAY_DIFFER = (
     *("environment.workers", "environment.memory_mb", "environment.timeout_s"),
     *("data.train.chat", "data.eval.chat"),
 )
-"""Keys below those of `RESUME_MUST_KEEP` that may change: they affect speed, not results. Of `chat`
-(are prompts put through the chat template?) `check_resume` compares the effect."""
+"""Keys below those of `RESUME_MUST_KEEP` that may change, but for those named there: they affect
+speed, not results. Of `chat` (are prompts put through the chat template?) `check_resume` compares
+the effect."""
 
 
 def holds_run(path: Path) -> bool:
@@ -233,7 +234,8 @@ def check_resume(
     harmless: list[str] = []
     for key, old, new in changes:
         text = f"{key}: {old!r} -> {new!r}"
-        must_keep = _below(key, RESUME_MUST_KEEP) and not _below(key, RESUME_MAY_DIFFER)
+        may_differ = _below(key, RESUME_MAY_DIFFER) and key not in RESUME_MUST_KEEP
+        must_keep = _below(key, RESUME_MUST_KEEP) and not may_differ
         if key in RESUME_MAY_GROW and type(old) is type(new) is int:
             must_keep = new < old
             text += (

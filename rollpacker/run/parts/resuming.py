@@ -3,6 +3,7 @@ anything is left to do. No data, model or reward is loaded."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -21,17 +22,37 @@ READ_S = 5.0
 
 
 def config_before(folder: RunFolder) -> dict[str, Any]:
-    """Returns the config of the run's last start. Raises `RunError` if it cannot be read."""
+    """Returns the config of the run's last start. One from before there was a choice of noise says
+    what it was drawn with. Raises `RunError` if the config cannot be read."""
     from rollpacker.config.document import ConfigError, parse_document, read_text
     from rollpacker.run.errors import RunError
 
     try:
-        return parse_document(read_text(folder.config), str(folder.config))[0]
+        before = parse_document(read_text(folder.config), str(folder.config))[0]
     except ConfigError as error:
         raise RunError(
             f"{error} This is what the run was started with, so it cannot be told whether "
             "it is the same run. Restore the file, or begin anew with --overwrite"
         ) from error
+    before.setdefault("rollout", {}).setdefault("engine", {}).setdefault("noise", "rollpacker")
+    return before
+
+
+def as_before(config: RunConfig, folder: RunFolder) -> RunConfig:
+    """Returns the config with the choices that were made when the folder's run began. Raises
+    `RunError` if that run's config cannot be read."""
+    if not folder.config.exists():
+        return config
+    return with_noise(config, config_before(folder)["rollout"]["engine"]["noise"])
+
+
+def with_noise(config: RunConfig, noise: str) -> RunConfig:
+    """Returns the config, with `noise` in place of `rollout.engine.noise=auto`. It is decided when
+    a run begins and saved with the config, so that a resume on other devices draws as before."""
+    if config.rollout.engine.noise != "auto":
+        return config
+    engine = dataclasses.replace(config.rollout.engine, noise=noise)  # type: ignore[arg-type]
+    return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, engine=engine))
 
 
 def check_config(config: RunConfig, folder: RunFolder, step: int) -> None:
