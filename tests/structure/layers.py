@@ -78,6 +78,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         ("run.parts", "run.session", "run.train", "run.driving", "run.view"), _ALL_BUT_CLI
     ),
     "sandbox": ("endpoints", "workers"),
+    "scheduler": (
+        *("bus", "core", "data.dataset", "engines.engine", "report.accounting"),
+        *("report.step_summary", "run.errors", "run.ports.carried", "run.ports.clock"),
+    ),
     "serving": (*NOUNS, "dialogue", "engines"),
     "sim": ("bus", "core", "config", "report", "pipeline.sim", "pipeline.plan", "cluster.decide"),
     "spans": (),
