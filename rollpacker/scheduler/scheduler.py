@@ -63,7 +63,7 @@ from rollpacker.core.ids import SampleId
 from rollpacker.core.job.config import JobConfig
 from rollpacker.core.job.job import Job
 from rollpacker.core.job.phases import Phase
-from rollpacker.core.records import Session
+from rollpacker.core.records import Entry, Session
 from rollpacker.data.dataset import Cursor
 from rollpacker.engines.engine import Carried, EngineOutput, Response, sample_key
 from rollpacker.report.accounting import Accounting
@@ -169,7 +169,7 @@ class Scheduler:
         self._is_trained = False
         self._accounting = Accounting(max_response_tokens=config.max_response_tokens)
         self._accounting.history.last_step = job.step
-        self._bus = Bus(job, RealClock(0.0), sinks=[self._accounting.feed])
+        self._bus = Bus(job, RealClock(0.0), sinks=[self._account])
         self._bus.connect(self, self._carried, Recorded(Drop, CancelScore), Unsaid(*OF_TURNS))
         started_at = datetime.now(UTC).isoformat(timespec="seconds")
         self._bus.write(
@@ -333,6 +333,9 @@ class Scheduler:
             **dict.fromkeys((Place, Move, Replace, Resize, Release, StartGradients), _never),
             **dict.fromkeys((RestoreTrainer, Enter, Leave, Remind), _never),
         }
+
+    def _account(self, entry: Entry) -> None:
+        self._accounting.feed(entry)
 
     def _fetch(self, command: FetchPrompts) -> None:
         prompts, epoch_ended, data_ended = self._cursor.take(command.count)
