@@ -38,7 +38,7 @@ class FakeRanks:
         if self.lost:
             raise RanksLost("gone")
         self.told.append(arguments[0][0] if method == "arrange" else method)
-        if method == "score":
+        if method in ("score", "setup"):
             return [[], []]
         if method == "apply":
             times = ranks_times(2, slow_links=[(0, 0)] if self.slow else [])

@@ -120,7 +120,13 @@ def updated_over(
         model=model,
         tokenizer=None,
         pad_token_id=0,
-        config=TrainConfig(steps=9, learning_rate=1e-2, micro_batch_tokens=40, updates_per_round=2),
+        config=TrainConfig(
+            steps=9,
+            learning_rate=1e-2,
+            micro_batch_tokens=40,
+            updates_per_round=2,
+            gradient_sync="step",  # as with stages by default
+        ),
         algorithm=AlgorithmConfig(),
         temperature=1.0,
         total_steps=None,

@@ -176,6 +176,7 @@ def updated(
             betas=(0.0, 0.9),  # the first moment is the last gradient, clipped
             micro_batch_tokens=budget,
             max_grad_norm=0.05,
+            gradient_sync="step",  # as with stages by default
         ),
         algorithm=AlgorithmConfig(),
         temperature=TEMPERATURE,
