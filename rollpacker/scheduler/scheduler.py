@@ -89,9 +89,8 @@ class Request:
     """One response that the host is to generate."""
 
     sample: SampleId
-    place: int
-    """Which of its prompt's responses this is, from 0. A prompt that is started again has the same
-    places again."""
+    noise: SampleId
+    """The sample that had the same random numbers first: the prompt's first start of this place."""
     seed: int
     """Seed of the response's random numbers, from 0 to 2 ** 63 - 1, which depends on the prompt and
     the place. An engine whose noise depends on nothing but the seed and a token's position draws
@@ -104,6 +103,12 @@ class Request:
     def id(self) -> str:
         """Name of the request. No two requests of a run have the same."""
         return str(self.sample)
+
+    @property
+    def place(self) -> int:
+        """Which of its prompt's responses this is, from 0. A prompt that is started again has the
+        same places again."""
+        return self.noise.index
 
     @property
     def prompt(self) -> int:
@@ -172,6 +177,7 @@ class Scheduler:
         self._bus = Bus(job, RealClock(0.0), sinks=[self._account])
         self._bus.connect(self, self._carried, Recorded(Drop, CancelScore), Unsaid(*OF_TURNS))
         started_at = datetime.now(UTC).isoformat(timespec="seconds")
+        self._reported_s = dict.fromkeys(CAUSES, 0.0)
         self._bus.write(
             Session(started_at=started_at, time_s=0.0, step=job.step, job=config.to_plain())
         )
@@ -258,8 +264,7 @@ class Scheduler:
             try:
                 self._bus.take(event)
             except BaseException as error:  # of the host, as it starts or stops others
-                if not self._step.done():
-                    self._step.set_exception(error)
+                self.fail(error)
                 raise
 
     def trained(self) -> dict[str, float]:
@@ -270,12 +275,26 @@ class Scheduler:
             if job.phase is not Phase.TRAINING:
                 raise RuntimeError("no step waits to be trained on: call next_step() first")
             self._bus.take(Trained(time_s=0.0, step=job.step + 1, version=job.version + 1))
-            return metrics_of(self._accounting.so_far(job.step))
+            seconds, before = self.seconds(), self._reported_s
+            self._reported_s = seconds
+            spent = {f"{name}_s": value - before[name] for name, value in seconds.items()}
+            return spent | counts_of(self._accounting.so_far(job.step))
+
+    def fail(self, error: BaseException) -> None:
+        """End the step under way with this error, which is raised to whoever waits for it."""
+        with self._bus.lock:
+            if not self._step.done():
+                self._step.set_exception(error)
 
     @property
     def is_trained(self) -> bool:
         """Whether the last step was trained on, so that the state can be saved."""
         return self._bus.job.phase is Phase.COMMITTING
+
+    @property
+    def waits_for_training(self) -> bool:
+        """Whether the last step's groups are known, and were not trained on yet."""
+        return self._bus.job.phase is Phase.TRAINING
 
     @property
     def version(self) -> int:
@@ -349,7 +368,7 @@ class Scheduler:
         requests = [
             Request(
                 sample=sample,
-                place=noise.index,
+                noise=noise,
                 seed=sample_key(self._seed, noise) >> 1,
                 carried=carried,
             )
@@ -422,20 +441,16 @@ CAUSES = {
     "tail_idle": ("tail_idle",),
     "training": ("training",),
     "between_steps": ("checkpoint",),
-    "controller": ("controller", "sync", "reward_wait"),
+    "controller": ("controller", "sync"),
 }
 """What seconds went into, with the causes (`report/time_book.py`) that each name adds up. decode:
 slots that generated; tail_idle: slots that stood empty until the rest of the round had ended;
 training: from a step's groups to `trained`; between_steps: from there to the next step."""
 
 
-def metrics_of(step: StepSummary) -> dict[str, float]:
-    """A step's metrics for the host's tables."""
-    spent = {
-        f"{name}_s": sum(step.seconds[one] for one in causes) for name, causes in CAUSES.items()
-    }
+def counts_of(step: StepSummary) -> dict[str, float]:
+    """A step's metrics for the host's tables, but for its seconds."""
     return {
-        **spent,
         "is_long_round": float(step.kind in ("long", "flush")),
         "prompts_launched": float(step.prompts.launched),
         "prompts_deferred": float(step.prompts.deferred),

@@ -61,8 +61,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "integrations": (),
     "integrations.environments": ("data", "environments", "rewards", "serving", "workers"),
     "integrations.trl": (
-        *("bus", "core", "data.dataset", "report.history", "report.time_book", "engines"),
-        *("config.load", "run.ports.carried", "run.ports.clock", "run.errors"),
+        *("core", "data.dataset", "engines", "config.load", "run.errors", "scheduler"),
     ),
     "pipeline": ("report",),
     "pipeline.links": ("pipeline.plan", "trainer.trainer", "workers"),
