@@ -39,7 +39,7 @@ from rollpacker.core.events import SampleAborted, SampleGenerated
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.engines.embedded.engine import TorchEngine
 from rollpacker.engines.embedded.extend import MAX_REDRAWS
-from rollpacker.engines.embedded.sampling import exponentials, noise_size, num_groups, sample_key
+from rollpacker.engines.embedded.sampling import exponentials, noise_size, num_groups
 from rollpacker.engines.engine import (
     Carried,
     EngineConfig,
@@ -47,6 +47,7 @@ from rollpacker.engines.engine import (
     GenerationRequest,
     Response,
     SamplingParams,
+    sample_key,
 )
 from rollpacker.run.parts import policy as build
 

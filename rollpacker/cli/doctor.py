@@ -270,7 +270,7 @@ def _outcome(check: _Check) -> list[Finding]:
         cure = "The machine may be busy: run it again when it is not."
         return [Finding("warn", check.name, f"slow: not measured ({error})", cure)]
     except ModuleNotFoundError as error:
-        cure = "Run make again, or: pip install --editable ."
+        cure = "Run make again, or: pip install 'rollpacker[train]'"
         return [Finding("fail", check.name, f"the package {error.name} is missing", cure)]
     except MissingPackageError as error:
         text, _, cure = str(error).partition(": ")

@@ -52,8 +52,8 @@ def packages() -> Finding:
         extra: _wrong(extra)
         for extra in ("", *metadata("rollpacker").get_all("Provides-Extra", ()))
     }
-    if needed := wrong.pop(""):
-        cure = "Run make again, or: pip install --editable ."
+    if needed := [*wrong.pop(""), *wrong.pop("train", [])]:
+        cure = "Run make again, or: pip install 'rollpacker[train]'"
         return Finding("fail", "packages", "; ".join(needed), cure)
     without = [extra for extra, lacks in wrong.items() if lacks and extra != "dev"]
     rest = f"; optional parts that are not: {', '.join(without)}" if without else ""

@@ -15,13 +15,16 @@ if TYPE_CHECKING:
 GOES_ON_AFTER_SIGTERM = ("train",)
 """Verbs (commands) that SIGTERM and SIGHUP stop as Ctrl-C does. Others end without clean-up."""
 
+WITH_MODELS = ("serve", "train", "warmup")
+"""Verbs that need the packages of the extra `train`, whatever they are given."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in `argv` (None: `sys.argv`); returns the exit code (see `EXIT_CODES`)."""
     import importlib
 
     from rollpacker.cli.verbs import VERBS, build_parser, parse, unknown_verb
-    from rollpacker.imports import silence_noise
+    from rollpacker.imports import require, silence_noise
     from rollpacker.run.error_messages import report_error
 
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -41,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.verbose:
         _show_information()
     try:
+        if args.verb in WITH_MODELS:
+            require("torch", extra="train", what=f"rollpacker {args.verb}")
         return int(importlib.import_module(f"rollpacker.cli.{args.verb}").run(args))
     except SystemExit as stop:
         if isinstance(stop.__context__, BrokenPipeError):  # rich makes an exit of it

@@ -1,18 +1,18 @@
 """Makes a config's dataclasses of plain values: every key must be known, every value of its type.
-The schema is walked and pydantic (strict) is asked about each leaf, so that all problems of a file
+The schema is walked and msgspec (strict) is asked about each leaf, so that all problems of a file
 are found in one go and each names its key, its value, and what is allowed."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
 import math
 import re
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args, get_origin
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+import msgspec
 
 from rollpacker.config.document import Path_, dotted, nearest
 from rollpacker.config.earlier import GONE
@@ -36,11 +36,6 @@ from rollpacker.config.synonyms import (
 
 _FAILED = object()
 _DOTTED_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
-
-
-@functools.cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind, config=ConfigDict(strict=True, allow_inf_nan=False))
 
 
 def allowed(kind: Any) -> str:
@@ -162,8 +157,8 @@ class Checker:
             candidates.append(self._raw[path])
         for candidate in candidates:
             try:
-                return _adapter(kind).validate_python(candidate)
-            except ValidationError:
+                return _converted(candidate, kind)
+            except msgspec.ValidationError:
                 continue
         problem = f"is {_show(value)}. Allowed: {allowed(kind)}"
         choices = [str(c) for m in members(kind) if get_origin(m) is Literal for c in get_args(m)]
@@ -270,6 +265,30 @@ def _prepared(kind: Any, value: Any) -> Any:
             return value
         return number if math.isfinite(number) else value
     return value
+
+
+def _converted(value: Any, kind: Any) -> Any:
+    """The value as the type `kind` has it, which for most types is the same: a whole number is
+    made a `float` where one is wanted. Raises `msgspec.ValidationError` if it is of another type,
+    or a number that is not finite."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is tuple and isinstance(value, tuple):
+        if arguments[-1] is Ellipsis:
+            return tuple(_converted(item, arguments[0]) for item in value)
+        if len(arguments) == len(value):
+            return tuple(map(_converted, value, arguments))
+    if origin is Mapping and isinstance(value, Mapping):
+        return {_converted(k, arguments[0]): _converted(v, arguments[1]) for k, v in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        raise msgspec.ValidationError("the number is not finite")
+    parts = members(kind)
+    if len(parts) == 1:
+        return msgspec.convert(value, kind, strict=True)
+    # One by one, as msgspec takes no union of a text and a literal; 1 is an int before a float.
+    for part in sorted(parts, key=lambda part: part is not type(value)):
+        with contextlib.suppress(msgspec.ValidationError):
+            return _converted(value, part)
+    raise msgspec.ValidationError("no type of the union fits")
 
 
 def _prepared_key(kind: Any, key: Any) -> Any:

@@ -6,13 +6,12 @@ variables nor files, and nothing is ever instantiated by name.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
-
-from omegaconf import OmegaConf
 
 from rollpacker.config.check import Checker, to_plain_value
 from rollpacker.config.document import (
@@ -182,7 +181,27 @@ def _resolved(tree: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[Path_, s
             problems.append((path, f'is "{value}": {problem}'))
     if problems:
         return tree, problems
-    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(tree), resolve=True)), []
+    return cast(dict[str, Any], _replaced(tree, tree)), []
+
+
+def _replaced(value: Any, tree: Mapping[str, Any]) -> Any:
+    """The value with every reference in it replaced: by what it refers to or, inside of a longer
+    text, by that as a text."""
+    if isinstance(value, dict):
+        return {key: _replaced(item, tree) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_replaced(item, tree) for item in value]
+    if not isinstance(value, str):
+        return value
+    if whole := _REFERENCE.fullmatch(value):
+        return copy.deepcopy(_referred(whole[1], tree))
+    return _REFERENCE.sub(lambda found: str(_referred(found[1], tree)), value)
+
+
+def _referred(name: str, tree: Any) -> Any:
+    for part in name.split("."):
+        tree = tree[int(part) if isinstance(tree, list) else part]
+    return tree
 
 
 def _reference_problem(tree: dict[str, Any], value: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from rollpacker.core.commands import LIMITS
@@ -30,6 +31,14 @@ Redraws = tuple[tuple[int, int], ...]
 
 NOT_NUMBERS = "the model's logits are not numbers"
 """Beginning of the `reason` of a `SampleFailed` event if the sample's logits held a NaN."""
+
+
+def sample_key(seed: int, sample: SampleId, redraw: int = 0, turn: int = 1) -> int:
+    """64-bit key of a sample's noise (random numbers). Each redraw (further set for the same
+    tokens) and each turn of the model in a dialogue has another key."""
+    text = f"{seed}|{sample}" if redraw == 0 else f"{seed}|{sample}|{redraw}"
+    text = text if turn == 1 else f"{text}|turn {turn}"
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 class EngineError(RuntimeError):

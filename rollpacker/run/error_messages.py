@@ -51,6 +51,12 @@ _BY_NAME = {
     "rollpacker.run.errors.FolderInUse": 75,
 }
 
+_OF_TRAINING = (
+    *("cloudpickle", "huggingface_hub", "jinja2", "packaging", "pyarrow", "safetensors"),
+    *("tokenizers", "torch", "transformers"),
+)
+"""Packages of the extra `train`, which simulator, planner and reports do without."""
+
 _ELSEWHERE = "(runs_dir=..., or --out of a report)"
 _OS_ADVICE = {
     errno.ENOSPC: "the disk is full. Free some space and try again (a run goes on with --resume)",
@@ -101,6 +107,11 @@ def classify(error: BaseException) -> tuple[int, str]:
         return 130, str(error) or "interrupted"
     if isinstance(error, BrokenPipeError):
         return 5, ""
+    if isinstance(error, ModuleNotFoundError) and error.name in _OF_TRAINING:
+        return 2, (
+            f"this needs {error.name}, which is not installed: pip install 'rollpacker[train]' "
+            "brings what runs, models and their files need"
+        )
     if isinstance(error, OSError) and error.errno in _OS_ADVICE:
         where = f"{error.filename}: " if error.filename is not None else ""
         return 5, where + _OS_ADVICE[error.errno]

@@ -15,8 +15,8 @@ from rollpacker.engines.embedded.sampling import (
     exponentials,
     noise_size,
     num_groups,
-    sample_key,
 )
+from rollpacker.engines.engine import sample_key
 
 PINNED_KEY = 3661546623890549043
 PINNED_NOISE = [0.4037332438685237, 0.1322234093990957, 1.7752831778329377, 0.04652605126063502]

@@ -11,8 +11,8 @@ import torch
 
 from rollpacker.engines.embedded import vllm_noise
 from rollpacker.engines.embedded.rows import Pending, RowTable
-from rollpacker.engines.embedded.sampling import DrawMode, draw, sample_key
-from rollpacker.engines.engine import GenerationRequest, SamplingParams
+from rollpacker.engines.embedded.sampling import DrawMode, draw
+from rollpacker.engines.engine import GenerationRequest, SamplingParams, sample_key
 from tests.engines.tiny import SECOND_RUNNER, VOCABULARY, generate, group, request, tiny_model
 
 MANY = 30 * 4096

@@ -16,8 +16,8 @@ from rollpacker.config.schema import RunConfig
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.engines.embedded.attention import UnsupportedModelError
 from rollpacker.engines.embedded.rows import Pending, RowTable
-from rollpacker.engines.embedded.sampling import draw, sample_key
-from rollpacker.engines.engine import EngineConfig, GenerationRequest, SamplingParams
+from rollpacker.engines.embedded.sampling import draw
+from rollpacker.engines.engine import EngineConfig, GenerationRequest, SamplingParams, sample_key
 from rollpacker.engines.vllm import draws as vllm_draws
 from rollpacker.engines.vllm import setup as vllm_setup
 from rollpacker.engines.vllm.draws import Draw

@@ -15,7 +15,6 @@ from trl.trainer.utils import RepeatSampler
 from rollpacker.core.events import SampleAborted, SampleFailed, SampleGenerated
 from rollpacker.core.ids import SampleId
 from rollpacker.core.job.config import JobConfig
-from rollpacker.core.job.job import Job
 from rollpacker.data.dataset import PromptRow
 from rollpacker.engines.engine import (
     EngineError,
@@ -108,7 +107,7 @@ def rollouts(engine: FakeEngine, *, num_steps: int = 4, generation_s: float = 5.
     cursor = SamplerCursor(8, prompts_per_step=2, num_steps=num_steps, shuffle=False, seed=0)
     row = PromptRow(prompt="1+2=", tokens=(3, 4), columns={})
     return Rollouts(
-        Job(config),
+        config,
         engine=engine,  # type: ignore[arg-type]
         cursor=cursor,
         prompts=[row] * 8,
@@ -166,12 +165,12 @@ def test_seconds_add_up() -> None:
     own = rollouts(FakeEngine())
     own.next_step()
     metrics = own.trained()
-    wall = sum(own.seconds().values())
+    wall = sum(own.scheduler.seconds().values())
     spent = sum(value for name, value in metrics.items() if name.endswith("_s"))
     assert spent == pytest.approx(wall) and metrics["prompts_launched"] == 3
     own.next_step()
     own.trained()
-    assert own.report().startswith("rollpacker: 2 steps in ")
+    assert own.scheduler.report().startswith("rollpacker: 2 steps in ")
 
 
 def test_the_order_is_that_of_trls_sampler() -> None:
@@ -253,4 +252,4 @@ def test_the_extra_asks_for_the_versions_that_are_taken() -> None:
     import tomllib
 
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    assert project["optional-dependencies"]["trl"] == [f"trl{SUPPORTED}"]
+    assert f"trl{SUPPORTED}" in project["optional-dependencies"]["trl"]

@@ -61,8 +61,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "integrations": (),
     "integrations.environments": ("data", "environments", "rewards", "serving", "workers"),
     "integrations.trl": (
-        *("bus", "core", "data.dataset", "report.history", "report.time_book", "engines"),
-        *("config.load", "run.ports.carried", "run.ports.clock", "run.errors"),
+        *("core", "data.dataset", "engines", "config.load", "run.errors", "scheduler"),
     ),
     "pipeline": ("report",),
     "pipeline.links": ("pipeline.plan", "trainer.trainer", "workers"),
@@ -78,6 +77,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         ("run.parts", "run.session", "run.train", "run.driving", "run.view"), _ALL_BUT_CLI
     ),
     "sandbox": ("endpoints", "workers"),
+    "scheduler": (
+        *("bus", "core", "data.dataset", "engines.engine", "report.accounting"),
+        *("report.step_summary", "run.errors", "run.ports.carried", "run.ports.clock"),
+    ),
     "serving": (*NOUNS, "dialogue", "engines"),
     "sim": ("bus", "core", "config", "report", "pipeline.sim", "pipeline.plan", "cluster.decide"),
     "spans": (),

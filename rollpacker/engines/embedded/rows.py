@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from rollpacker.engines.embedded import vllm_noise
-from rollpacker.engines.embedded.sampling import DrawMode, exponentials, noise_size, sample_key
-from rollpacker.engines.engine import GenerationRequest, Response
+from rollpacker.engines.embedded.sampling import DrawMode, exponentials, noise_size
+from rollpacker.engines.engine import GenerationRequest, Response, sample_key
 
 ANY_LENGTH = np.iinfo(np.int64).max
 """Value of the column `ceiling` for a row that may become as long as its limit allows."""

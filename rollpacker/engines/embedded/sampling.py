@@ -18,12 +18,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from hashlib import blake2b
 
 import torch
 from torch import Tensor
-
-from rollpacker.core.ids import SampleId
 
 WIDE_VOCABULARY = 64
 """Largest vocabulary that is drawn from in one round. A larger one takes two: group, then token."""
@@ -34,14 +31,6 @@ stay in the thread's cache. All rows of a wide vocabulary would need new memory 
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
-
-
-def sample_key(seed: int, sample: SampleId, redraw: int = 0, turn: int = 1) -> int:
-    """64-bit key of a sample's noise (random numbers). Each redraw (further set for the same
-    tokens) and each turn of the model in a dialogue has another key."""
-    text = f"{seed}|{sample}" if redraw == 0 else f"{seed}|{sample}|{redraw}"
-    text = text if turn == 1 else f"{text}|turn {turn}"
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def num_groups(vocabulary_size: int) -> int:

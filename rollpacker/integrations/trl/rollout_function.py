@@ -16,15 +16,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from rollpacker.config.load import config_of, to_plain
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.job.config import JobConfig
-from rollpacker.core.job.job import Job
 from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 from rollpacker.data.dataset import PromptRow
 from rollpacker.engines.engine import EngineConfig, GenerationRequest, Response, SamplingParams
 from rollpacker.integrations.trl.cursor import SamplerCursor
 from rollpacker.integrations.trl.late_rows import LateDataset, Row
 from rollpacker.integrations.trl.policy import LentModel, close, prompt_tokens
-from rollpacker.integrations.trl.rollouts import FOLDER, Groups, Rollouts, collect, restore
-from rollpacker.run.ports.carried import KeptByPrompt
+from rollpacker.integrations.trl.rollouts import Groups, Rollouts, collect
 
 ALL_THREE = (
     "GRPOTrainer(..., train_dataset=rollout.dataset, rollout_func=rollout, callbacks=[rollout])"
@@ -137,15 +135,14 @@ class RolloutFunction(TrainerCallback):
             shuffle=args.shuffle_dataset,
             seed=args.seed,
         )
-        job, waiting = _job(config, cursor, args, state.global_step)
         self._rollouts = Rollouts(
-            job,
+            config,
             engine=self._engine(parts["model"], tokenizer),
             cursor=cursor,
             prompts=prompts,
             sampling=_sampling(args),
             generation_s=self._generation_s,
-            waiting=waiting,
+            resume=_checkpoint(args, state.global_step) if state.global_step else None,
         )
 
     def _decide(self) -> list[Row]:
@@ -212,7 +209,7 @@ class RolloutFunction(TrainerCallback):
         """Return a line of text with the seconds of the training by cause, such
         as decoding and training."""
         assert self._rollouts is not None, "there was no training"
-        return self._rollouts.report()
+        return self._rollouts.scheduler.report()
 
     # -- the engine --------------------------------------------------------------------------
 
@@ -288,24 +285,6 @@ class Prompts(Sequence[PromptRow]):
 
 def _checkpoint(args: Any, step: int) -> Path:
     return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
-
-
-def _job(
-    config: JobConfig, cursor: SamplerCursor, args: Any, step: int
-) -> tuple[Job, KeptByPrompt | None]:
-    """Return the state (`Job`) with which a training begins, and the tokens kept of prompts put off
-    to a later step. `step` 0 is a new training, which has no such tokens (None); else both are read
-    from TRL's checkpoint of that step. Raises `ValueError` if nothing was saved there."""
-    if not step:
-        return Job(config), None
-    found = restore(_checkpoint(args, step), config, cursor)
-    if found is None:
-        raise ValueError(
-            f"{_checkpoint(args, step)} has no {FOLDER}/: which prompts were begun early is not "
-            "known. Resume from a checkpoint of output_dir that was saved with rollout_function, "
-            "after a step that used up its responses (steps_per_generation)"
-        )
-    return found
 
 
 def num_generations(args: Any, max_steps: int, batches_per_epoch: int) -> int:

@@ -130,6 +130,20 @@ class CarriedTokens:
     ) -> list[GenerationRequest]:
         """Returns the engines' request for each sample of the command `Launch`, with the kept
         tokens from which it goes on, if any. `rows`: the data set's rows."""
+        return [
+            GenerationRequest(
+                sample=sample,
+                prompt_tokens=rows[sample.prompt.row].tokens,
+                sampling=sampling,
+                noise=noise,
+                carried=carried,
+            )
+            for sample, noise, carried in self.launched(command)
+        ]
+
+    def launched(self, command: Launch) -> list[tuple[SampleId, SampleId, Carried | None]]:
+        """Returns for each sample of the command `Launch` its id, that of the sample whose random
+        numbers it is drawn with, and the kept tokens from which it goes on, if any."""
         if command.kind is RoundKind.PLAIN and self._config.carry == "auto" and self.carries:
             self._warn_once(_AWAITED)
         for prompt in {sample.prompt for sample in command.samples} & self._waiting.keys():
@@ -138,13 +152,7 @@ class CarriedTokens:
             self._noise[sample] = self._noise_of(replaced)
         counts = command.carried or (0,) * len(command.samples)
         return [
-            GenerationRequest(
-                sample=sample,
-                prompt_tokens=rows[sample.prompt.row].tokens,
-                sampling=sampling,
-                noise=self._noise_of(sample),
-                carried=self._take(sample, count, command.most_verified),
-            )
+            (sample, self._noise_of(sample), self._take(sample, count, command.most_verified))
             for sample, count in zip(command.samples, counts, strict=True)
         ]
 
