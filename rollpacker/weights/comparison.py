@@ -22,11 +22,12 @@ other formats than float32, for which it is `TOLERANCE`."""
 SURE = 10.0
 """Where the trainer's log-probs are below -`SURE` on average, as of a model whose logits are large,
 the tolerance grows with them, as the rounding of logits does."""
-SEEN, NUM_SEEN, FOLLOWED = 0.5, 100, 0.1
+SEEN, SHARE_SEEN, NUM_SEEN = 0.25, 0.6, 200
 """An update is seen in a token if it changed the trainer's log-prob by more than `SEEN` times the
-mean difference of the two sides: the rounding of an engine may hide smaller ones. A sound engine's
-log-probs change in about as many tokens. It is stale once updates in a row were seen in `NUM_SEEN`
-tokens together, and each changed its log-probs in at most `FOLLOWED` times those it was seen in."""
+mean difference of the two sides: the rounding of an engine may hide smaller ones. An engine that
+repeats itself exactly is stale once updates in a row were seen in `SHARE_SEEN` of the tokens, and
+`NUM_SEEN` times in all. Fewer tokens, time and again, may be those of a single number that only the
+trainer rounds now up, now down."""
 
 LogProbs = NDArray[np.float32]
 
@@ -41,13 +42,13 @@ def text_of(prompts: Iterable[Sequence[int]], context: int | None) -> tuple[int,
 
 class Comparison:
     """What an engine and its trainer said of one text after the latest update, and in how many
-    tokens updates were seen that the engine did not follow."""
+    updates each token was seen to change since the engine last said something else."""
 
     def __init__(self, dtype: str) -> None:
         """`dtype`: name of the weights' dtype."""
         self._tolerance = TOLERANCE.get(dtype, TOLERANCE_HALF)
         self._latest: tuple[LogProbs, LogProbs] | None = None
-        self._num_missed = 0
+        self._missed = np.zeros(0, np.int64)
 
     def add(
         self, trainer: Sequence[float], engine: Sequence[float], *, changed: bool = True
@@ -60,10 +61,11 @@ class Comparison:
         if not np.isfinite(now[0]).all():
             return None
         before, self._latest = self._latest, now
-        if before is not None and changed and len(before[0]) == len(now[0]):
+        if before is None or len(before[0]) != len(now[0]) or (before[1] != now[1]).any():
+            self._missed = np.zeros(len(now[0]), np.int64)
+        elif changed:
             seen = np.abs(now[0] - before[0]) > SEEN * np.abs(before[0] - before[1]).mean()
-            followed = (now[1] != before[1]).sum() > FOLLOWED * seen.sum()
-            self._num_missed = 0 if followed else self._num_missed + int(seen.sum())
+            self._missed += seen
         return self.difference(*now) or self._why_stale()
 
     def difference(self, trainer: LogProbs, engine: LogProbs) -> str | None:
@@ -78,9 +80,10 @@ class Comparison:
         )
 
     def _why_stale(self) -> str | None:
-        if self._num_missed < NUM_SEEN:
+        share = float((self._missed > 0).mean())
+        if share < SHARE_SEEN or self._missed.sum() < NUM_SEEN:
             return None
         return (
             "its log-probabilities of a text stayed as they were, while updates changed "
-            f"{self._num_missed} of the trainer's"
+            f"{share:.0%} of the trainer's"
         )
