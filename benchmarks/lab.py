@@ -22,11 +22,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+import yaml
 from machine import RESULTS, ROOT, write_result
 
 sys.path.insert(0, str(ROOT))  # worlds of tests are arms of some benchmarks
 
 __all__ = ["RESULTS", "ROOT", "bench", "earlier", "in_process", "turns", "write_result"]
+PUBLISHED: dict[str, Any] = yaml.safe_load((ROOT / "benchmarks/published.yaml").read_text())
+"""What others have published, by source."""
 Arm = TypeVar("Arm")
 LONGEST = 400
 """Characters of one key's value that are printed; the file has all of it."""
