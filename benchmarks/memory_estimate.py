@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,20 +111,31 @@ def _in_process(name: str) -> dict[str, Any]:
 
 
 def _save_model(setting: Setting, folder: str) -> None:
+    random_model(setting.architecture).save_pretrained(folder)
+
+
+def random_model(architecture: dict[str, Any], dtype: str = "float32") -> Any:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(**setting.architecture)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    config = AutoConfig.for_model(**architecture)
+    return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
 
 
 def _measure(setting: Setting, folder: str) -> int:
     """Bytes."""
     torch.set_num_threads(1)
     config = _run_config(setting, folder)
-    before = PeakMemory(torch.device("cpu"))
-    assert before.resets, "the peak cannot be set back on this system"
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    batch = samples(_num_samples(setting), setting.row_tokens)
+
+    def build() -> Learner:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return new_learner(model, config, gradient_checkpointing=setting.gradient_checkpointing)
+
+    return peak_bytes(build, batch)
+
+
+def new_learner(model: Any, config: RunConfig, **parts: Any) -> Learner:
     install_attention(model)
-    learner = Learner(
+    return Learner(
         model=model,
         tokenizer=None,
         pad_token_id=0,
@@ -131,9 +143,15 @@ def _measure(setting: Setting, folder: str) -> int:
         algorithm=config.algorithm,
         temperature=1.0,
         total_steps=None,
-        gradient_checkpointing=setting.gradient_checkpointing,
+        **parts,
     )
-    batch = samples(_num_samples(setting), setting.row_tokens)
+
+
+def peak_bytes(build: Callable[[], Learner], batch: Sequence[TrainSample]) -> int:
+    """The peak of a second step with this batch, above what was there before `build`."""
+    before = PeakMemory(torch.device("cpu"))
+    assert before.resets, "the peak cannot be set back on this system"
+    learner = build()
     learner.accumulate(batch[:1])
     learner.apply()
     learner.accumulate(batch)
@@ -141,21 +159,33 @@ def _measure(setting: Setting, folder: str) -> int:
 
 
 def _run_config(setting: Setting, folder: str) -> RunConfig:
+    checkpointing = setting.gradient_checkpointing
+    return run_config(
+        ModelConfig(path=folder, device="cpu", gradient_checkpointing=checkpointing),
+        TrainConfig(steps=2, micro_batch_tokens=setting.micro_batch_tokens),
+        _num_samples(setting),
+        setting.row_tokens,
+    )
+
+
+def run_config(
+    model: ModelConfig, train: TrainConfig, num_samples: int, row_tokens: int, **more: Any
+) -> RunConfig:
+    """A run whose steps are so many samples of such rows."""
     return RunConfig(
         name="memory",
-        model=ModelConfig(
-            path=folder, device="cpu", gradient_checkpointing=setting.gradient_checkpointing
-        ),
+        model=model,
         data=DataConfig(
             train=DatasetConfig(kind="jsonl", path="none"), max_prompt_tokens=PROMPT_TOKENS
         ),
         rollout=RolloutConfig(
             prompts_per_step=1,
-            samples_per_prompt=_num_samples(setting),
-            max_response_tokens=setting.row_tokens - PROMPT_TOKENS,
+            samples_per_prompt=num_samples,
+            max_response_tokens=row_tokens - PROMPT_TOKENS,
         ),
-        train=TrainConfig(steps=2, micro_batch_tokens=setting.micro_batch_tokens),
+        train=train,
         rewards=(RewardConfig(function="none:none"),),
+        **more,
     )
 
 
