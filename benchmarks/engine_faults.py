@@ -24,10 +24,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from exactly_once import check
 from lab import bench, write_result
@@ -178,14 +180,12 @@ def _is_of(fault: Fault, event: EngineLost | EngineReady, incarnation: int) -> b
     return (fault.engine, fault.incarnation) == (event.engine, incarnation)
 
 
-def sabotage(folder: Path, plan: Sequence[tuple[str, str]], *, engine: str = "torch") -> Saboteur:
-    """Train in `folder`, which gets model, config and run, until all faults are through, and then
-    to the end."""
+@contextmanager
+def watched_by(saboteur: Any) -> Iterator[None]:
+    """Show it each entry of the log of the run inside, and have it know the run's engines."""
     from rollpacker.run.folder.event_log import LogWriter
     from rollpacker.run.parts import engines
 
-    more, shape = ENGINES[engine]
-    saboteur = Saboteur(plan, one_by_one=engine == "vllm")
     build, append = engines.build_engines, LogWriter.append
 
     def build_engines(*arguments: Any, **settings: Any) -> Any:
@@ -196,15 +196,22 @@ def sabotage(folder: Path, plan: Sequence[tuple[str, str]], *, engine: str = "to
         append(log, entry)
         saboteur.saw(entry)
 
-    engines.build_engines = build_engines
-    LogWriter.append = append_seen  # type: ignore[method-assign]
+    with (
+        patch.object(engines, "build_engines", build_engines),
+        patch.object(LogWriter, "append", append_seen),
+    ):
+        yield
+
+
+def sabotage(folder: Path, plan: Sequence[tuple[str, str]], *, engine: str = "torch") -> Saboteur:
+    """Train in `folder`, which gets model, config and run, until all faults are through, and then
+    to the end."""
+    more, shape = ENGINES[engine]
+    saboteur = Saboteur(plan, one_by_one=engine == "vllm")
     write_model(folder / "model", **shape)
     config, overrides = write_config(folder, 1_000_000), ["name=faults", *OVERRIDES, *more]
-    try:
+    with watched_by(saboteur):
         run = rollpacker.train(config, overrides, callbacks=[saboteur])
-    finally:
-        engines.build_engines = build
-        LogWriter.append = append  # type: ignore[method-assign]
     # Deferred prompts still wait: one engine trains on them, and the run is over.
     last = [*overrides, f"train.steps={run.summary['steps']['total']}", "rollout.engines=1"]
     rollpacker.train(config, last, resume=True)

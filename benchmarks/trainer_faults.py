@@ -30,7 +30,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+from engine_faults import watched_by
 from exactly_once import check
 from lab import bench, write_result
 from resume import write_config, write_model
@@ -140,45 +142,20 @@ class Saboteur:
 
 def sabotage(config: Path, overrides: Sequence[str], plan: Sequence[str]) -> tuple[Path, Saboteur]:
     """Train to the end, with a kill at each of these moments. Returns the run's folder."""
-    from rollpacker.run.folder.event_log import LogWriter
-    from rollpacker.run.parts import engines
     from rollpacker.trainer.launch import Ranks
 
-    saboteur = Saboteur(plan)
-    build, append, replies = engines.build_engines, LogWriter.append, Ranks._replies
-
-    def build_engines(*arguments: Any, **settings: Any) -> Any:
-        saboteur.engines = build(*arguments, **settings)
-        return saboteur.engines
-
-    def append_seen(log: LogWriter, entry: Entry) -> None:
-        append(log, entry)
-        saboteur.saw(entry)
+    saboteur, replies = Saboteur(plan), Ranks._replies
 
     def replies_seen(ranks: Ranks, method: str, called: Any) -> Any:
         saboteur.called(ranks, method)
         return replies(ranks, method, called)
 
-    engines.build_engines = build_engines
-    LogWriter.append = append_seen  # type: ignore[method-assign]
-    Ranks._replies = replies_seen  # type: ignore[method-assign]
-    try:
+    with watched_by(saboteur), patch.object(Ranks, "_replies", replies_seen):
         return rollpacker.train(config, overrides).folder, saboteur
-    finally:
-        engines.build_engines = build
-        LogWriter.append = append  # type: ignore[method-assign]
-        Ranks._replies = replies  # type: ignore[method-assign]
-
-
-def weights_of(run: Path) -> dict[str, Any]:
-    """Weights of the newest checkpoint, by name."""
-    files = sorted((run / "model").glob("*.safetensors"))
-    assert files, run
-    return {name: value for file in files for name, value in load_file(file).items()}
 
 
 def largest_difference(one: Path, other: Path) -> float:
-    first, second = weights_of(one), weights_of(other)
+    first, second = (load_file(run / "model" / "model.safetensors") for run in (one, other))
     assert first.keys() == second.keys()
     return max(float(abs(first[name] - second[name]).max()) for name in first)
 
@@ -192,11 +169,10 @@ def result_of(run: Path, saboteur: Saboteur) -> dict[str, Any]:
     by_moment = {}
     for moment in dict.fromkeys(kill.moment for kill in saboteur.kills):
         kills = [kill for kill in saboteur.kills if kill.moment == moment]
-        back = [kill.back_s for kill in kills if kill.back_s is not None]
         by_moment[moment] = {
             "kills": len(kills),
             "noticed_s": _mean([k.noticed_s for k in kills if k.noticed_s is not None]),
-            "back_s": _mean(back),
+            "back_s": _mean([k.back_s for k in kills if k.back_s is not None]),
             "updates_again": [kill.updates_again for kill in kills],
         }
     return {

@@ -23,24 +23,19 @@ import cProfile
 import dataclasses
 import pstats
 import random
-import sys
 import tempfile
-import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lab import ROOT, bench
-
-sys.path.insert(0, str(ROOT))  # for the tests' fakes and tokenizers
+from lab import bench
 
 from rollpacker.chat_template import Detokenizer
 from rollpacker.core.checks.acting import TurnLimits
-from rollpacker.core.events import SampleGenerated
 from rollpacker.core.ids import SampleId
 from rollpacker.core.job.cadence import Cadence
 from rollpacker.core.job.config import JobConfig
@@ -50,7 +45,7 @@ from rollpacker.data.cursor import PromptCursor
 from rollpacker.data.dataset import PromptRow, PromptSet
 from rollpacker.dialogue.parsing import TemplateDialogue
 from rollpacker.dialogue.template import DialogueTemplate
-from rollpacker.engines.engine import EngineOutput, EngineStatus, GenerationRequest, Response
+from rollpacker.engines.engine import EngineOutput, GenerationRequest
 from rollpacker.environments.environment import EnvironmentConfig
 from rollpacker.environments.supervised import SupervisedEnvironments
 from rollpacker.run.driver import Controller, Parts
@@ -61,7 +56,7 @@ from rollpacker.run.parts.environments import TurnParts
 from rollpacker.run.ports.engines import Engines, Weights
 from rollpacker.trainer.trainer import HandOver
 from tests.dialogue.families import FAMILIES, tokenizer_of
-from tests.run.fakes import FakeReward, FakeTrainer, build_samples, run_config
+from tests.run.fakes import FakeEngine, FakeReward, FakeTrainer, Live, build_samples, run_config
 
 PROMPTS, SAMPLES, TURNS = 200, 8, 8
 MESSAGE_TOKENS = (50, 150)
@@ -95,35 +90,24 @@ PARTS = {
 """By parts of a file's path; the last that fits."""
 
 
-class PacedEngine:
+class PacedEngine(FakeEngine):
     """Decodes all its rows by a token at a time, at so many tokens a second, and says nothing."""
 
     def __init__(self, tokens_per_s: float, ids: Sequence[int], end: int) -> None:
+        super().__init__()
         self.own_cpu_s = 0.0
         self.profile: cProfile.Profile | None = None
-        self.num_tokens = 0
         self._rate, self._ids, self._end = tokens_per_s, ids, end
         self._chance = random.Random(0)
         self._left: dict[SampleId, tuple[GenerationRequest, int]] = {}
         """When, counted in decode steps, each of them ends."""
-        self._wake = threading.Condition()
-        self._closed = False
-        self._version = 0
-        self._step = 0
-
-    def start(self, listener: Callable[..., None], on_error: Callable[..., None]) -> None:
-        self._listener, self._on_error = listener, on_error
-        threading.Thread(target=self._work, daemon=True).start()
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         with self._wake:
             for request in requests:
                 length = self._chance.randint(*MESSAGE_TOKENS)
-                self._left[request.sample] = request, self._step + length
+                self._left[request.sample] = request, self.steps + length
             self._wake.notify()
-
-    def abort(self, samples: Sequence[SampleId]) -> None:
-        raise AssertionError("nobody races")
 
     def _work(self) -> None:
         try:
@@ -134,10 +118,10 @@ class PacedEngine:
                         self._wake.wait(0.05)
                         continue
                     num_rows = len(self._left)
-                    self._step += 1
-                    ended = [s for s, (_, at) in self._left.items() if at <= self._step]
+                    self.steps += 1
+                    ended = [s for s, (_, at) in self._left.items() if at <= self.steps]
                     outputs = [self._output(self._left.pop(sample)[0]) for sample in ended]
-                self.num_tokens += num_rows
+                self.num_drawn += num_rows
                 self.own_cpu_s += time.thread_time() - before
                 time.sleep(num_rows / self._rate)
                 if outputs:
@@ -148,51 +132,11 @@ class PacedEngine:
 
     def _output(self, request: GenerationRequest) -> EngineOutput:
         length = self._chance.randint(*MESSAGE_TOKENS)
-        tokens = (*self._chance.choices(self._ids, k=length - 1), self._end)
-        event = SampleGenerated(
-            time_s=0.0,
-            sample=request.sample,
-            num_tokens=length,
-            finish_reason="stop",
-            version=self._version,
-        )
-        response = Response(
-            sample=request.sample,
-            prompt_tokens=request.prompt_tokens,
-            tokens=tokens,
-            log_probs=(-1.0,) * length,
-            finish_reason="stop",
-            version=self._version,
-        )
-        return EngineOutput(event, response)
-
-    def let_go(self, samples: Sequence[SampleId]) -> None:
-        """Do nothing, since this engine keeps nothing."""
-
-    async def update_weights(self, version: int, weights: object = None) -> None:
-        self._version = version
-
-    async def offload(self) -> None:
-        pass
-
-    async def reload(self) -> None:
-        pass
-
-    def weight_probe(self) -> str:
-        return f"version {self._version}"
-
-    def status(self) -> EngineStatus:
-        running = len(self._left)
-        return EngineStatus(
-            num_running=running,
-            num_waiting=0,
-            version=self._version,
-            generated_tokens=self.num_tokens,
-            decode_steps=self._step,
-        )
-
-    async def close(self) -> None:
-        self._closed = True
+        tokens = [*self._chance.choices(self._ids, k=length - 1), self._end]
+        live = self._live[request.sample] = Live(request, length, tokens, [-1.0] * length)
+        output = self._finished(request.sample, request, live.length)
+        del self._live[request.sample]
+        return output
 
 
 def make(folder: Path, steps: int, tokens_per_s: float) -> tuple[Controller, PacedEngine]:
@@ -210,23 +154,18 @@ def make(folder: Path, steps: int, tokens_per_s: float) -> tuple[Controller, Pac
     limits = TurnLimits(max_turns=100, max_trajectory_tokens=100_000)
     turns = TurnParts(environments, TemplateDialogue(template), limits, 60.0, 1000)
     config = run_config(steps)
-    config = dataclasses.replace(
-        config,
-        rollout=dataclasses.replace(
-            config.rollout,
-            prompts_per_step=PROMPTS,
-            samples_per_prompt=SAMPLES,
-            max_response_tokens=2 * MESSAGE_TOKENS[1],
-        ),
-        tail_batching=TailBatchingConfig(enabled=False),
+    sizes = {"prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES}
+    rollout = dataclasses.replace(
+        config.rollout, **sizes, max_response_tokens=2 * MESSAGE_TOKENS[1]
     )
+    off = TailBatchingConfig(enabled=False)
+    config = dataclasses.replace(config, rollout=rollout, tail_batching=off)
     job = Job(
         JobConfig(
-            prompts_per_step=PROMPTS,
-            samples_per_prompt=SAMPLES,
+            **sizes,
             max_steps=steps,
             max_response_tokens=100_000,
-            tail_batching=config.tail_batching,
+            tail_batching=off,
             acting=turns.acting({"train"}),
             cadence=Cadence(checkpoint_every_steps=1000, evaluates=False),
         )
@@ -279,7 +218,7 @@ async def _measure(
     of_loop.disable()
     await controller.close()
     num_turns = steps * PROMPTS * SAMPLES * TURNS
-    step_s = engine.num_tokens / tokens_per_s / steps
+    step_s = engine.num_drawn / tokens_per_s / steps
     found = {
         "steps": steps,
         "turns": num_turns,
