@@ -24,7 +24,7 @@ from statistics import fmean
 from typing import Any
 from unittest.mock import patch
 
-from lab import ROOT, bench
+from lab import ROOT, bench, markdown
 from msgspec import structs
 
 from rollpacker.cluster.decide.cheapest_work import CheapestWork
@@ -104,14 +104,14 @@ def run(work: tuple[str, str, Sequence[str]]) -> dict[str, float]:
 def table(rows: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
     """Means over seeds, and their range."""
     names = [*next(iter(rows.values()))[0]]
-    lines = ["| | " + " | ".join(names) + " |", "|---|" + "---|" * len(names)]
+    lines = []
     for arm, seeds in rows.items():
         cells = []
         for name in names:
             values = [row[name] for row in seeds]
             cells.append(f"{fmean(values):.2f} ({min(values):.2f} to {max(values):.2f})")
-        lines.append("| " + " | ".join([arm, *cells]) + " |")
-    return "\n".join(lines)
+        lines.append([arm, *cells])
+    return markdown(["", *names], lines)
 
 
 def main(

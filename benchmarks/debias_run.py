@@ -24,8 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from lab import bench
-from learning import paired_interval, rollpacker, warm_up
+from lab import bench, paired_interval, pass_rates, rollpacker
+from learning import warm_up
 
 from rollpacker.core.commands import TrainOn
 from rollpacker.core.events import SampleGenerated
@@ -72,29 +72,21 @@ def measure(run: Path) -> dict[str, Any]:
     steps = trained_lengths(run)
     later = [pair for step in steps[len(steps) // 4 :] for pair in step]
     weight = sum(w for _, w in later)
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    curve = {row["step"]: row["eval/pass@1"] for row in rows if "eval/pass@1" in row}
     return {
         "trained_mean": statistics.mean(length for length, _ in later),
         "weighted_mean": sum(length * w for length, w in later) / weight,
         "effective_sample_size": weight**2 / (len(later) * sum(w * w for _, w in later)),
         "steps": len(steps),
-        "pass_at_1_after": curve[max(curve)],
+        "pass_at_1_after": pass_rates(run)[-1],
     }
 
 
 def train(seed: int, arm: str, model: Path, folder: Path, steps: int) -> dict[str, Any]:
     name = f"{arm.replace(' ', '-')}-{seed}"
     rollpacker(
-        "train",
-        "configs/quickstart.yaml",
-        f"seed={seed}",
-        f"name={name}",
-        f"runs_dir={folder}",
-        f"model.path={model}",
-        f"train.steps={steps}",
-        "save_samples=false",
-        *ARMS[arm],
+        *("train", "configs/quickstart.yaml", f"seed={seed}", f"name={name}"),
+        *(f"runs_dir={folder}", f"model.path={model}", f"train.steps={steps}"),
+        *("save_samples=false", *ARMS[arm]),
     )
     result = measure(folder / name)
     print(seed, arm, json.dumps(result), flush=True)

@@ -28,8 +28,7 @@ from typing import Any
 
 import pyarrow.parquet
 from algorithms import SETTINGS, TARGET
-from lab import bench, earlier
-from learning import rollpacker
+from lab import bench, earlier, pass_rates, rollpacker
 from trainer_resume import tensors
 
 LAYOUTS = {
@@ -62,10 +61,8 @@ def train(folder: Path, name: str, layout: str, seed: int, *settings: str) -> Pa
     return folder / name
 
 
-def pass_rates(run: Path) -> dict[str, float]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    curve = {row["step"]: row["eval/pass@1"] for row in rows if "eval/pass@1" in row}
-    before, after = curve[min(curve)], curve[max(curve)]
+def rates_of(run: Path) -> dict[str, float]:
+    before, *_, after = pass_rates(run)
     return {"before": before, "after": after, "gain": after - before}
 
 
@@ -109,7 +106,7 @@ def grpo(folder: Path) -> dict[str, Any]:
             layout: train(folder, f"grpo-{seed}-{layout.replace(' ', '-')}", layout, seed)
             for layout in LAYOUTS
         }
-        rates = {layout: pass_rates(run) for layout, run in runs.items()}
+        rates = {layout: rates_of(run) for layout, run in runs.items()}
         found = {"seed": seed, **rates, "weights": compared(*runs.values())}
         seeds.append(found)
         print(json.dumps(found), flush=True)
@@ -136,7 +133,7 @@ def other(folder: Path, name: str, steps: int, teacher: Path | None) -> dict[str
         )
         for layout, length in lengths.items()
     )
-    found = {"settings": settings, **pass_rates(staged), "weights": compared(one, staged)}
+    found = {"settings": settings, **rates_of(staged), "weights": compared(one, staged)}
     found["good"] = found["gain"] >= TARGET and _near(found)
     print(name, json.dumps(found), flush=True)
     return found

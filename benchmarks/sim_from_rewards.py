@@ -14,14 +14,12 @@ The quickstart's warmed-up model must be in runs/ and that of configs/code-tiny.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lab import ROOT, bench
+from lab import bench, rollpacker
 
 from rollpacker.sim.result import SystemResult
 from rollpacker.sim.whatif import load_run
@@ -84,11 +82,7 @@ def record(case: Case, folder: Path, steps: int) -> Path:
     functions.write_text(FUNCTIONS)
     own = [override.format(functions=functions) for override in case.overrides]
     overrides = [*COMMON, *own, f"name={name}", f"runs_dir={folder}", f"train.steps={steps}"]
-    main = "import sys; from rollpacker.cli.main import main; sys.exit(main())"
-    command = [sys.executable, "-c", main, "train", f"configs/{case.config}", *overrides]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{case.name}: the run failed\n{done.stderr[-3000:]}")
+    rollpacker("train", f"configs/{case.config}", *overrides)
     return run
 
 

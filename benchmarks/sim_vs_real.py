@@ -37,12 +37,8 @@ MEAN_BOUND = 0.15
 KIND_BOUND = 0.20
 KINDS = ("short", "long")
 COMMON = (
-    "train.learning_rate=1e-12",
-    "train.warmup_steps=0",
-    "train.threads=1",
-    "eval.every_steps=null",
-    "eval.max_prompts=1",
-    "checkpoint.every_steps=1000000",
+    *("train.learning_rate=1e-12", "train.warmup_steps=0", "train.threads=1"),
+    *("eval.every_steps=null", "eval.max_prompts=1", "checkpoint.every_steps=1000000"),
     "save_samples=false",
 )
 PUBLISHED = ("tail_batching.selection=published", "tail_batching.carry=none")
@@ -70,17 +66,14 @@ WORKLOADS = (
     Workload(
         name="other-limit",
         race=(
-            *PUBLISHED,
-            "tail_batching.prompt_factor=1.5",
-            "tail_batching.sample_factor=1.0",
+            *(*PUBLISHED, "tail_batching.prompt_factor=1.5", "tail_batching.sample_factor=1.0"),
             "rollout.max_response_tokens=128",
         ),
     ),
     Workload(
         name="hotter-few-slots",
         both=(
-            "rollout.temperature=1.15",
-            "rollout.prompts_per_step=24",
+            *("rollout.temperature=1.15", "rollout.prompts_per_step=24"),
             "rollout.engine.max_slots=96",
         ),
         race=(*PUBLISHED, "tail_batching.prompt_factor=1.25", "tail_batching.sample_factor=1.125"),

@@ -11,16 +11,13 @@ factors, `plain_64` has 64 prompts a step instead of 16.
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lab import ROOT, bench, earlier
+from lab import bench, earlier, metrics, rollpacker
 from safetensors.torch import load_file
 
 CHECKED_STEPS = 10
@@ -37,17 +34,14 @@ SKIPPED_STEPS = 5
 
 def train(name: str, steps: int, folder: Path, *settings: str) -> tuple[Path, list[dict[str, Any]]]:
     """One run: its folder, and its rows of metrics."""
-    command = [
-        *(str(Path(sys.executable).parent / "rollpacker"), "train", "configs/quickstart.yaml"),
+    rollpacker(
+        *("train", "configs/quickstart.yaml"),
         *(f"name={name}", f"runs_dir={folder}", f"train.steps={steps}", "train.processes=1"),
         *("eval.every_steps=100000", "eval.max_prompts=8", "save_samples=false"),
         *(f"checkpoint.every_steps={CHECKED_STEPS}", "checkpoint.keep_last=100"),
         *settings,
-    ]
-    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    return folder / name, [row for row in rows if "timing_s/step" in row]
+    )
+    return folder / name, [row for row in metrics(folder / name) if "timing_s/step" in row]
 
 
 def step_s(rows: list[dict[str, Any]]) -> list[float]:
