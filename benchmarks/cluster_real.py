@@ -1,15 +1,10 @@
 """Two real jobs that share a rollout core and a training core, against each of them alone.
 
-Two tiny models are trained by `rollpacker train`, in processes of their own, by the cluster's
-service: each run's process, with its engine, is pinned to core 0 (the rollout pool), its trainer's
-process to core 1 (the training pool). Arms are interleaved, repetition by repetition:
-
-    alone a, alone b    one job at a time: what dedicated pools would do, one job for two cores
-    shared              both jobs on the same two cores, taking turns
-
-Shown: the shared period against the closed form from the same session's phases alone (asked: within
-10 %); prompts trained per core-second against dedicated pools (1.4x); slowdowns against the SLO.
-Iterations in which only one of the two jobs runs, and each job's first ones, do not count.
+Two tiny models are trained by `rollpacker train` under the cluster's service: each run's process
+and engine on core 0 (the rollout pool), its trainer on core 1 (the training pool). Alone (what
+dedicated pools would do) and shared, interleaved. Shown: the shared period against the closed form
+from the phases alone (asked: within 10 %); prompts per core-second against dedicated pools (1.4x);
+slowdowns against the SLO. Iterations of one job alone, and first ones, do not count.
 
     python benchmarks/cluster_real.py [--repetitions 3] [--steps 14] [--quick]
 """

@@ -1,17 +1,13 @@
 """What making room is worth where nodes are few and jobs wait for them.
 
+120 jobs of mean four hours come within 60 hours to 12 + 6 nodes; the shipped policy, restarts
+charged. `waits`: nobody moves or is stopped, and a promise that waiting broke still binds its
+group; `joins`: such a promise binds nobody, and a wait counts in placement; `moves`: and a job
+moves at its commit, so that one that waits fits. And with every sixth job of one priority more:
+those wait in the queue alone (`moves`), or others are stopped for them (`stops`).
+
     python benchmarks/cluster_room.py            # five minutes on a quiet core
     python benchmarks/cluster_room.py --quick    # one seed of 40 jobs, nothing is written
-
-120 jobs of mean four hours come within 60 hours to 12 + 6 nodes; the shipped policy, restarts
-charged. Once with each idea less:
-
-    waits       nobody moves or is stopped, and a promise that waiting broke still binds its group
-    joins       such a promise binds nobody, so that others may join; a wait counts in placement
-    moves       and a job moves at its commit, so that one that waits fits
-
-And with every sixth job of one priority more: those wait in the queue alone (`moves`), or others
-are stopped for them (`stops`).
 """
 
 from __future__ import annotations

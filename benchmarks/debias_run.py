@@ -1,14 +1,10 @@
 """Debias in real training: are the weighted samples as long as those of a run without racing?
 
-The quickstart from the same warmed-up weights, with several seeds, in two ways. *Frozen* (a
-learning rate of nearly nothing): the policy is the same in every run, so the trained lengths of a
-run without tail batching are the truth that the weighted ones are held against. *Learning*, as
-shipped: every arm goes its own way and ends with another policy, so lengths differ for that reason
-too; reported are lengths and held-out pass@1.
-
-Compared are mean trained lengths, weighted by the loss weights, over the steps after the first
-quarter (weights need a window of data). Exit code 1 if the weighted mean of the frozen runs is off
-by more than 5 % and by more than the 95 % interval of the seeds' ratios.
+The quickstart from the same warmed-up weights, several seeds. *Frozen* (a learning rate of nearly
+nothing): trained lengths without tail batching are the truth for the weighted ones. *Learning*: as
+shipped; every arm ends with another policy, so lengths differ for that reason too. Compared are
+mean lengths by loss weights, after the first quarter of steps. Exit code 1 if the frozen runs' is
+off by more than 5 % and by more than the 95 % interval of the seeds' ratios.
 
     python benchmarks/debias_run.py [--seeds 0 1 2] [--jobs 2] [--frozen-only]
 """

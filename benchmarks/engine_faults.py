@@ -1,15 +1,11 @@
 """Two engines in processes of their own, killed and stopped again and again while a run trains.
 
-A tiny model is trained by a run with `rollout.engines=2`. Meanwhile a saboteur sends SIGKILL or
-SIGSTOP to one of the engines' processes: when a round has just been launched, in the middle of
-one, when a sample has just ended, while new weights are on their way, and at any time. It leaves at
-least one step between any three losses, which would end the run. Measured: how long until the log
-says `EngineLost`, and until the engine is there again; whether steps were committed in between. The
-log is then read by `exactly_once.py`, which shares no code with RollPacker, and by the replay. At
-last the run is resumed with one engine, which trains on what was deferred.
-
-With `--engine vllm` (in the environment of `make vllm`) there are ten faults, one of each kind at
-each moment. vLLM starts in 5 to 20 s, and so a fault waits until both engines are there.
+A saboteur sends SIGKILL or SIGSTOP to one of the engines: when a round has just been launched, in
+the middle of one, when a sample has just ended, while new weights are on their way, and at any
+time, with a step at least between any three losses. Measured: how long until the log says
+`EngineLost`, and until the engine is there again; steps committed in between. The log is read by
+`exactly_once.py` and by the replay; at last the run is resumed with one engine, which trains on
+what was deferred. vLLM has ten faults, and a fault waits until both engines are there.
 
     python benchmarks/engine_faults.py [--faults 110] [--quick]
     .venv-vllm/bin/python benchmarks/engine_faults.py --engine vllm [--quick]

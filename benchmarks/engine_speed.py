@@ -1,15 +1,10 @@
 """Tokens per second of the embedded engine, of `generate` and, if given, of vLLM's CPU build.
 
-One random model of a million parameters (Qwen2, 4 layers of width 128), float32, one torch thread,
-64 prompts of 16 tokens, temperature 1. Each response has a length of its own, the same in every
-arm, forced by the arm's own means. Arms take turns within each repeat, so that a disturbance of the
-machine hits all of them.
-
-`generate` is given its best: prompts of equal length (no padding), sdpa attention, a dynamic
-cache, no scores asked for, one batch of 64, and a stopping criterion that ends each row at its
-length. It cannot drop finished rows. vLLM runs eagerly with 64 sequences, no log-probabilities
-asked for, prefix caching and detokenization off, in a virtual environment and a process of its own,
-which waits while the others work. The engine returns log-probabilities, as always.
+A random Qwen2 of a million parameters, float32, one thread, 64 prompts of 16 tokens; lengths are
+forced, the same in every arm, and arms take turns. `generate` is given its best: no padding, sdpa,
+a dynamic cache, no scores, a criterion that ends each row at its length; it cannot drop finished
+rows. vLLM runs eagerly with 64 sequences in a process of its own, without log-probabilities, prefix
+caching and detokenization. The engine returns log-probabilities, as always.
 
     python benchmarks/engine_speed.py [--vllm-python VENV/bin/python]
 """

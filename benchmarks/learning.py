@@ -1,13 +1,10 @@
 """Does the quickstart learn, and does tail batching cost any of it? Paired seeds.
 
-Every seed gets its own demonstrations and warm-up, and training runs from the same warmed-up
-weights: with tail batching as the quickstart has it, and without. Held-out pass@1 is sampled at
-temperature 1 with several samples per prompt, every few steps. The interval of a paired difference
-is Student's. Seconds to a pass@1 are those of steps, without evaluations and loading; the goal of a
-seed is a share of the lower of its two final values, and the curve is a line between evaluations.
-
-Two more runs per seed have a shadow (`shadow.py`): they say by how much training sees shorter or
-longer responses than the policy would have written, with tail batching as it is and as published.
+Every seed gets its own demonstrations and warm-up, and runs from the same weights with tail
+batching and without. Held-out pass@1 is sampled at temperature 1, every few steps. Seconds to a
+pass@1 are those of steps alone; a seed's goal is a share of the lower of its two final values. Two
+more runs per seed have a shadow (`shadow.py`): how much shorter or longer are trained responses
+than the policy would have written, with tail batching as it is and as published?
 
     python benchmarks/learning.py [--seeds 0 1 2 3 4 5] [--jobs 2]
 """

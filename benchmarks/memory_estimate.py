@@ -1,15 +1,11 @@
 """The memory that `--dry-run` predicts for training against what training takes.
 
-Models of 50 to 150 million random weights, a vocabulary of 32,000 words, float32 on one CPU thread.
-A first step of one sample makes the optimizer's state; the second step, of two full micro-batches,
-is measured. Measured is the peak of the resident set above what was there before the model was
-loaded; predicted is the estimate without the engine's keys and values, which this does not run.
-
-Every setting runs twice, in a process of its own. glibc's malloc keeps what was freed in blocks of
-less than 32 MB, between others that are in use. How much is a matter of the order of sizes, not of
-what the trainer needs, so the estimate does not count it. In the run that it is held against,
-malloc gives every block of more than 1 MiB a mapping of its own, which goes when it is freed. The
-other run has malloc as it is: what that takes on top is told beside.
+Models of 50 to 150 million random weights, float32 on one CPU thread. A first step of one sample
+makes the optimizer's state; of the second, of two full micro-batches, the peak of the resident set
+is measured, above what was there before the model was loaded. Every setting runs twice: glibc's
+malloc keeps blocks of less than 32 MB that were freed, by the order of sizes, which the estimate
+does not count. In the run that it is held against, each block of more than 1 MiB has a mapping of
+its own; what malloc as it is takes on top is told beside.
 
     python benchmarks/memory_estimate.py
 """

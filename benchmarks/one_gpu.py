@@ -1,9 +1,8 @@
 """What `docs/one-gpu.md` says: the memory of each recipe, and how near fewer bits stay to float32.
 
-Memory is the dry run's, from the models' published shapes (`tests/trainer/shapes`); nothing of it
-was measured on a GPU. The distance is measured on a CPU: random Qwen2 models of 0.3 million
-parameters and several seeds are trained for 20 steps to say given responses, in float32 and with
-fewer bits, and their negative log-probs compared. The tables are written into the page.
+Memory is the dry run's, from the models' published shapes. The distance is measured on a CPU:
+random Qwen2 models are trained for 20 steps to say given responses, in float32 and with fewer bits,
+and their negative log-probs compared. The tables are written into the page.
 
     python benchmarks/one_gpu.py
 """

@@ -1,16 +1,13 @@
 """Does RL in two pipeline stages learn what it learns in one process?
 
-Real runs of configs/quickstart.yaml from the same warmed-up weights, once with `train.processes=1`
-and once with `train.processes=2 train.pipeline.stages=2`, and nothing else changed. Both have a
-trainer apart from the run's process, the same engine and the same hand-over of weights.
+Real runs of configs/quickstart.yaml from the same weights, with `train.processes=1` and in two
+stages, nothing else changed.
 
-    grpo    the whole quickstart, three seeds: how far apart the weights are after ten steps,
-            held-out pass@1 before and after, and the first step that was trained on a sample that
-            the other run has not. (A last bit of a weight flips a sampled token now and then; from
-            there on the two are different runs of one algorithm.)
-    others  PPO (gae, a critic), distillation (its teacher is what GRPO in stages has made of the
-            model) and GRPO with LoRA: pass@1 before and after so many steps in stages, and the
-            weights after ten steps against those of one process.
+    grpo    three seeds: weights after ten steps, held-out pass@1 before and after, and the first
+            step that was trained on another sample (a last bit flips a sampled token now and then;
+            from there on the two are different runs of one algorithm)
+    others  PPO (gae, a critic), distillation (its teacher is GRPO's in stages) and LoRA: pass@1
+            before and after in stages, and weights after ten steps against one process
 
     python benchmarks/pipeline_learning.py [--only grpo ppo] [--steps 120]
 

@@ -4,17 +4,10 @@
     sharded         2 stages x 2 shards, tied embeddings, a reference in the loss, layers as given
     four, bfloat16  4 stages, tied embeddings, live tokens under a cap
 
-Random weights, a vocabulary of 32,000 words, gloo, links over TCP, a CPU thread a process. A first
-step of one sample makes the optimizer's state; the second step is measured. Measured is, as in
-`memory_estimate.py`, the peak of the resident set above what was there before the model was loaded
-(here after a step of a tiny one), while malloc returns what is freed; predicted is what the dry run
-says of the stage. Counted are the live tokens that each stage's chooser sees, against its cap.
-
-Besides, in virtual time: what a sweep would gain if the output layer's W were put off, with the
-gradients of its logits kept until then, or computed again.
-
-Exit code 1 if a stage's estimate is off by more than 15 %, or a stage has more live tokens than its
-cap.
+Random weights, gloo, links over TCP, a CPU thread a process; the peak of a second step is measured
+as in `memory_estimate.py`. Counted are the live tokens that each stage's chooser sees, against its
+cap. Besides, in virtual time: what a sweep would gain if the output layer's W were put off.
+Exit code 1 if an estimate is off by more than 15 %, or a cap is exceeded.
 
     python benchmarks/pipeline_memory.py [--only NAME]          # 3 minutes
 """

@@ -1,17 +1,13 @@
 """What a sandboxed run costs: latency, runs per second on one core, accuracy of the wall limit, and
 what is left after many runs.
 
+Arms take turns: a bare interpreter, a cold run (a new interpreter in a worker that is there), a
+warm run, and the start of a worker, which is paid once in `MAX_RUNS` runs. Runs are paced: the
+worker has had time to make the next one ready. Runs per second of one core are back to back, by the
+clock and by the processor time of all processes of a run (where a control group can count it),
+which the target is held against if it is known.
+
     python benchmarks/sandbox_speed.py [--runs 2000] [--quick]
-
-The arms take turns: a bare interpreter (`python -I -S -c pass`, the same one; and with `site`); a
-cold run, which is a new interpreter in a worker that is there; a warm run; and what it costs to
-start a worker, that is bubblewrap and its interpreter, which is paid once in `MAX_RUNS` runs. Runs
-are paced: the next is asked for when the worker has had time to make it ready.
-
-Runs per second of one core are back to back, with all processes on one processor. Two figures: by
-the clock, which other work on the machine makes smaller, and one second over the processor time of
-a run, all its processes and the kernel's work for them (where a control group can count it). The
-target is held against the second, or without it against the first.
 """
 
 from __future__ import annotations

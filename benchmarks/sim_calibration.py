@@ -1,15 +1,10 @@
 """Fits the simulator's constants to everything that the RollPacker paper publishes.
 
-The published numbers and their simulations are the facts of `sim_published.py`. Minimised is the
-mean squared log error of simulated over published, weighted by group (`WEIGHTS`); beyond a factor
-of 1.25 an error counts linearly, so that one figure that contradicts all others does not bend them
-(Huber). All constants move together, by their logarithms: damped Gauss-Newton steps with
-differences over ten per cent, the derivatives corrected from step to step (Broyden) and taken anew
-when a step does not help. Short simulations of seed 0; the result is judged by `sim_published.py`
-on longer ones of two seeds.
-
-Without `--fit` nothing is searched: the loss of the shipped constants is written down, in all and
-by group, beside those of worlds A and B, in which the blind predictions were made.
+The facts are those of `sim_published.py`. Minimised is the mean squared log error, weighted by
+group (`WEIGHTS`) and linear beyond a factor of 1.25 (Huber), so that one figure that contradicts
+all others does not bend them. All constants move together, by damped Gauss-Newton steps whose
+derivatives are corrected from step to step (Broyden). Without `--search` the loss of the shipped
+constants is written down, beside that of worlds A and B of the blind predictions.
 
     python benchmarks/sim_calibration.py
     python benchmarks/sim_calibration.py --search 1500 --jobs 2     # search, 1500 seconds

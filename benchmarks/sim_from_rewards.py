@@ -1,15 +1,13 @@
 """`simulate --from` on short real runs with rewards of four kinds: is the step met, and the wait?
 
-Three runs of the quickstart with function rewards (its own; one whose first call in a process takes
-a second; one that sleeps 5 to 50 ms a response) and one of `configs/code-tiny.yaml`, whose programs
-run in the sandbox. Each run's event log is all that the simulator is given. Compared are the mean
-step and the wait for rewards that is not hidden behind the rollout, of all the run's steps. With
---change a fifth run, the first one without tail batching, is held against what the simulation of
-the first one says of that change.
+Three runs of the quickstart with function rewards (its own; one whose first call takes a second;
+one that sleeps 5 to 50 ms a response) and one of `configs/code-tiny.yaml`, with programs in the
+sandbox. Each run's log is all that the simulator is given. Compared are the mean step and the wait
+for rewards; and a run without tail batching with what the simulator says of that change.
 
     python benchmarks/sim_from_rewards.py [--steps 40] [--folder FOLDER]
 
-The quickstart's warmed-up model must be in runs/ and that of configs/code-tiny.yaml.
+Needs the warmed-up models of the quickstart and of configs/code-tiny.yaml in runs/.
 """
 
 from __future__ import annotations

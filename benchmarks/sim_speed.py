@@ -1,11 +1,9 @@
 """How fast the simulator is: 1,000 steps of 128 GPUs through the real core, on one core.
 
-Every response is an event of its own: 6,400 samples launched in a short round, each finish, abort
-and verdict handled by the same `Job.handle` as in a real run. Reported are processor seconds (other
-processes on the machine then count less) and wall seconds, events per second, and the peak of
-memory at the first tenth of the steps and at the end. Exit code 1 above 20 s.
-
-With --history it is measured once more while the history of the event log is kept beside it.
+Every response is an event of its own, through the same `Job.handle` as in a real run. Reported are
+processor and wall seconds, events per second, and the peak of memory at the first tenth of the
+steps and at the end; with --history once more while the log's history is kept. Exit code 1 above
+20 s.
 
     python benchmarks/sim_speed.py [--steps 1000] [--history]
 """

@@ -1,14 +1,10 @@
 """The simulator against real runs: fit to a run without tail batching, predict one with it.
 
-For each workload two runs of `rollpacker train` on the quickstart's model, whose policy is kept as
-it is by a learning rate of next to nothing. One waits for all; its event log is all that the
-simulator is given, with the other run's settings. The other run has tail batching on, another seed
-(so other prompts) and, by workload, another length limit, other factors, fewer decode slots than
-samples or another temperature. Compared are the seconds of generation, launch to last end, on
-average and by kind of round.
-
-The two runs take turns, one step each, so that neither has the machine at a better time; while it
-waits for its turn, a run's clock goes on inside its training step, which is not compared.
+Two runs of the quickstart's model per workload, the policy frozen. One waits for all; its log is
+all that the simulator is given, with the other's settings: tail batching, another seed and, by
+workload, another length limit, other factors, fewer slots than samples or another temperature.
+Compared are seconds of generation, on average and by kind of round. The runs take turns, a step
+each; what a run waits for its turn is inside its training step, which is not compared.
 
     python benchmarks/sim_vs_real.py [--steps 120] [--workloads same-limit ...] [--quick]
 """

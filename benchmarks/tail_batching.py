@@ -1,13 +1,10 @@
 """Tail batching against waiting for all, on a frozen policy.
 
-The real engine, the real core (`Job`) and what carries tokens in a run work off the quickstart's
-workload. Nothing is trained and every response gets the reward 0 at once, so a round's seconds are
-those of generation, from launch to the groups that would be trained on. Arms take turns round by
-round in one process; after the last one each settles all that it has begun. All draw the same
-prompts in the same order, and with the same noise for the same (prompt, sample).
-
-Times are seconds per prompt that would be trained on, the settling included. For the arms that only
-reorder, every response is compared, token for token, with that of the arm that waits for all.
+The real engine and core work off the quickstart's workload; nothing is trained and every reward is
+0 at once. Arms take turns round by round in one process; at the end each settles all that it has
+begun. All draw the same prompts in order, with the same noise for the same (prompt, sample). Times
+are seconds per prompt that would be trained on, the settling included. Of the arms that only
+reorder, every response is compared with that of the arm that waits for all.
 
     python benchmarks/tail_batching.py [--sizes 8 16] [--rounds 30] [--quick]
 """

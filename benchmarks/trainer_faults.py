@@ -1,18 +1,13 @@
 """Trainer processes, killed again and again while a run trains, and the run goes on by itself.
 
-A tiny model is trained with `train.processes=2`. A saboteur sends SIGKILL to one of the two, at
-every moment at which a run needs them: while a round is generated, in each of the calls of a step,
-in a checkpoint, and on their way back from the loss before. It leaves a committed step between any
-two losses, but for that last kind. Two arms:
+One of two trainer processes is killed at every moment at which a run needs them: while a round is
+generated, in each call of a step, in a checkpoint, and on their way back from a loss. Arms:
 
-    embedded   one engine in the run's own process: the weights after the last step are compared
-               with those of a run that nobody disturbs
-    engines    two engines in processes, and gradients of a round that goes on: the engines must be
-               the same processes at the end
+    embedded   one engine in the run's own process: the last weights against an undisturbed run's
+    engines    two engines in processes, and streamed gradients: the engines must be the same ones
 
-Measured: how long until the log says `TrainerLost`, and until `TrainerReady`; how many updates were
-made once more. The logs are then read by `exactly_once.py`, which shares no code with RollPacker,
-and by the replay.
+Measured: how long until the log says `TrainerLost`, and until `TrainerReady`; updates that were
+made once more. The logs are read by `exactly_once.py` and by the replay.
 
     python benchmarks/trainer_faults.py [--quick]
 """

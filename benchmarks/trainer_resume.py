@@ -1,24 +1,17 @@
 """A trainer with processes of its own goes on exactly, at any number of them, whoever dies.
 
-Real runs of the quickstart's model, in small steps. Each is compared with a run that nothing
-disturbed:
+Real runs of the quickstart's model, in small steps, without streaming, whose order of sums depends
+on the clock. Each is compared with a run that nothing disturbed:
 
-    resume   killed as soon as step k is committed, resumed at as many processes or at others. At as
-             many, weights and optimizer must be equal bit for bit at the end. At others the first
-             step after the resume may differ in rounding alone (later ones sample other tokens as
-             soon as one flips, so their difference is only reported).
-    kills    one rank of two is killed (SIGKILL) at random moments, of the start-up and of the steps
-             by turns. One loss is made to end the run here, which goes on by itself otherwise
-             (`trainer_faults.py`): each time with exit code 6, and what resumes must end bit for
-             bit where the undisturbed run did. `exactly_once.py` checks the log.
-
-Without streaming: which groups are begun early depends on the clock, and with them the order of
-sums.
+    resume   killed as soon as step k is committed, resumed at as many processes (bit for bit at the
+             end) or at others (one step later, but for rounding)
+    kills    one rank of two is killed at random moments of start-up and steps, in a run that one
+             loss ends (`trainer_faults.py` has those that go on): exit code 6, and what resumes
+             ends bit for bit where the undisturbed run did. `exactly_once.py` checks the log
 
     python benchmarks/trainer_resume.py [--steps 5] [--kills 6]
 
-Needs the quickstart's warmed-up model in runs/ (`make quickstart` leaves it there), and Linux
-(/proc).
+Needs the quickstart's warmed-up model in runs/, and Linux (/proc).
 """
 
 from __future__ import annotations

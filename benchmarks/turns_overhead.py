@@ -1,19 +1,14 @@
 """What control costs where samples take turns: 1,600 trajectories of 8 turns a step, with
 environments of no seconds.
 
+The controller of a run, environments in processes of their own, and an engine that computes
+nothing: it decodes all its rows by a token at a time, together so many tokens a second (20,000:
+about one large GPU's on a model of 7 billion parameters). Reward and trainer take no time. Counted
+is the processor time of the controller's process, without that of the engine's stand-in; `parts`
+are shares by cProfile, in a run of its own, where built-in functions count for their callers. Exit
+code 1 above 5 % of a step.
+
     python benchmarks/turns_overhead.py [--steps 2] [--tokens-per-s 20000]
-
-The controller of a run (core, bus, log, the port of episodes, the player with a chat template and
-its tokenizer, environments in processes of their own that answer at once) with an engine that
-computes nothing: it decodes all its rows by a token at a time, together so many tokens a second,
-and reports what has ended. 20,000 a second is an assumption, about one large GPU's on a model of 7
-billion parameters; a message has 100 tokens on average. Reward and trainer take no time: a step is
-its rollout alone, which a real one is longer than.
-
-Counted is the processor time of the controller's process, without that of the engine's stand-in;
-that of its event loop alone beside it. `parts` are shares by cProfile, of the event loop and of
-what the controller does in the engine's thread, in a run of its own; what built-in functions take
-counts for those who call them. Exit code 1 above 5 % of a step.
 """
 
 from __future__ import annotations

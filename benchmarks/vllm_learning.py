@@ -1,12 +1,9 @@
 """Does the quickstart learn with vLLM as its engine, and as much as with the embedded one?
 
-Every seed gets its own demonstrations and warm-up; from the same warmed-up weights one run trains
-with vLLM and one with the embedded engine, everything else being configs/quickstart-vllm.yaml, but
-that neither carries.
-Held-out pass@1 is sampled at temperature 1 with four samples per prompt. The interval of the paired
-difference is Student's.
+From each seed's own warmed-up weights one run trains with vLLM and one with the embedded engine,
+with configs/quickstart-vllm.yaml, but that neither carries. Held-out pass@1 is sampled at
+temperature 1 with four samples per prompt.
 
-    make vllm
     .venv-vllm/bin/python benchmarks/vllm_learning.py [--seeds 0 1 2]
 """
 
