@@ -20,7 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from lab import ROOT, bench
+from lab import ROOT, bench, paired_interval
 
 from rollpacker.sim.scenario import load_scenario
 from rollpacker.sim.simulate import simulate
@@ -30,8 +30,6 @@ RATES = (0.0, 1e-3, 1e-2)
 WARM_STEPS = 20
 MOST_OVER, MOST_SHIFT = 1.02, 0.01
 FIRST_SEED = 3000
-STUDENT_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}
-"""Half width of a 95 % interval in standard errors, by number of seeds."""
 OFF = "off"
 
 
@@ -64,15 +62,12 @@ def run(job: Job) -> dict[str, float]:
 
 
 def row(runs: list[dict[str, float]]) -> dict[str, Any]:
-    shifts = [one["shift"] for one in runs]
-    mean, half = statistics.fmean(shifts), 0.0
-    if len(shifts) > 1:
-        half = STUDENT_95[len(shifts)] * statistics.stdev(shifts) / len(shifts) ** 0.5
+    mean, low, high = paired_interval([one["shift"] for one in runs])
     return {
         "step_s": round(statistics.fmean(one["step_s"] for one in runs), 1),
         "all_step_s": round(statistics.fmean(one["all_step_s"] for one in runs), 1),
         "shift": round(mean, 4),
-        "shift_95": [round(mean - half, 4), round(mean + half, 4)],
+        "shift_95": [round(low, 4), round(high, 4)],
     }
 
 

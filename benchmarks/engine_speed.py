@@ -19,16 +19,11 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
+import batch_invariance
 import numpy as np
 import torch
 from lab import bench
-from transformers import (
-    AutoModelForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 from vllm_worker import Bare
 
 from rollpacker.core.ids import PromptId, SampleId
@@ -56,21 +51,12 @@ def response_lengths(workload: str, rng: np.random.Generator) -> list[int]:
     return np.clip(rng.lognormal(np.log(32), 1.0, BATCH), 1, 512).astype(int).tolist()
 
 
-def make_model() -> Qwen2ForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-        bos_token_id=None,
+def make_model() -> Any:
+    return batch_invariance.make_model(
+        **{"vocab_size": 512, "hidden_size": 128, "intermediate_size": 512},
+        **{"num_hidden_layers": 4, "max_position_embeddings": 1024, "initializer_range": 0.02},
+        **{"eos_token_id": None, "bos_token_id": None},
     )
-    return Qwen2ForCausalLM(config).eval()
 
 
 def make_prompts() -> list[list[int]]:
