@@ -195,6 +195,7 @@ def campaign(
             _compare(counts, model, one, output, scratch[one.sample])
     assert not waiting
     asyncio.run(engine.close())
+    print(described(counts), flush=True)
 
 
 def _request(sample: Sample, complement: bool, version: int) -> GenerationRequest:
@@ -346,7 +347,6 @@ def quickstart_arm(
         weights = [load_file(policies.policy_folder(s) / "model.safetensors") for s in steps]
         model = policy.loaded.model
         campaign(model, requests, weights, counts, dice, complement=complement)
-        print(described(counts), flush=True)
         if counts.tokens >= num_tokens:
             break
     return counts
@@ -376,7 +376,6 @@ def wide_arm(num_tokens: int, seed: int) -> Counts:
                 }
             )
         campaign(model, requests, weights, counts, dice, complement=False)
-        print(described(counts), flush=True)
         if counts.tokens >= num_tokens:
             break
     return counts

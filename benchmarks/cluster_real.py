@@ -207,11 +207,8 @@ def submit_run(folder: Path, name: str, steps: int) -> None:
     sizes = JOBS[name]
     rows = [{"prompt": f"{n}+{n % 7}="} for n in range(400)]
     (own / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config["rollout"] = {
-        "prompts_per_step": sizes["prompts"],
-        "samples_per_prompt": SAMPLES,
-        "max_response_tokens": sizes["tokens"],
-    }
+    rollout = {"prompts_per_step": sizes["prompts"], "max_response_tokens": sizes["tokens"]}
+    config["rollout"] = {**rollout, "samples_per_prompt": SAMPLES}
     config["train"]["processes"] = 1
     config["tail_batching"] = {"enabled": False}
     config["checkpoint"] = {"every_steps": 1000}

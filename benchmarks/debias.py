@@ -316,18 +316,14 @@ def main(seeds: int = 3, quick: bool = False) -> dict[str, Any]:
         for method in ("moments", "density")
     }
     bounds = {
-        "mean": MAX_MEAN_ERROR,
-        "quantiles_25_to_95": MAX_QUANTILE_ERROR,
+        **{"mean": MAX_MEAN_ERROR, "quantiles_25_to_95": MAX_QUANTILE_ERROR},
         "effective_sample_size": MIN_EFFECTIVE,
     }
     workload = {
-        "prompts_per_step": PROMPTS_PER_STEP,
-        "samples_per_prompt": SAMPLES_PER_PROMPT,
-        "steps": NUM_STEPS,
-        "cap": CAP,
+        **{"prompts_per_step": PROMPTS_PER_STEP, "samples_per_prompt": SAMPLES_PER_PROMPT},
+        **{"steps": NUM_STEPS, "cap": CAP, "seeds": len(numbers)},
         "quantiles": {str(q): length for q, length in CODE_QUANTILES.items()},
         "hard_cap_probability": HARD_CAP_PROBABILITY,
-        "seeds": len(numbers),
     }
     told = {"workload": workload, "bounds": bounds, "missed": missed}
     return {**told, "cost": measure_cost(), "rows": rows}

@@ -17,6 +17,7 @@ import random
 import statistics
 import time
 from collections import deque
+from functools import partial
 from typing import Any
 
 from lab import bench
@@ -197,25 +198,21 @@ def measure(
 
 
 def main(rounds: int = 5) -> dict[str, Any]:
-    spread = FleetConfig(num_engines=NUM_ENGINES)
-    group = FleetConfig(num_engines=NUM_ENGINES, routing="group")
-    turns = FleetConfig(num_engines=NUM_ENGINES, routing="turns")
-    moving = FleetConfig(num_engines=NUM_ENGINES, moves=True)
-    arms = {
-        "one engine, not known": lambda: measure(rounds, None),
-        "one engine": lambda: measure(rounds, FleetConfig()),
-        "spread": lambda: measure(rounds, spread),
-        "group": lambda: measure(rounds, group),
-        "turns": lambda: measure(rounds, turns),
-        "spread, one lost": lambda: measure(rounds, moving, lose=True),
-        "spread, with the log": lambda: measure(rounds, spread, log=True),
+    many = partial(FleetConfig, num_engines=NUM_ENGINES)
+    arms: dict[str, tuple[FleetConfig | None, dict[str, bool]]] = {
+        "one engine, not known": (None, {}),
+        "one engine": (FleetConfig(), {}),
+        **{routing: (many(routing=routing), {}) for routing in ("spread", "group", "turns")},
+        "spread, one lost": (many(moves=True), {"lose": True}),
+        "spread, with the log": (many(), {"log": True}),
     }
     return {
         "engines": NUM_ENGINES,
         "samples_a_round": NUM_SAMPLES,
         "rounds": rounds,
         "median_cpu_s_a_round": {
-            name: round(statistics.median(arm()), 3) for name, arm in arms.items()
+            name: round(statistics.median(measure(rounds, fleet, **how)), 3)
+            for name, (fleet, how) in arms.items()
         },
     }
 

@@ -36,22 +36,13 @@ from rollpacker.trainer.trainer import ModelConfig, TrainConfig, TrainSample
 VOCABULARY = 32_000
 PROMPT_TOKENS = 16
 SMALL = {
-    "model_type": "qwen2",
-    "vocab_size": VOCABULARY,
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
+    **{"model_type": "qwen2", "vocab_size": VOCABULARY, "max_position_embeddings": 8192},
+    **{"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12},
+    **{"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True},
 }
 LARGE = SMALL | {
-    "hidden_size": 768,
-    "intermediate_size": 2304,
-    "num_attention_heads": 12,
-    "num_hidden_layers": 14,
-    "tie_word_embeddings": False,
+    **{"hidden_size": 768, "intermediate_size": 2304, "num_attention_heads": 12},
+    **{"num_hidden_layers": 14, "tie_word_embeddings": False},
 }
 
 

@@ -256,10 +256,8 @@ def row_of_lengths(seeds: Sequence[dict[str, Any]]) -> dict[str, Any]:
         name: sum(one.get(name, 0) for one in seeds)
         for name in (*COUNTED, "responses", "equal", "generated")
     }
-    rate, length = (
-        total["cut"] / max(total["looked_at"], 1),
-        total["offered"] / max(total["verified"], 1),
-    )
+    rate = total["cut"] / max(total["looked_at"], 1)
+    length = total["offered"] / max(total["verified"], 1)
     return {
         **total,
         **shift(pairs),

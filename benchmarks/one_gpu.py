@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lab import ROOT, bench
+from lab import ROOT, bench, markdown
 
 from rollpacker.algo import AlgorithmConfig
 from rollpacker.config.load import load_config
@@ -33,28 +33,18 @@ from rollpacker.trainer.trainer import LoraConfig, ModelConfig, TrainConfig
 PAGE = ROOT / "docs" / "one-gpu.md"
 SHAPES = ROOT / "tests" / "trainer" / "shapes"
 ARCHITECTURE = {
-    "model_type": "qwen2",
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": True,
+    **{"model_type": "qwen2", "hidden_size": 128, "intermediate_size": 384},
+    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"max_position_embeddings": 128, "tie_word_embeddings": True},
 }
 ALGORITHM = AlgorithmConfig(name="reinforce_pp", whiten=False)
 NUM_STEPS, SEEDS = 20, range(5)
 LORA = LoraConfig(rank=32, alpha=64.0)
+CODED = {"lora": LORA, "quantization": "4bit"}
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "`optimizer: adamw_8bit`, all weights": ({}, {"optimizer": "adamw_8bit"}),
-    "`quantization: 4bit` under an adapter": (
-        {"lora": LORA},
-        {"lora": LORA, "quantization": "4bit"},
-    ),
-    "both": (
-        {"lora": LORA},
-        {"lora": LORA, "quantization": "4bit", "optimizer": "adamw_8bit"},
-    ),
+    "`quantization: 4bit` under an adapter": ({"lora": LORA}, CODED),
+    "both": ({"lora": LORA}, {**CODED, "optimizer": "adamw_8bit"}),
 }
 PARTS = {
     "weights": ("weights", "adapters", "decoded"),
@@ -73,11 +63,8 @@ def recipe_estimate(recipe: Path) -> Estimate:
     return estimate(config, has_cuda=True)
 
 
-def memory_table() -> tuple[list[str], dict[str, Any]]:
-    lines = [
-        f"| recipe | {' | '.join(PARTS)} | together |",
-        "| --- |" + " --- |" * (len(PARTS) + 1),
-    ]
+def memory_table() -> tuple[str, dict[str, Any]]:
+    lines = []
     numbers: dict[str, Any] = {}
     for recipe in sorted((ROOT / "configs" / "recipes").glob("*.yaml")):
         result = recipe_estimate(recipe)
@@ -85,9 +72,9 @@ def memory_table() -> tuple[list[str], dict[str, Any]]:
         counted = {key: sum(sizes.get(n, 0) for n in names) for key, names in PARTS.items()}
         assert sum(counted.values()) == result.total_bytes, "a part is in no column"
         gib = [f"{value / 2**30:.1f}" for value in (*counted.values(), result.total_bytes)]
-        lines.append(f"| [`{recipe.stem}`](../configs/recipes/{recipe.name}) | {' | '.join(gib)} |")
+        lines.append([f"[`{recipe.stem}`](../configs/recipes/{recipe.name})", *gib])
         numbers[recipe.stem] = {**counted, "together": result.total_bytes}
-    return lines, numbers
+    return markdown(["recipe", *PARTS, "together"], lines), numbers
 
 
 def responses(seed: int) -> list[list[tuple[Response, float]]]:
@@ -140,11 +127,8 @@ def trained(folder: Path, seed: int, *, optimizer: str = "adamw", **model: Any) 
     return [before, negative_log_prob(learner, groups)]
 
 
-def distance_table() -> tuple[list[str], dict[str, Any]]:
-    lines = [
-        "| fewer bits | before | float32, 20 steps | with it | distance, mean | largest |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+def distance_table() -> tuple[str, dict[str, Any]]:
+    lines = []
     numbers: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         for seed in SEEDS:
@@ -156,17 +140,16 @@ def distance_table() -> tuple[list[str], dict[str, Any]]:
             coded = [trained(Path(name) / str(seed), seed, **fewer) for seed in SEEDS]
             away = [abs(c[1] - e[1]) / (e[0] - e[1]) for c, e in zip(coded, exact, strict=True)]
             means = [statistics.mean(x) for x in (*zip(*exact, strict=True), [c[1] for c in coded])]
-            lines.append(
-                f"| {kind} | {means[0]:.3f} | {means[1]:.3f} | {means[2]:.3f} | "
-                f"{100 * statistics.mean(away):.2f} % | {100 * max(away):.2f} % |"
-            )
+            apart = (f"{100 * share:.2f} %" for share in (statistics.mean(away), max(away)))
+            lines.append([kind, *(f"{mean:.3f}" for mean in means), *apart])
             numbers[kind] = {"exact": exact, "fewer_bits": coded, "distance_by_learned": away}
-    return lines, numbers
+    head = ("fewer bits", "before", "float32, 20 steps", "with it", "distance, mean", "largest")
+    return markdown(head, lines), numbers
 
 
-def write_table(name: str, lines: list[str]) -> None:
+def write_table(name: str, rows: str) -> None:
     page = PAGE.read_text(encoding="utf-8")
-    table = f"<!-- table: {name} -->\n" + "\n".join(lines) + "\n<!-- end -->"
+    table = f"<!-- table: {name} -->\n{rows}\n<!-- end -->"
     new, count = re.subn(
         rf"<!-- table: {name} -->.*?<!-- end -->", lambda _: table, page, flags=re.DOTALL
     )

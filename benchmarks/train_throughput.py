@@ -38,14 +38,9 @@ from rollpacker.trainer.samples import build_train_samples
 from rollpacker.trainer.trainer import TrainConfig, TrainSample
 
 ARCHITECTURE = {
-    "model_type": "qwen2",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
+    **{"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128},
+    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"max_position_embeddings": 512, "tie_word_embeddings": True},
 }
 ALPHABET = "0123456789+-=;! "
 PADDED_ROWS = 64

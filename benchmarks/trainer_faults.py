@@ -201,15 +201,6 @@ def is_good(result: dict[str, Any], plan: Sequence[str]) -> bool:
     )
 
 
-def table(result: dict[str, Any]) -> str:
-    lines = ["moment         kills  noticed s  back after s  updates once more"]
-    for moment, one in result["by_moment"].items():
-        back = "-" if one["back_s"] is None else f"{one['back_s']:.2f}"
-        again = ", ".join(map(str, one["updates_again"]))
-        lines.append(f"{moment:14} {one['kills']:5}  {one['noticed_s']:9.2f}  {back:>12}  {again}")
-    return "\n".join(lines)
-
-
 def run_arm(arm: str, folder: Path, plan: Sequence[str], steps: int) -> dict[str, Any]:
     config = write_config(folder, steps)
     overrides = [*SHARED, *ARMS[arm]]
@@ -219,7 +210,7 @@ def run_arm(arm: str, folder: Path, plan: Sequence[str], steps: int) -> dict[str
         plain = rollpacker.train(config, ["name=plain", *overrides]).folder
         result["weights_difference"] = largest_difference(run, plain)
     result["good"] = saboteur.is_through and is_good(result, plan)
-    print(f"\n{arm}\n{table(result)}", flush=True)
+    print(arm, json.dumps(result["by_moment"]), flush=True)
     return result
 
 

@@ -52,20 +52,12 @@ UPDATES = 20
 RANK = 16
 SHAPES: dict[str, dict[str, int]] = {
     "quickstart-vllm": {
-        "vocab_size": 18,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        **{"vocab_size": 18, "hidden_size": 128, "intermediate_size": 256},
+        **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
     },
     "30M": {
-        "vocab_size": 32000,
-        "hidden_size": 384,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
+        **{"vocab_size": 32000, "hidden_size": 384, "intermediate_size": 1536},
+        **{"num_hidden_layers": 8, "num_attention_heads": 6, "num_key_value_heads": 2},
     },
 }
 SAMPLINGS: dict[str, dict[str, float]] = {"plain": {}, "top_p=0.95": {"top_p": 0.95}}

@@ -103,13 +103,18 @@ def shortened(workload: Workload) -> Workload:
     )
 
 
-@contextmanager
-def config_for(workload: Workload, config: RunConfig) -> Iterator[RunConfig]:
-    """The config with the workload's sizes, rows in file order, evaluation off."""
-    rollout = dataclasses.replace(config.rollout, prompts_per_step=workload.prompts_per_step)
+def in_file_order(config: RunConfig, prompts: int) -> RunConfig:
+    """So many prompts a step, rows in file order, evaluation off."""
+    rollout = dataclasses.replace(config.rollout, prompts_per_step=prompts)
     data = dataclasses.replace(config.data, eval=None, eval_fraction=0.0, shuffle=False)
     train = dataclasses.replace(config.train, schedule="constant", warmup_steps=0)
-    config = dataclasses.replace(config, rollout=rollout, data=data, train=train)
+    return dataclasses.replace(config, rollout=rollout, data=data, train=train)
+
+
+@contextmanager
+def config_for(workload: Workload, config: RunConfig) -> Iterator[RunConfig]:
+    """The config with the workload's sizes."""
+    config = in_file_order(config, workload.prompts_per_step)
     if not workload.equal_lengths:
         yield config
         return
@@ -118,7 +123,7 @@ def config_for(workload: Workload, config: RunConfig) -> Iterator[RunConfig]:
         yield dataclasses.replace(
             config,
             model=dataclasses.replace(config.model, path=folder),
-            rollout=dataclasses.replace(rollout, max_response_tokens=EQUAL_TOKENS),
+            rollout=dataclasses.replace(config.rollout, max_response_tokens=EQUAL_TOKENS),
             rewards=(RewardConfig(function=f"{Path(__file__).with_name('digits.py')}:share"),),
         )
 
