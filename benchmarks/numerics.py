@@ -185,7 +185,7 @@ def learning(dtype: str, seed: int) -> dict[str, Any]:
         "configs/quickstart.yaml",
         [
             *(f"seed={seed}", f"name=numerics-{dtype}-{seed}", f"model.dtype={dtype}"),
-            *("save_samples=false", "eval.every_steps=null", "checkpoint.every_steps=null"),
+            *("save_samples=false", "eval.every_steps=null", "checkpoint.every_steps=1000000"),
             *(f"train.steps={LEARNING_STEPS}", f"runs_dir={KEPT / 'learning'}"),
         ],
     )
