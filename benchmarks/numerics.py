@@ -197,11 +197,11 @@ CELLS = [
     *(f"lengths, short, noise {sd}, 0" for sd in (0.3, 0.03, 0.003)),
     *(f"same weights, {kind}, 0" for kind in KINDS),
     *(f"carry, {kind}, 0" for kind in KINDS),
-    *(f"lengths, quickstart, {kind}, 0" for kind in KINDS),
-    *(f"lengths, long, {kind}, 0" for kind in KINDS),
+    *(f"lengths, {world}, {kind}, 0" for world in ("quickstart", "long") for kind in KINDS),
     *(f"learning, {kind}, 0" for kind in KINDS),
     *(f"batch, {kind}, 0" for kind in KINDS),
-    *(f"lengths, short, noise {sd}, {seed}" for seed in (1, 2) for sd in (0.3, 0.03)),
+    *(f"lengths, short, noise {sd}, {seed}" for seed in (1, 2) for sd in (0.3, 0.03, 0.003)),
+    *(f"lengths, long, {kind}, {seed}" for seed in (1, 2) for kind in KINDS),
     *(f"learning, {kind}, 1" for kind in KINDS),
 ]
 """What is measured, in this order: part, world, kind of numerics, seed."""
