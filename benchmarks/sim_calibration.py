@@ -19,7 +19,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import numpy as np
-from lab import bench
+from lab import PUBLISHED, bench
 from numpy.typing import NDArray
 from sim_published import (
     Constants,
@@ -48,32 +48,9 @@ SHARES = (
     *("lucky_share", "hard_prompts", "hard_prompt_cap_probability", "within_prompt_correlation"),
 )
 """Constants that cannot be more than 1."""
-BEFORE: Constants = {
-    **{"launch_layer_s": 0.246e-3, "per_sequence_s": 0.289e-3, "train_utilization": 0.139},
-    **{"synchronous_judge_share": 0.61, "train_fixed_s 7b-8k": 11.0},
-    **{"train_fixed_s 14b-16k": 22.8, "train_fixed_s 32b-32k": 122.6, "judge_calls_per_s": 5.9},
-    **{"streamed_share": 0.52, "sandbox_workers": 62.0, "longer_share": 0.8, "lucky_share": 1.0},
-    **{"within_prompt_correlation": 0.05, "hard_prompts": 0.0},
-    "hard_prompt_cap_probability": 0.15,
-}
+BEFORE: Constants = {name: value for name, (value, _, _) in PUBLISHED["constants"].items()}
 """World A of the blind predictions; B had 8 % of hard prompts."""
-SOURCES = {
-    "launch_layer_s": ("s per layer of a decode step", "Fig. 9, 10 and 11"),
-    "per_sequence_s": ("s per running sequence of a decode step", "Fig. 4b, 11 and 13c"),
-    "train_utilization": ("share of the datasheet's FLOP/s", "Fig. 4b and 10c, training"),
-    "train_fixed_s 7b-8k": ("s", "Fig. 10c, training"),
-    "train_fixed_s 14b-16k": ("s", "Fig. 10c, training"),
-    "train_fixed_s 32b-32k": ("s", "Fig. 10c, training"),
-    "judge_calls_per_s": ("calls per s, whatever the GPUs", "Fig. 9, short rounds"),
-    "synchronous_judge_share": ("share of that rate", "Fig. 4b rewards; Fig. 9, verl"),
-    "streamed_share": ("share of a step's samples", "Fig. 10c, training of long rounds"),
-    "sandbox_workers": ("checks at once", "Fig. 4b rewards; Fig. 13c"),
-    "longer_share": ("share of responses at the 16k cap that pass 32k", "Fig. 11, 32B"),
-    "lucky_share": ("share of the figure's capped responses", "Fig. 2a, 4a and 11"),
-    "within_prompt_correlation": ("of normal scores", "Fig. 4a, spread of lengths"),
-    "hard_prompts": ("share of prompts", "Fig. 11"),
-    "hard_prompt_cap_probability": ("share of their responses", "Fig. 11"),
-}
+SOURCES = {name: (unit, source) for name, (_, unit, source) in PUBLISHED["constants"].items()}
 """Unit, and what holds each constant most: all are fitted to everything at once."""
 
 Vector = NDArray[np.float64]

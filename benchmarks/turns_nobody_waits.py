@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lab import ROOT, bench
+from lab import ROOT, bench, metrics
 
 from tests.run.test_turns import save_model
 
@@ -131,8 +131,7 @@ def entries(run: Path) -> list[dict[str, Any]]:
 
 def steps_s(run: Path) -> list[float]:
     """Seconds of each step."""
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [row["timing_s/step"] for row in map(json.loads, lines) if "timing_s/step" in row]
+    return [row["timing_s/step"] for row in metrics(run) if "timing_s/step" in row]
 
 
 def trained(found: Sequence[dict[str, Any]]) -> list[str]:
