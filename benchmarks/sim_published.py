@@ -241,8 +241,8 @@ ROLLOUT_ALONE = (*INSTANT_REWARDS, "parallelism_planner.enabled=false", *NO_STRE
 # -- published ---------------------------------------------------------------------------
 
 HELD = PUBLISHED["rollpacker"]
-MEANS, SPLITS, ABLATION, SCALING = (
-    HELD[name] for name in ("means", "splits", "ablation", "scaling")
+MEANS, SPLITS, ABLATION, OVERLAP_ALONE, SCALING = (
+    HELD[name] for name in ("means", "splits", "ablation", "overlap_alone", "scaling")
 )
 SENSITIVITY = {(prompts, samples): tuple(s) for prompts, samples, *s in HELD["sensitivity"]}
 
@@ -305,7 +305,7 @@ def _ablation_facts() -> Iterable[Fact]:
         for name, published in ABLATION.items():
             sims = (Sim(set_up, VERL), Sim(set_up, ADDED[name]))
             yield Fact("ablation", f"{set_up}, {name}", "Table 2", published[place], sims, _speedup)
-    for set_up, speedup in HELD["overlap_alone"].items():
+    for set_up, speedup in OVERLAP_ALONE.items():
         sims = (Sim(set_up, VERL), Sim(set_up, (*VERL, *OVERLAP)))
         name = f"{set_up}, asynchronous rewards alone"
         yield Fact("ablation", name, "section 6.5", speedup, sims, _speedup)
