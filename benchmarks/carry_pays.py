@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import statistics
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 from lab import ROOT, bench, paired_interval
@@ -33,27 +32,22 @@ FIRST_SEED = 3000
 OFF = "off"
 
 
-@dataclass(frozen=True)
-class Job:
-    arm: str
-    """Straggler's place and `carry`, such as "queue auto", or `OFF`."""
-    rate: float
-    seed: int
-    steps: int
-
-    def overrides(self) -> list[str]:
-        found = ["system=rollpacker", f"seed={self.seed}", f"steps={self.steps}"]
-        if self.arm == OFF:
-            return [*found, "tail_batching.enabled=false"]
-        stragglers, carry = self.arm.split()
-        tail = {"stragglers": stragglers, "carry": carry, "prompt_factor": 1.5}
-        found += [f"tail_batching.{key}={value}" for key, value in tail.items()]
-        return [*found, f"carry.mismatch={self.rate}"]
+Job = tuple[str, float, int, int]
+"""Straggler's place and `carry`, such as "queue auto", or `OFF`; chance, seed and steps."""
 
 
 def run(job: Job) -> dict[str, float]:
+    arm, rate, seed, steps = job
+    overrides = ["system=rollpacker", f"seed={seed}", f"steps={steps}"]
+    if arm == OFF:
+        overrides += ["tail_batching.enabled=false"]
+    else:
+        stragglers, carry = arm.split()
+        tail = {"stragglers": stragglers, "carry": carry, "prompt_factor": 1.5}
+        overrides += [f"tail_batching.{key}={value}" for key, value in tail.items()]
+        overrides += [f"carry.mismatch={rate}"]
     path = ROOT / "configs" / "scenarios" / f"{SET_UP}.yaml"
-    result = simulate(load_scenario(path, job.overrides()))
+    result = simulate(load_scenario(path, overrides))
     return {
         "all_step_s": statistics.fmean(step.total_s for step in result.steps),
         "step_s": statistics.fmean(step.total_s for step in result.steps[WARM_STEPS:]),
@@ -94,7 +88,7 @@ def main(steps: int = 200, seeds: int = 3, jobs: int = 2) -> dict[str, Any]:
         for carry in ("exact", "auto", "none")
     }
     arms[OFF] = (OFF, 0.0)
-    wanted = [(name, Job(*arm, seed, steps)) for name, arm in arms.items() for seed in numbers]
+    wanted = [(name, (*arm, seed, steps)) for name, arm in arms.items() for seed in numbers]
     with ProcessPoolExecutor(jobs) as pool:
         results = list(pool.map(run, [job for _, job in wanted]))
     found = {
