@@ -101,11 +101,8 @@ def one_seed(seed: int, folder: Path) -> dict[str, Any]:
     arms = ("on", "off") if seed % 2 else ("off", "on")
     for arm in arms:
         result[arm] = train(seed, model, folder, arm)
-        print(
-            f"seed {seed}, tail batching {arm}: pass@1 {result[arm]['before']:.3f} -> "
-            f"{result[arm]['after']:.3f}, {result[arm]['seconds']:.0f} s of steps",
-            flush=True,
-        )
+        told = {key: result[arm][key] for key in ("before", "after", "seconds")}
+        print(f"seed {seed}, tail batching {arm}: {told}", flush=True)
     goal = GOAL * min(result[arm]["after"] for arm in arms)
     result["goal"] = goal
     for arm in arms:

@@ -106,12 +106,6 @@ def _compared(name: str) -> dict[str, Any]:
         measured = max(one["peak_bytes"] for one in own)
         live = max(one["peak_live_tokens"] for one in own)
         error = stage.size_bytes / measured - 1
-        print(
-            f"{name:16} {stage.name}: predicted {stage.size_bytes / 2**20:6.0f} MiB, "
-            f"measured {measured / 2**20:6.0f} MiB, error {error:+.1%}; {live} of "
-            f"{stage.live_tokens} live tokens",
-            flush=True,
-        )
         stages.append(
             {
                 "layers": stage.layers,
@@ -124,6 +118,7 @@ def _compared(name: str) -> dict[str, Any]:
                 "peak_live_tokens": live,
             }
         )
+        print(name, stage.name, stages[-1], flush=True)
     return {"setting": dataclasses.asdict(setting), "stages": stages}
 
 

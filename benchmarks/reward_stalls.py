@@ -112,11 +112,7 @@ def stopped_worker(folder: Path, steps: int, rounds: int) -> dict[str, Any]:
             lines = [t for t, line in heard.lines if str(pid) in line and t >= when]
             unnamed += not lines
             named_after += [lines[0] - when] if lines else []
-        print(
-            f"  seed {number}: {len(stopper.stopped)} stopped, other checks took"
-            f" {ratios[-1]:.3f} of the time without",
-            flush=True,
-        )
+        print(number, len(stopper.stopped), "stopped; other checks over without:", ratios[-1])
     return {
         "others_time_ratio": statistics.geometric_mean(ratios),
         "ratios": ratios,
