@@ -26,6 +26,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -182,14 +183,15 @@ def _rounds(policy: Any, config: RunConfig, tail: TailBatchingConfig, rounds: in
 
 
 def learning(dtype: str, seed: int) -> dict[str, Any]:
-    return shadow.measured(
-        "configs/quickstart.yaml",
-        [
-            *(f"seed={seed}", f"name=numerics-{dtype}-{seed}", f"model.dtype={dtype}"),
-            *("save_samples=false", "eval.every_steps=null", "checkpoint.every_steps=1000000"),
-            *(f"train.steps={LEARNING_STEPS}", f"runs_dir={KEPT / 'learning'}"),
-        ],
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        return shadow.measured(
+            "configs/quickstart.yaml",
+            [
+                *(f"seed={seed}", f"runs_dir={folder}", f"model.dtype={dtype}"),
+                *("save_samples=false", "eval.every_steps=null", "checkpoint.every_steps=1000000"),
+                f"train.steps={LEARNING_STEPS}",
+            ],
+        )
 
 
 LEARNING_STEPS = 40
