@@ -6,7 +6,7 @@ and none, of a queue and of a pool with factor 1.5, and without tail batching; a
 against what the very prompts that were trained on would give if nobody selected. With `none` no
 complement rule holds: what it gains is by shorter responses.
 
-    python benchmarks/carry_pays.py [--steps 200] [--seeds 3] [--jobs 2]
+    python benchmarks/carry_pays.py [--steps 200] [--seeds 3] [--only auto]
 
 Exits with 1 and says where if `auto` takes more than 2 % longer than the faster of `exact` and no
 tail batching, or shifts lengths by more than 1 %. Steps count from `WARM_STEPS` on, after the
@@ -19,7 +19,7 @@ import statistics
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from lab import ROOT, bench, paired_interval
+from lab import ROOT, bench, earlier, paired_interval
 
 from rollpacker.sim.scenario import load_scenario
 from rollpacker.sim.simulate import simulate
@@ -79,7 +79,8 @@ def missed(found: dict[str, dict[str, Any]]) -> list[str]:
     return wrong
 
 
-def main(steps: int = 200, seeds: int = 3, jobs: int = 2) -> dict[str, Any]:
+def main(steps: int = 200, seeds: int = 3, jobs: int = 2, only: str = "") -> dict[str, Any]:
+    """`only`: arms whose names have this; the kept result has the rest."""
     numbers = range(FIRST_SEED, FIRST_SEED + seeds)
     arms = {
         f"{kind} {carry}, {rate:g}": (f"{kind} {carry}", rate)
@@ -88,10 +89,12 @@ def main(steps: int = 200, seeds: int = 3, jobs: int = 2) -> dict[str, Any]:
         for carry in ("exact", "auto", "none")
     }
     arms[OFF] = (OFF, 0.0)
+    arms = {name: arm for name, arm in arms.items() if only in name}
     wanted = [(name, (*arm, seed, steps)) for name, arm in arms.items() for seed in numbers]
     with ProcessPoolExecutor(jobs) as pool:
         results = list(pool.map(run, [job for _, job in wanted]))
-    found = {
+    found = earlier(main, "arms") if only else {}
+    found |= {
         name: row([one for (of, _), one in zip(wanted, results, strict=True) if of == name])
         for name in arms
     }
