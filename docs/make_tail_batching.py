@@ -287,12 +287,12 @@ def numerics_table() -> str:
     names = {"short": "short random model", "long": "long random model", "quickstart": "quickstart"}
     rows = []
     for name, row in result("numerics")["rows"].items():
-        part, world, *kind, arm = name.split(", ")
-        if part == "lengths" and arm == "queue":
+        if name.startswith("lengths") and name.endswith(", queue"):
+            _, world, kind, _ = name.split(", ")
             product, length = row["mismatch_times_length"], row["carried_tokens"]
             cells = [f"{product:.2g}", f"{row['mismatch_per_token']:.1e} x {length:.0f}"]
             cells += [f"{row['share_kept']:.0%}", f"{row['equal'] / row['responses']:.1%}"]
-            rows.append((product, [f"{names[world]}, {kind[0]}", *cells, shifted(row)]))
+            rows.append((product, [f"{names[world]}, {kind}", *cells, shifted(row)]))
     head = ("", "mismatch x length", "", "tokens kept", "responses equal", "length shift, 95 %")
     return table(head, [cells for _, cells in sorted(rows)])
 
@@ -301,18 +301,18 @@ def complement_table() -> str:
     """The short random model's arms at growing mismatch x length."""
     found = result("numerics")["rows"]
     noises = [f"noise {sd}" for sd in (0.003, 0.03, 0.3)]
-    arms = [
-        name.split(", ", 3)[3]
-        for name in found
-        if name.startswith(f"lengths, short, {noises[0]}, ")
-    ]
-    return table(
-        ("length shift, 95 %", *noises),
+    first = f"lengths, short, {noises[0]}, "
+    rows = [
         [
-            [arm, *(shifted(found[f"lengths, short, {one}, {arm}"]) for one in noises)]
-            for arm in arms
-        ],
-    )
+            name.removeprefix(first),
+            *(shifted(found[name.replace(noises[0], one)]) for one in noises),
+        ]
+        for name in found
+        if name.startswith(first)
+    ]
+    many = [shifted(found[f"redraws, short, {one}, queue"]) for one in noises[1:]]
+    rows.insert(1, ["queue, 400 redraws", "", *many])
+    return table(("length shift, 95 %", *noises), rows)
 
 
 def numerics_exact_table() -> str:
