@@ -293,7 +293,14 @@ def numerics_table() -> str:
             cells = [f"{product:.2g}", f"{row['mismatch_per_token']:.1e} x {length:.0f}"]
             cells += [f"{row['share_kept']:.0%}", f"{row['equal'] / row['responses']:.1%}"]
             rows.append((product, [f"{names[world]}, {kind}", *cells, shifted(row)]))
-    head = ("", "mismatch x length", "", "tokens kept", "responses equal", "length shift, 95 %")
+    head = (
+        "",
+        "mismatch x length",
+        "which is",
+        "tokens kept",
+        "responses equal",
+        "length shift, 95 %",
+    )
     return table(head, [cells for _, cells in sorted(rows)])
 
 
