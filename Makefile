@@ -194,7 +194,7 @@ lint: $(VENV)/.installed-dev
 # configs/code-tiny.yaml (its head says how).
 bench: $(VENV)/.installed-dev
 	for name in \
-	  engine_speed batch_invariance train_throughput order_only carry_exact tail_batching \
+	  engine_speed batch_invariance train_throughput order_only carry_exact numerics carry_pays tail_batching \
 	  vs_trl into_trl overhead resume learning sim_calibration sim_published sim_speed \
 	  sim_vs_real sim_from_rewards debias debias_run fleet_speed engines_sim \
 	  pipeline_published beyond order_only_sim sim_deadlines sandbox_speed math_answers \

@@ -10,16 +10,13 @@ share of the returns' variance its critic explains, before it has seen them.
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lab import ROOT, bench, earlier
+from lab import bench, earlier, metrics, pass_rates, rollpacker
 
 from rollpacker.algo import ALGORITHMS
 from rollpacker.run.folder.checkpoint import newest_checkpoint
@@ -46,28 +43,19 @@ def train(name: str, steps: int, folder: Path, teacher: Path | None) -> dict[str
     if name == "distillation":
         assert teacher is not None
         settings.append(f"model.teacher={teacher}")
-    command = [
-        *(str(Path(sys.executable).parent / "rollpacker"), "train", "configs/quickstart.yaml"),
+    rollpacker(
+        *("train", "configs/quickstart.yaml"),
         *(f"name={name}", f"runs_dir={folder}", f"algorithm.name={name}", f"train.steps={steps}"),
         # The row's own: the quickstart's config sets another.
         "algorithm.loss_aggregation=null",
         *("eval.samples_per_prompt=4", f"eval.every_steps={steps}", "save_samples=false"),
         *settings,
-    ]
-    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    curve = {row["step"]: row["eval/pass@1"] for row in rows if "eval/pass@1" in row}
-    result: dict[str, Any] = {
-        "settings": settings,
-        "before": curve[min(curve)],
-        "after": curve[max(curve)],
-        "gain": curve[max(curve)] - curve[min(curve)],
-    }
-    explained = [
-        row["critic/explained_variance"] for row in rows if "critic/explained_variance" in row
-    ]
-    if explained:
+    )
+    before, *_, after = pass_rates(folder / name)
+    result: dict[str, Any] = {"settings": settings, "before": before, "after": after}
+    result["gain"] = after - before
+    key = "critic/explained_variance"
+    if explained := [row[key] for row in metrics(folder / name) if key in row]:
         result["explained_variance_last_steps"] = statistics.fmean(explained[-LAST_STEPS:])
         result["explained_variance"] = explained
     return result

@@ -34,16 +34,10 @@ def make_model(**changed: Any) -> Qwen2ForCausalLM:
     """The shape of the quickstart's model; weights wide enough for medium entropy."""
     torch.manual_seed(0)
     shape = {
-        "vocab_size": 48,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": True,
+        **{"vocab_size": 48, "hidden_size": 64, "intermediate_size": 128, "eos_token_id": END},
+        **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+        **{"max_position_embeddings": 512, "tie_word_embeddings": True},
         "initializer_range": 0.15,
-        "eos_token_id": END,
     }
     return Qwen2ForCausalLM(Qwen2Config(**(shape | changed))).eval()
 

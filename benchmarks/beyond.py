@@ -173,15 +173,11 @@ def missed(result: dict[str, Any]) -> list[str]:
     best, paper = result["best"], result["paper"]
     found = []
     if best["saved_share"] < result["least_saved_share"]:
-        found.append(
-            f"{where}: saves {best['saved_share']:.1%} of the step, less than "
-            f"{result['least_saved_share']:.0%}"
-        )
+        least = result["least_saved_share"]
+        found.append(f"{where}: saves {best['saved_share']:.1%} of the step, less than {least:.0%}")
     if best["length_shift"] < paper["length_shift"]:
-        found.append(
-            f"{where}: length shift {best['length_shift']:.2%}, larger than the paper's "
-            f"{paper['length_shift']:.2%}"
-        )
+        shifts = f"{best['length_shift']:.2%}, larger than the paper's {paper['length_shift']:.2%}"
+        found.append(f"{where}: length shift {shifts}")
     return found
 
 

@@ -21,9 +21,10 @@ import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from lab import bench, turns
+from lab import bench, metrics, turns
 
 from rollpacker.cli.main import main as rollpacker
 from rollpacker.engines.embedded.engine import TorchEngine
@@ -84,15 +85,14 @@ def run(name: str, *overrides: str) -> dict[str, float]:
         steps.append(self.status().decode_steps)
         await close(self)
 
-    TorchEngine.close = counted  # type: ignore[method-assign]
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            assert rollpacker(["train", "run.yaml", f"name={name}", *overrides]) == 0
-    finally:
-        TorchEngine.close = close  # type: ignore[method-assign]
+    with (
+        patch.object(TorchEngine, "close", counted),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        assert rollpacker(["train", "run.yaml", f"name={name}", *overrides]) == 0
     folder = Path("runs") / name
     log = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics(folder)
     ends = [one for one in log if one.get("event") in ("SampleGenerated", "SampleAborted")]
     commands = [command for one in log for command in one.get("commands", ())]
     trained = sum(len(one["groups"]) for one in commands if one["command"] == "TrainOn")

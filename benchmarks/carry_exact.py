@@ -1,16 +1,13 @@
 """Carried tokens equal generation from scratch: aborts at random moments, weights that move.
 
 Every sample is launched, aborted at a random moment, and launched again with the tokens that it
-had, under other weights, until a last launch lets it finish. Each response that took up carried
-tokens is then compared to the one that a fresh launch gives under the weights it finished with.
-Where they differ, the first differing token is looked at: a tie is where the two best scores of the
-draw (log-probability - log of the exponential) are within 1e-5 of each other, so that a rounding
-decides.
+had, under other weights, until it may finish. Each response that took up carried tokens is compared
+with a fresh launch's under its last weights. A difference is a tie where the two best scores of the
+draw (log-probability - log of the exponential) are within 1e-5, so that a rounding decides.
 
-Three arms: the quickstart's policies while it learns (real updates, one to three per launch), a
-random model with a vocabulary wide enough for two rounds of draws, moved at random, and the
-quickstart's again with the complement rule, whose responses equal those from scratch unless an end
-was drawn once more.
+Arms: the quickstart's policies while it learns; a random model with a vocabulary wide enough for
+two rounds of draws, moved at random; and the quickstart's with the complement rule, whose responses
+equal those from scratch unless an end was drawn once more.
 
     python benchmarks/carry_exact.py
 """
@@ -199,6 +196,7 @@ def campaign(
             _compare(counts, model, one, output, scratch[one.sample])
     assert not waiting
     asyncio.run(engine.close())
+    print(described(counts), flush=True)
 
 
 def _request(sample: Sample, complement: bool, version: int) -> GenerationRequest:
@@ -350,7 +348,6 @@ def quickstart_arm(
         weights = [load_file(policies.policy_folder(s) / "model.safetensors") for s in steps]
         model = policy.loaded.model
         campaign(model, requests, weights, counts, dice, complement=complement)
-        print(described(counts), flush=True)
         if counts.tokens >= num_tokens:
             break
     return counts
@@ -380,7 +377,6 @@ def wide_arm(num_tokens: int, seed: int) -> Counts:
                 }
             )
         campaign(model, requests, weights, counts, dice, complement=False)
-        print(described(counts), flush=True)
         if counts.tokens >= num_tokens:
             break
     return counts

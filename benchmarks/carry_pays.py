@@ -6,7 +6,7 @@ and none, of a queue and of a pool with factor 1.5, and without tail batching; a
 against what the very prompts that were trained on would give if nobody selected. With `none` no
 complement rule holds: what it gains is by shorter responses.
 
-    python benchmarks/carry_pays.py [--steps 200] [--seeds 3] [--jobs 2]
+    python benchmarks/carry_pays.py [--steps 200] [--seeds 3] [--only auto]
 
 Exits with 1 and says where if `auto` takes more than 2 % longer than the faster of `exact` and no
 tail batching, or shifts lengths by more than 1 %. Steps count from `WARM_STEPS` on, after the
@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import statistics
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
-from lab import ROOT, bench
+from lab import ROOT, bench, earlier, paired_interval
 
 from rollpacker.sim.scenario import load_scenario
 from rollpacker.sim.simulate import simulate
@@ -30,32 +29,25 @@ RATES = (0.0, 1e-3, 1e-2)
 WARM_STEPS = 20
 MOST_OVER, MOST_SHIFT = 1.02, 0.01
 FIRST_SEED = 3000
-STUDENT_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}
-"""Half width of a 95 % interval in standard errors, by number of seeds."""
 OFF = "off"
 
 
-@dataclass(frozen=True)
-class Job:
-    arm: str
-    """Straggler's place and `carry`, such as "queue auto", or `OFF`."""
-    rate: float
-    seed: int
-    steps: int
-
-    def overrides(self) -> list[str]:
-        found = ["system=rollpacker", f"seed={self.seed}", f"steps={self.steps}"]
-        if self.arm == OFF:
-            return [*found, "tail_batching.enabled=false"]
-        stragglers, carry = self.arm.split()
-        tail = {"stragglers": stragglers, "carry": carry, "prompt_factor": 1.5}
-        found += [f"tail_batching.{key}={value}" for key, value in tail.items()]
-        return [*found, f"carry.mismatch={self.rate}"]
+Job = tuple[str, float, int, int]
+"""Straggler's place and `carry`, such as "queue auto", or `OFF`; chance, seed and steps."""
 
 
 def run(job: Job) -> dict[str, float]:
+    arm, rate, seed, steps = job
+    overrides = ["system=rollpacker", f"seed={seed}", f"steps={steps}"]
+    if arm == OFF:
+        overrides += ["tail_batching.enabled=false"]
+    else:
+        stragglers, carry = arm.split()
+        tail = {"stragglers": stragglers, "carry": carry, "prompt_factor": 1.5}
+        overrides += [f"tail_batching.{key}={value}" for key, value in tail.items()]
+        overrides += [f"carry.mismatch={rate}"]
     path = ROOT / "configs" / "scenarios" / f"{SET_UP}.yaml"
-    result = simulate(load_scenario(path, job.overrides()))
+    result = simulate(load_scenario(path, overrides))
     return {
         "all_step_s": statistics.fmean(step.total_s for step in result.steps),
         "step_s": statistics.fmean(step.total_s for step in result.steps[WARM_STEPS:]),
@@ -64,15 +56,12 @@ def run(job: Job) -> dict[str, float]:
 
 
 def row(runs: list[dict[str, float]]) -> dict[str, Any]:
-    shifts = [one["shift"] for one in runs]
-    mean, half = statistics.fmean(shifts), 0.0
-    if len(shifts) > 1:
-        half = STUDENT_95[len(shifts)] * statistics.stdev(shifts) / len(shifts) ** 0.5
+    mean, low, high = paired_interval([one["shift"] for one in runs])
     return {
         "step_s": round(statistics.fmean(one["step_s"] for one in runs), 1),
         "all_step_s": round(statistics.fmean(one["all_step_s"] for one in runs), 1),
         "shift": round(mean, 4),
-        "shift_95": [round(mean - half, 4), round(mean + half, 4)],
+        "shift_95": [round(low, 4), round(high, 4)],
     }
 
 
@@ -90,7 +79,8 @@ def missed(found: dict[str, dict[str, Any]]) -> list[str]:
     return wrong
 
 
-def main(steps: int = 200, seeds: int = 3, jobs: int = 2) -> dict[str, Any]:
+def main(steps: int = 200, seeds: int = 3, jobs: int = 2, only: str = "") -> dict[str, Any]:
+    """`only`: arms whose names have this; the kept result has the rest."""
     numbers = range(FIRST_SEED, FIRST_SEED + seeds)
     arms = {
         f"{kind} {carry}, {rate:g}": (f"{kind} {carry}", rate)
@@ -99,10 +89,12 @@ def main(steps: int = 200, seeds: int = 3, jobs: int = 2) -> dict[str, Any]:
         for carry in ("exact", "auto", "none")
     }
     arms[OFF] = (OFF, 0.0)
-    wanted = [(name, Job(*arm, seed, steps)) for name, arm in arms.items() for seed in numbers]
+    arms = {name: arm for name, arm in arms.items() if only in name}
+    wanted = [(name, (*arm, seed, steps)) for name, arm in arms.items() for seed in numbers]
     with ProcessPoolExecutor(jobs) as pool:
         results = list(pool.map(run, [job for _, job in wanted]))
-    found = {
+    found = earlier(main, "arms") if only else {}
+    found |= {
         name: row([one for (of, _), one in zip(wanted, results, strict=True) if of == name])
         for name in arms
     }

@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from cluster_optimum import OptimumSimulation
-from lab import ROOT, bench
+from lab import ROOT, bench, markdown
 from msgspec import structs
 
 from rollpacker.cluster.decide.cheapest_work import CheapestWork
@@ -128,7 +128,7 @@ def table(profiles: Mapping[str, Seeds]) -> str:
     means over seeds; of the shipped policy also what it is cheaper than the published one, each
     seed's."""
     arms = [*next(iter(profiles.values()))[0]]
-    lines = ["| profile | " + " | ".join(arms) + " |", "|---|" + "---|" * len(arms)]
+    lines = []
     for profile, seeds in profiles.items():
         cells = [
             f"{mean(seeds, arm, 'over_optimum'):.2f}x, {mean(seeds, arm, 'slo_kept'):.1%}"
@@ -143,8 +143,8 @@ def table(profiles: Mapping[str, Seeds]) -> str:
             if len(less) > 1:
                 told += f"; {min(less):+.1%} to {max(less):+.1%}"
             cells[arms.index("shipped")] += f" ({told})"
-        lines.append("| " + " | ".join([profile, *cells]) + " |")
-    return "\n".join(lines)
+        lines.append([profile, *cells])
+    return markdown(["profile", *arms], lines)
 
 
 def main(

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from lab import ROOT, bench
+from lab import ROOT, bench, markdown
 
 from rollpacker.cluster.decide.cheapest_work import CheapestWork
 from rollpacker.cluster.sim import simulation as cluster
@@ -74,18 +74,16 @@ def summed(cell: Cell, traces: list[dict[str, Any]]) -> dict[str, Any]:
 
 def table(cells: list[dict[str, Any]]) -> str:
     """As docs/many-jobs-simulated.md has it: a row for each arm and growth."""
-    stated = " | ".join(f"stated {one:g}" for one in STATED)
-    lines = [f"| | lengths | {stated} | jobs each | price/h |"]
-    lines.append("|---|---|" + "---|" * (len(STATED) + 2))
+    head = ["", "lengths", *(f"stated {one:g}" for one in STATED), "jobs each", "price/h"]
+    lines = []
     for arm in dict.fromkeys(one["arm"] for one in cells):
         for growth in GROWTHS:
             row = [one for one in cells if (one["arm"], one["growth"]) == (arm, growth)]
             told = f"grow by {growth:.0%}" if growth else "as profiled"
             kept = [f"{one['kept']:.2%}" for one in row]
             price = f"{sum(one['price_per_h'] for one in row) / len(row):.0f}"
-            each = f"{row[0]['jobs']:,}"
-            lines.append("| " + " | ".join([arm, told, *kept, each, price]) + " |")
-    return "\n".join(lines)
+            lines.append([arm, told, *kept, f"{row[0]['jobs']:,}", price])
+    return markdown(head, lines)
 
 
 def main(

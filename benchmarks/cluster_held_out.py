@@ -10,13 +10,14 @@ docs/many-jobs-simulated.md.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster_optimum import OptimumSimulation
-from lab import ROOT, bench
+from lab import ROOT, bench, markdown
 
 from rollpacker.cluster.sim.jobs import arrivals
 from rollpacker.cluster.sim.simulation import Simulation, hours_alone
@@ -58,19 +59,17 @@ def cell(profile: str, slo: str, cap: int, seed: int, *settings: str) -> dict[st
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """As docs/many-jobs-simulated.md has it: one table for each policy, a column for each group
     cap; means of the seeds, and half of what they differ."""
-    return "\n\n".join(_of_policy(name, rows) for name in POLICIES)
-
-
-def _of_policy(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    caps = " | ".join(f"at most {cap}" for cap in CAPS)
-    lines = [f"| `{name}`: profile | SLO | {caps} |", "|---|---|" + "---|" * len(CAPS)]
-    for profile in PROFILES:
-        for slo in SLOS:
+    tables = []
+    for name in POLICIES:
+        lines = []
+        for profile, slo in itertools.product(PROFILES, SLOS):
             cells = [
                 _cell([r[name] for r in rows if where(r) == (profile, slo, cap)]) for cap in CAPS
             ]
-            lines.append("| " + " | ".join([profile, slo, *cells]) + " |")
-    return "\n".join(lines)
+            lines.append([profile, slo, *cells])
+        caps = (f"at most {cap}" for cap in CAPS)
+        tables.append(markdown([f"`{name}`: profile", "SLO", *caps], lines))
+    return "\n\n".join(tables)
 
 
 def where(row: Mapping[str, Any]) -> tuple[str, str, int]:

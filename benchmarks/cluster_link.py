@@ -2,17 +2,11 @@
 
     trainer's host ==slow link==> switch --fast--> host 1 .. host R
 
-Hosts are network namespaces of this machine (`tests/cluster/netns.py`), each with one process; the
-link is held by tc's token bucket, on the trainer's side and on the switch's. Bytes are those of the
-trainer's interface; contents are compared by SHA-256, and differ in each transfer. Arms, in turns:
-
-    published       what RollPacker does: each shard crosses once and is passed on (`publish`)
-    each pulls      each host takes the whole model from the trainer, over the same ports
-    gloo, each      torch.distributed over gloo: the trainer sends the model to each host at once
-    gloo broadcast  its broadcast
-
-Then, with the most hosts, amid it: the link is cut for 3 and 12 s, one host for 3 s, one is killed.
-Calls to hosts go by pipes here, by ray in a run, and are not among the bytes. As root.
+Hosts are network namespaces (`tests/cluster/netns.py`); tc's token bucket holds the link. Bytes are
+those of the trainer's interface; contents are compared by SHA-256. Arms, in turns: `published`,
+what RollPacker does (each shard crosses once and is passed on), each host pulls the whole model,
+gloo to each at once, and gloo's broadcast. Then, with the most hosts, amid it: the link is cut for
+3 and 12 s, one host for 3 s, one is killed. As root.
 
     python benchmarks/cluster_link.py [--megabytes 200] [--mbit 400] [--hosts 1 2 4] [--rounds 3]
 """

@@ -1,16 +1,12 @@
 """What cluster policies are compared with: at every arrival and end, the cheapest feasible
 partition of the jobs that are present, exact, made anew for nothing.
 
+It is no bound: it knows the jobs present alone, and round robin alone. A group is feasible if it
+has at most `max_group` jobs, host memory has room, and its period is within every member's SLO.
+Feasible groups, each with its cheapest pins, are columns of a set-partitioning problem by the price
+of work, which HiGHS solves (`scipy.optimize.milp`).
+
     python benchmarks/cluster_optimum.py configs/clusters/mixed.yaml jobs.count=30   # its price
-
-It is no bound: it knows the jobs present alone, and round robin alone. Needs scipy.
-
-    feasible   a group has at most `max_group` jobs, host memory has room, and its period (closed
-               form, mean iterations) is within every member's SLO
-    cheapest   by the price of work, summed over groups, as the shipped policy counts it
-
-Groups are columns of a set-partitioning problem: all feasible ones, each with its cheapest pins.
-HiGHS (`scipy.optimize.milp`) chooses among them.
 """
 
 from __future__ import annotations

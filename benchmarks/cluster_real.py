@@ -1,15 +1,10 @@
 """Two real jobs that share a rollout core and a training core, against each of them alone.
 
-Two tiny models are trained by `rollpacker train`, in processes of their own, by the cluster's
-service: each run's process, with its engine, is pinned to core 0 (the rollout pool), its trainer's
-process to core 1 (the training pool). Arms are interleaved, repetition by repetition:
-
-    alone a, alone b    one job at a time: what dedicated pools would do, one job for two cores
-    shared              both jobs on the same two cores, taking turns
-
-Shown: the shared period against the closed form from the same session's phases alone (asked: within
-10 %); prompts trained per core-second against dedicated pools (1.4x); slowdowns against the SLO.
-Iterations in which only one of the two jobs runs, and each job's first ones, do not count.
+Two tiny models are trained by `rollpacker train` under the cluster's service: each run's process
+and engine on core 0 (the rollout pool), its trainer on core 1 (the training pool). Alone (what
+dedicated pools would do) and shared, interleaved. Shown: the shared period against the closed form
+from the phases alone (asked: within 10 %); prompts per core-second against dedicated pools (1.4x);
+slowdowns against the SLO. Iterations of one job alone, and first ones, do not count.
 
     python benchmarks/cluster_real.py [--repetitions 3] [--steps 14] [--quick]
 """
@@ -212,11 +207,8 @@ def submit_run(folder: Path, name: str, steps: int) -> None:
     sizes = JOBS[name]
     rows = [{"prompt": f"{n}+{n % 7}="} for n in range(400)]
     (own / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config["rollout"] = {
-        "prompts_per_step": sizes["prompts"],
-        "samples_per_prompt": SAMPLES,
-        "max_response_tokens": sizes["tokens"],
-    }
+    rollout = {"prompts_per_step": sizes["prompts"], "max_response_tokens": sizes["tokens"]}
+    config["rollout"] = {**rollout, "samples_per_prompt": SAMPLES}
     config["train"]["processes"] = 1
     config["tail_batching"] = {"enabled": False}
     config["checkpoint"] = {"every_steps": 1000}

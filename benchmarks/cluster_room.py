@@ -1,17 +1,13 @@
 """What making room is worth where nodes are few and jobs wait for them.
 
+120 jobs of mean four hours come within 60 hours to 12 + 6 nodes; the shipped policy, restarts
+charged. `waits`: nobody moves or is stopped, and a promise that waiting broke still binds its
+group; `joins`: such a promise binds nobody, and a wait counts in placement; `moves`: and a job
+moves at its commit, so that one that waits fits. And with every sixth job of one priority more:
+those wait in the queue alone (`moves`), or others are stopped for them (`stops`).
+
     python benchmarks/cluster_room.py            # five minutes on a quiet core
     python benchmarks/cluster_room.py --quick    # one seed of 40 jobs, nothing is written
-
-120 jobs of mean four hours come within 60 hours to 12 + 6 nodes; the shipped policy, restarts
-charged. Once with each idea less:
-
-    waits       nobody moves or is stopped, and a promise that waiting broke still binds its group
-    joins       such a promise binds nobody, so that others may join; a wait counts in placement
-    moves       and a job moves at its commit, so that one that waits fits
-
-And with every sixth job of one priority more: those wait in the queue alone (`moves`), or others
-are stopped for them (`stops`).
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ from statistics import fmean
 from typing import Any
 from unittest.mock import patch
 
-from lab import ROOT, bench
+from lab import ROOT, bench, markdown
 from msgspec import structs
 
 from rollpacker.cluster.decide.cheapest_work import CheapestWork
@@ -104,14 +100,14 @@ def run(work: tuple[str, str, Sequence[str]]) -> dict[str, float]:
 def table(rows: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
     """Means over seeds, and their range."""
     names = [*next(iter(rows.values()))[0]]
-    lines = ["| | " + " | ".join(names) + " |", "|---|" + "---|" * len(names)]
+    lines = []
     for arm, seeds in rows.items():
         cells = []
         for name in names:
             values = [row[name] for row in seeds]
             cells.append(f"{fmean(values):.2f} ({min(values):.2f} to {max(values):.2f})")
-        lines.append("| " + " | ".join([arm, *cells]) + " |")
-    return "\n".join(lines)
+        lines.append([arm, *cells])
+    return markdown(["", *names], lines)
 
 
 def main(

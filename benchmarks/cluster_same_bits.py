@@ -1,14 +1,11 @@
 """Jobs that share pools compute what they compute alone: two real runs, one rollout pool, one
 training pool.
 
-Each job, in processes of its own, is trained alone, and then beside the other: both start parked
-and take turns (`tests/cluster_phase/file_seat.py`, where a pool is a lock that both want). Compared
-by SHA-256:
-weights, optimizer, schedule, cursor, ledger with queues, metrics. One job has tail batching whose
-deferred prompts carry their tokens; the other evaluates. Both write a checkpoint at every step. In
-a second arm one of the two is killed (`kill -9`) after every step, and resumed each time; in a
-third, interrupted by Ctrl-C while it waits, and resumed. That no pool ever was two jobs' is read
-from what seats wrote, and the logs are checked by `exactly_once.py`.
+Each job is trained alone, and then beside the other, in turns (`tests/cluster_phase/file_seat.py`,
+where a pool is a lock that both want). Compared by SHA-256: weights, optimizer, schedule, cursor,
+ledger with queues, metrics. One job carries tokens of deferred prompts; the other evaluates. In a
+second arm one is killed after every step and resumed; in a third, interrupted by Ctrl-C while it
+waits. That no pool was two jobs' is read from what seats wrote; `exactly_once.py` checks the logs.
 
     python benchmarks/cluster_same_bits.py [--steps 4] [--quick]
 """

@@ -1,14 +1,10 @@
 """Do the debias weights give back the policy's own lengths?
 
-A queue of prompts with known lengths goes through tail batching with an ideal race (samples finish
-in the order of their length, everything starts at once). What the core's `Debias` sees of it is
-what it sees in a real run: lengths of complete samples and where the others were stopped. After 50
-steps the weighted trained samples are compared with the law that all lengths were drawn from, which
-nothing but this comparison knows.
-
-Lengths: the quantiles of code responses in Fig. 2a of the RollPacker paper (arXiv 2509.21009), at
-most 16384 tokens; responses to one prompt are correlated by a Gaussian copula; in the worlds with
-hard prompts, 8 % of the prompts have every response run to the cap with probability 0.15.
+A queue of prompts with known lengths goes through tail batching with an ideal race. The core's
+`Debias` sees what it sees in a real run; after 50 steps the weighted trained samples are compared
+with the law that all lengths were drawn from. Lengths: the quantiles of code responses in Fig. 2a
+of the RollPacker paper (arXiv 2509.21009), correlated inside a prompt by a Gaussian copula; with
+hard prompts, 8 % have every response run to the cap with probability 0.15.
 
     python benchmarks/debias.py [--seeds 3] [--quick]
 """
@@ -320,18 +316,14 @@ def main(seeds: int = 3, quick: bool = False) -> dict[str, Any]:
         for method in ("moments", "density")
     }
     bounds = {
-        "mean": MAX_MEAN_ERROR,
-        "quantiles_25_to_95": MAX_QUANTILE_ERROR,
+        **{"mean": MAX_MEAN_ERROR, "quantiles_25_to_95": MAX_QUANTILE_ERROR},
         "effective_sample_size": MIN_EFFECTIVE,
     }
     workload = {
-        "prompts_per_step": PROMPTS_PER_STEP,
-        "samples_per_prompt": SAMPLES_PER_PROMPT,
-        "steps": NUM_STEPS,
-        "cap": CAP,
+        **{"prompts_per_step": PROMPTS_PER_STEP, "samples_per_prompt": SAMPLES_PER_PROMPT},
+        **{"steps": NUM_STEPS, "cap": CAP, "seeds": len(numbers)},
         "quantiles": {str(q): length for q, length in CODE_QUANTILES.items()},
         "hard_cap_probability": HARD_CAP_PROBABILITY,
-        "seeds": len(numbers),
     }
     told = {"workload": workload, "bounds": bounds, "missed": missed}
     return {**told, "cost": measure_cost(), "rows": rows}

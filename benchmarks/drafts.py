@@ -24,12 +24,12 @@ from typing import Any
 import numpy as np
 import torch
 from lab import bench
-from workload import QUICKSTART, describe_workload, load_workload
+from workload import QUICKSTART, describe_workload, load_workload, sampling_of
 
 from rollpacker.config.schema import RunConfig
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.engines.embedded.drafts import KINDS, Drafter
-from rollpacker.engines.engine import EngineOutput, GenerationRequest, SamplingParams
+from rollpacker.engines.engine import EngineOutput, GenerationRequest
 from rollpacker.run.parts.policy import LoadedPolicy, load_policy
 
 SAMPLES = 8
@@ -132,13 +132,7 @@ class Arm:
 def round_of(
     policy: LoadedPolicy, config: RunConfig, rows: Sequence[int]
 ) -> list[GenerationRequest]:
-    sampling = SamplingParams(
-        max_response_tokens=config.rollout.max_response_tokens,
-        temperature=config.rollout.temperature,
-        top_p=config.rollout.top_p,
-        top_k=config.rollout.top_k,
-        seed=config.seed,
-    )
+    sampling = sampling_of(config)
     prompts = policy.train_prompts.rows
     return [
         GenerationRequest(

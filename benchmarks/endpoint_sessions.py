@@ -1,14 +1,12 @@
 """Sessions at once at the endpoint of a policy that itself takes next to no time.
 
-    python benchmarks/endpoint_sessions.py [--sessions 1000] [--turns 4] [--clients 2]
+The endpoint (`rollpacker/serving`) has a made-up engine, which answers after `--seconds`. Processes
+of clients (OpenAI's own, async) hold all sessions at once, of calls with a tool, every other one
+streamed. Told: processor seconds of the endpoint's process for a call, wall seconds, how many calls
+waited at once. Exit code 1 unless each session was recorded as one trajectory with the engine's ids
+and log-probs.
 
-The endpoint (`rollpacker/serving`) has a made-up engine, which answers after `--seconds` with
-tokens that no tokenizer would have chosen. Processes of clients (OpenAI's own, async) hold all
-sessions at once, each of so many calls with a tool, every other one streamed. Told: processor
-seconds of the endpoint's process for one call (HTTP, JSON, the template, parsing, recording; the
-made-up engine among them), wall seconds, and how many calls waited at the same time; and whether
-each session was recorded as one trajectory whose ids and log-probs are those of the engine. Exit
-code 1 if not.
+    python benchmarks/endpoint_sessions.py [--sessions 1000] [--turns 4] [--clients 2]
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
 """Two engines in processes of their own, killed and stopped again and again while a run trains.
 
-A tiny model is trained by a run with `rollout.engines=2`. Meanwhile a saboteur sends SIGKILL or
-SIGSTOP to one of the engines' processes: when a round has just been launched, in the middle of
-one, when a sample has just ended, while new weights are on their way, and at any time. It leaves at
-least one step between any three losses, which would end the run. Measured: how long until the log
-says `EngineLost`, and until the engine is there again; whether steps were committed in between. The
-log is then read by `exactly_once.py`, which shares no code with RollPacker, and by the replay. At
-last the run is resumed with one engine, which trains on what was deferred.
-
-With `--engine vllm` (in the environment of `make vllm`) there are ten faults, one of each kind at
-each moment. vLLM starts in 5 to 20 s, and so a fault waits until both engines are there.
+A saboteur sends SIGKILL or SIGSTOP to one of the engines: when a round has just been launched, in
+the middle of one, when a sample has just ended, while new weights are on their way, and at any
+time, with a step at least between any three losses. Measured: how long until the log says
+`EngineLost`, and until the engine is there again; steps committed in between. The log is read by
+`exactly_once.py` and by the replay; at last the run is resumed with one engine, which trains on
+what was deferred. vLLM has ten faults, and a fault waits until both engines are there.
 
     python benchmarks/engine_faults.py [--faults 110] [--quick]
     .venv-vllm/bin/python benchmarks/engine_faults.py --engine vllm [--quick]
@@ -24,10 +20,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from exactly_once import check
 from lab import bench, write_result
@@ -178,14 +176,12 @@ def _is_of(fault: Fault, event: EngineLost | EngineReady, incarnation: int) -> b
     return (fault.engine, fault.incarnation) == (event.engine, incarnation)
 
 
-def sabotage(folder: Path, plan: Sequence[tuple[str, str]], *, engine: str = "torch") -> Saboteur:
-    """Train in `folder`, which gets model, config and run, until all faults are through, and then
-    to the end."""
+@contextmanager
+def watched_by(saboteur: Any) -> Iterator[None]:
+    """Show it each entry of the log of the run inside, and have it know the run's engines."""
     from rollpacker.run.folder.event_log import LogWriter
     from rollpacker.run.parts import engines
 
-    more, shape = ENGINES[engine]
-    saboteur = Saboteur(plan, one_by_one=engine == "vllm")
     build, append = engines.build_engines, LogWriter.append
 
     def build_engines(*arguments: Any, **settings: Any) -> Any:
@@ -196,15 +192,22 @@ def sabotage(folder: Path, plan: Sequence[tuple[str, str]], *, engine: str = "to
         append(log, entry)
         saboteur.saw(entry)
 
-    engines.build_engines = build_engines
-    LogWriter.append = append_seen  # type: ignore[method-assign]
+    with (
+        patch.object(engines, "build_engines", build_engines),
+        patch.object(LogWriter, "append", append_seen),
+    ):
+        yield
+
+
+def sabotage(folder: Path, plan: Sequence[tuple[str, str]], *, engine: str = "torch") -> Saboteur:
+    """Train in `folder`, which gets model, config and run, until all faults are through, and then
+    to the end."""
+    more, shape = ENGINES[engine]
+    saboteur = Saboteur(plan, one_by_one=engine == "vllm")
     write_model(folder / "model", **shape)
     config, overrides = write_config(folder, 1_000_000), ["name=faults", *OVERRIDES, *more]
-    try:
+    with watched_by(saboteur):
         run = rollpacker.train(config, overrides, callbacks=[saboteur])
-    finally:
-        engines.build_engines = build
-        LogWriter.append = append  # type: ignore[method-assign]
     # Deferred prompts still wait: one engine trains on them, and the run is over.
     last = [*overrides, f"train.steps={run.summary['steps']['total']}", "rollout.engines=1"]
     rollpacker.train(config, last, resume=True)

@@ -1,15 +1,10 @@
 """Tokens per second of the embedded engine, of `generate` and, if given, of vLLM's CPU build.
 
-One random model of a million parameters (Qwen2, 4 layers of width 128), float32, one torch thread,
-64 prompts of 16 tokens, temperature 1. Each response has a length of its own, the same in every
-arm, forced by the arm's own means. Arms take turns within each repeat, so that a disturbance of the
-machine hits all of them.
-
-`generate` is given its best: prompts of equal length (no padding), sdpa attention, a dynamic
-cache, no scores asked for, one batch of 64, and a stopping criterion that ends each row at its
-length. It cannot drop finished rows. vLLM runs eagerly with 64 sequences, no log-probabilities
-asked for, prefix caching and detokenization off, in a virtual environment and a process of its own,
-which waits while the others work. The engine returns log-probabilities, as always.
+A random Qwen2 of a million parameters, float32, one thread, 64 prompts of 16 tokens; lengths are
+forced, the same in every arm, and arms take turns. `generate` is given its best: no padding, sdpa,
+a dynamic cache, no scores, a criterion that ends each row at its length; it cannot drop finished
+rows. vLLM runs eagerly with 64 sequences in a process of its own, without log-probabilities, prefix
+caching and detokenization. The engine returns log-probabilities, as always.
 
     python benchmarks/engine_speed.py [--vllm-python VENV/bin/python]
 """
@@ -24,16 +19,11 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
+import batch_invariance
 import numpy as np
 import torch
 from lab import bench
-from transformers import (
-    AutoModelForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 from vllm_worker import Bare
 
 from rollpacker.core.ids import PromptId, SampleId
@@ -61,21 +51,12 @@ def response_lengths(workload: str, rng: np.random.Generator) -> list[int]:
     return np.clip(rng.lognormal(np.log(32), 1.0, BATCH), 1, 512).astype(int).tolist()
 
 
-def make_model() -> Qwen2ForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-        bos_token_id=None,
+def make_model() -> Any:
+    return batch_invariance.make_model(
+        **{"vocab_size": 512, "hidden_size": 128, "intermediate_size": 512},
+        **{"num_hidden_layers": 4, "max_position_embeddings": 1024, "initializer_range": 0.02},
+        **{"eos_token_id": None, "bos_token_id": None},
     )
-    return Qwen2ForCausalLM(config).eval()
 
 
 def make_prompts() -> list[list[int]]:

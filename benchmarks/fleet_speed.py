@@ -17,37 +17,13 @@ import random
 import statistics
 import time
 from collections import deque
+from functools import partial
 from typing import Any
 
 from lab import bench
 
 from rollpacker.bus import Bus, Recorded, Routes
-from rollpacker.core.commands import (
-    Abort,
-    Commit,
-    FetchPrompts,
-    Launch,
-    Move,
-    Place,
-    Replace,
-    Score,
-    SyncWeights,
-    TrainOn,
-)
-from rollpacker.core.events import (
-    Committed,
-    EngineLost,
-    EngineReady,
-    Event,
-    PromptsFetched,
-    RunStarted,
-    SampleAborted,
-    SampleGenerated,
-    SampleMoved,
-    SampleScored,
-    Trained,
-    WeightsSynced,
-)
+from rollpacker.core import commands, events
 from rollpacker.core.fleet.fleet import FleetConfig
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.job.config import JobConfig
@@ -67,7 +43,7 @@ class Ports:
         self.lose = lose
         self.to_lose: int | None = None
         """The engine that is lost when half of the round has ended."""
-        self.answers = deque[Event]()
+        self.answers = deque[events.Event]()
         self.rng = random.Random(0)
         self.where: dict[SampleId, int] = {}
         """Engines of the samples that have not ended."""
@@ -81,34 +57,40 @@ class Ports:
 
     def routes(self) -> Routes:
         return {
-            FetchPrompts: self.fetch,
-            Launch: self.launch,
-            Place: lambda c: self.where.update(zip(c.samples, c.engines, strict=True)),
-            Move: self.move,
-            Abort: self.abort,
-            Replace: self.replace,
-            Score: lambda c: self.say(SampleScored(time_s=0.0, sample=c.sample, value=1.0)),
-            TrainOn: self.train,
-            SyncWeights: lambda c: self.say(WeightsSynced(time_s=0.0, version=c.version)),
-            Commit: lambda c: self.say(Committed(time_s=0.0, step=c.step)),
+            commands.FetchPrompts: self.fetch,
+            commands.Launch: self.launch,
+            commands.Place: lambda c: self.where.update(zip(c.samples, c.engines, strict=True)),
+            commands.Move: self.move,
+            commands.Abort: self.abort,
+            commands.Replace: self.replace,
+            commands.Score: lambda c: self.say(
+                events.SampleScored(time_s=0.0, sample=c.sample, value=1.0)
+            ),
+            commands.TrainOn: self.train,
+            commands.SyncWeights: lambda c: self.say(
+                events.WeightsSynced(time_s=0.0, version=c.version)
+            ),
+            commands.Commit: lambda c: self.say(events.Committed(time_s=0.0, step=c.step)),
         }
 
-    def say(self, event: Event) -> None:
+    def say(self, event: events.Event) -> None:
         self.answers.append(event)
 
-    def next_event(self) -> Event | None:
+    def next_event(self) -> events.Event | None:
         """None: another sample is to end."""
         if self.answers:
             return self.answers.popleft()
         if self.to_lose is not None and len(self.order) == NUM_SAMPLES // 2:
             number, self.to_lose = self.to_lose, None
             incarnation = self.incarnations[number]
-            return EngineLost(time_s=0.0, engine=number, incarnation=incarnation, reason="gone")
+            return events.EngineLost(
+                time_s=0.0, engine=number, incarnation=incarnation, reason="gone"
+            )
         sample = self.order.pop()
         number = self.where.pop(sample, None)
         if number is None:
             return None
-        return SampleGenerated(
+        return events.SampleGenerated(
             time_s=0.0,
             sample=sample,
             num_tokens=100,
@@ -118,13 +100,15 @@ class Ports:
             incarnation=self.incarnations[number],
         )
 
-    def fetch(self, command: FetchPrompts) -> None:
+    def fetch(self, command: commands.FetchPrompts) -> None:
         rows = range(self.num_rows, self.num_rows + command.count)
         self.num_rows = rows.stop
         prompts = tuple(PromptId("train", 0, row) for row in rows)
-        self.say(PromptsFetched(time_s=0.0, prompts=prompts, epoch_ended=False, data_ended=False))
+        self.say(
+            events.PromptsFetched(time_s=0.0, prompts=prompts, epoch_ended=False, data_ended=False)
+        )
 
-    def launch(self, command: Launch) -> None:
+    def launch(self, command: commands.Launch) -> None:
         assert len(command.samples) == NUM_SAMPLES
         engines = command.engines or (0,) * len(command.samples)
         self.where = dict(zip(command.samples, engines, strict=True))
@@ -133,21 +117,21 @@ class Ports:
         if self.lose:
             self.to_lose = self.rng.randrange(NUM_ENGINES)
 
-    def move(self, command: Move) -> None:
+    def move(self, command: commands.Move) -> None:
         for sample in command.samples:
             self.where[sample] = command.engine
             incarnation = self.incarnations[command.engine]
             self.say(
-                SampleMoved(
+                events.SampleMoved(
                     time_s=0.0, sample=sample, engine=command.engine, incarnation=incarnation
                 )
             )
 
-    def abort(self, command: Abort) -> None:
+    def abort(self, command: commands.Abort) -> None:
         for sample in command.samples:
             number = self.where.pop(sample)
             self.say(
-                SampleAborted(
+                events.SampleAborted(
                     time_s=0.0,
                     sample=sample,
                     num_tokens=50,
@@ -156,10 +140,10 @@ class Ports:
                 )
             )
 
-    def replace(self, command: Replace) -> None:
+    def replace(self, command: commands.Replace) -> None:
         self.incarnations[command.engine] = command.incarnation
         self.say(
-            EngineReady(
+            events.EngineReady(
                 time_s=0.0,
                 engine=command.engine,
                 incarnation=command.incarnation,
@@ -167,10 +151,10 @@ class Ports:
             )
         )
 
-    def train(self, command: TrainOn) -> None:
+    def train(self, command: commands.TrainOn) -> None:
         self.seconds.append(time.process_time() - self.began_s)
         self.version += 1
-        self.say(Trained(time_s=0.0, step=command.step, version=self.version))
+        self.say(events.Trained(time_s=0.0, step=command.step, version=self.version))
 
 
 class Clock:
@@ -200,12 +184,12 @@ def measure(
 
     idle = Recorded(*set(COMMANDS.values()) - ports.routes().keys())
     bus = Bus(Job(config), Clock(), [ports, idle], sinks=[write] if log else [])
-    bus.take(RunStarted(time_s=0.0))
+    bus.take(events.RunStarted(time_s=0.0))
     while len(ports.seconds) < rounds:
         event = ports.next_event()
         if event is None:
             continue
-        if isinstance(event, PromptsFetched):
+        if isinstance(event, events.PromptsFetched):
             lines.clear()
             gc.collect()
             ports.began_s = time.process_time()
@@ -214,25 +198,21 @@ def measure(
 
 
 def main(rounds: int = 5) -> dict[str, Any]:
-    spread = FleetConfig(num_engines=NUM_ENGINES)
-    group = FleetConfig(num_engines=NUM_ENGINES, routing="group")
-    turns = FleetConfig(num_engines=NUM_ENGINES, routing="turns")
-    moving = FleetConfig(num_engines=NUM_ENGINES, moves=True)
-    arms = {
-        "one engine, not known": lambda: measure(rounds, None),
-        "one engine": lambda: measure(rounds, FleetConfig()),
-        "spread": lambda: measure(rounds, spread),
-        "group": lambda: measure(rounds, group),
-        "turns": lambda: measure(rounds, turns),
-        "spread, one lost": lambda: measure(rounds, moving, lose=True),
-        "spread, with the log": lambda: measure(rounds, spread, log=True),
+    many = partial(FleetConfig, num_engines=NUM_ENGINES)
+    arms: dict[str, tuple[FleetConfig | None, dict[str, bool]]] = {
+        "one engine, not known": (None, {}),
+        "one engine": (FleetConfig(), {}),
+        **{routing: (many(routing=routing), {}) for routing in ("spread", "group", "turns")},
+        "spread, one lost": (many(moves=True), {"lose": True}),
+        "spread, with the log": (many(), {"log": True}),
     }
     return {
         "engines": NUM_ENGINES,
         "samples_a_round": NUM_SAMPLES,
         "rounds": rounds,
         "median_cpu_s_a_round": {
-            name: round(statistics.median(arm()), 3) for name, arm in arms.items()
+            name: round(statistics.median(measure(rounds, fleet, **how)), 3)
+            for name, (fleet, how) in arms.items()
         },
     }
 

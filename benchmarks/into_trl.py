@@ -22,7 +22,7 @@ from typing import Any
 from lab import bench, write_result
 from step_times import StepTime, describe
 from trl_side import TrlSetting, continuous_batching, trl_run, trl_steps
-from vs_trl import block_config, prepared, ratio, seconds_per_longest
+from vs_trl import block_config, in_file_order, prepared, ratio, seconds_per_longest
 from workload import QUICKSTART, describe_workload
 
 from rollpacker.config.schema import RunConfig
@@ -58,12 +58,9 @@ def with_rollpacker(name: str, **keys: Any) -> TrlSetting:
 
 def config_of(config: RunConfig, prompts: int) -> RunConfig:
     """This many prompts a step, rows in file order, weights that do not move."""
-    rollout = dataclasses.replace(config.rollout, prompts_per_step=prompts)
-    data = dataclasses.replace(config.data, eval=None, eval_fraction=0.0, shuffle=False)
-    train = dataclasses.replace(
-        config.train, schedule="constant", warmup_steps=0, learning_rate=FROZEN
-    )
-    return dataclasses.replace(config, rollout=rollout, data=data, train=train)
+    own = in_file_order(config, prompts)
+    train = dataclasses.replace(own.train, learning_rate=FROZEN)
+    return dataclasses.replace(own, train=train)
 
 
 def run_size(config: RunConfig, prompts: int, blocks: int, periods: int) -> dict[str, Any]:

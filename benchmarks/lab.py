@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import math
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -22,11 +24,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+import yaml
 from machine import RESULTS, ROOT, write_result
 
 sys.path.insert(0, str(ROOT))  # worlds of tests are arms of some benchmarks
 
-__all__ = ["RESULTS", "ROOT", "bench", "earlier", "in_process", "turns", "write_result"]
+__all__ = ["RESULTS", "ROOT", "write_result"]
+PUBLISHED: dict[str, Any] = yaml.safe_load((ROOT / "benchmarks/published.yaml").read_text())
+"""What others have published, by source."""
 Arm = TypeVar("Arm")
 LONGEST = 400
 """Characters of one key's value that are printed; the file has all of it."""
@@ -83,6 +88,43 @@ def in_process(file: str, *arguments: str, environ: Mapping[str, str] | None = N
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def rollpacker(*arguments: str) -> None:
+    """Run the command line in a process of its own."""
+    program = "import sys; from rollpacker.cli.main import main; sys.exit(main())"
+    command = [sys.executable, "-c", program, *arguments]
+    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """The rows of a run's metrics."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def pass_rates(run: Path) -> list[float]:
+    """Held-out pass@1 of a run, from its first evaluation to its last."""
+    return [row["eval/pass@1"] for row in metrics(run) if "eval/pass@1" in row]
+
+
+def paired_interval(differences: Sequence[float]) -> tuple[float, float, float]:
+    """Mean, and its 95 % interval by Student's t."""
+    mean = statistics.mean(differences)
+    if len(differences) < 2:
+        return mean, math.nan, math.nan
+    error = statistics.stdev(differences) / math.sqrt(len(differences))
+    half = STUDENT_95[len(differences) - 1] * error
+    return mean, mean - half, mean + half
+
+
+STUDENT_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306}
+"""Two-sided 95 % points by degrees of freedom."""
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table, as pages have it."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def earlier(main: Callable[..., Any], key: str) -> dict[str, Any]:

@@ -1,13 +1,10 @@
 """Does the quickstart learn, and does tail batching cost any of it? Paired seeds.
 
-Every seed gets its own demonstrations and warm-up, and training runs from the same warmed-up
-weights: with tail batching as the quickstart has it, and without. Held-out pass@1 is sampled at
-temperature 1 with several samples per prompt, every few steps. The interval of a paired difference
-is Student's. Seconds to a pass@1 are those of steps, without evaluations and loading; the goal of a
-seed is a share of the lower of its two final values, and the curve is a line between evaluations.
-
-Two more runs per seed have a shadow (`shadow.py`): they say by how much training sees shorter or
-longer responses than the policy would have written, with tail batching as it is and as published.
+Every seed gets its own demonstrations and warm-up, and runs from the same weights with tail
+batching and without. Held-out pass@1 is sampled at temperature 1, every few steps. Seconds to a
+pass@1 are those of steps alone; a seed's goal is a share of the lower of its two final values. Two
+more runs per seed have a shadow (`shadow.py`): how much shorter or longer are trained responses
+than the policy would have written, with tail batching as it is and as published?
 
     python benchmarks/learning.py [--seeds 0 1 2 3 4 5] [--jobs 2]
 """
@@ -15,9 +12,6 @@ longer responses than the policy would have written, with tail batching as it is
 from __future__ import annotations
 
 import itertools
-import json
-import math
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,12 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from lab import ROOT, bench
+from lab import ROOT, bench, in_process, metrics, paired_interval, rollpacker
 from shadow import facts
-
-STUDENT_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306}
-"""Two-sided 95 % points by degrees of freedom."""
-
 
 ARMS = {
     "on": (),
@@ -45,31 +35,16 @@ GOAL = 0.95
 """The share of a seed's lower final pass@1 that both arms are to reach."""
 
 
-def rollpacker(*arguments: str) -> None:
-    run_script(
-        "-c", "import sys; from rollpacker.cli.main import main; sys.exit(main())", *arguments
-    )
-
-
-def run_script(*arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *arguments], check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
-    return done.stdout
-
-
 def warm_up(seed: int, folder: Path, config: str = "configs/quickstart-warmup.yaml") -> Path:
     """The warmed-up model of a seed."""
     demonstrations, model = folder / f"demonstrations-{seed}", folder / f"warm-{seed}"
     if (model / "config.json").exists():
         return model
     script = ROOT / "examples" / "quickstart" / "make_demonstrations.py"
-    run_script(str(script), "--output", str(demonstrations), "--seed", str(seed))
+    command = [sys.executable, str(script), "--output", str(demonstrations), "--seed", str(seed)]
+    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
     rollpacker(
-        "warmup",
-        config,
-        f"seed={seed}",
-        f"output={model}",
+        *("warmup", config, f"seed={seed}", f"output={model}"),
         f"stages.0.path={demonstrations / 'steps.jsonl'}",
         f"stages.1.path={demonstrations / 'hesitant.jsonl'}",
     )
@@ -78,13 +53,8 @@ def warm_up(seed: int, folder: Path, config: str = "configs/quickstart-warmup.ya
 
 def settings(seed: int, model: Path, folder: Path, arm: str) -> list[str]:
     return [
-        "configs/quickstart.yaml",
-        f"seed={seed}",
-        f"name={arm}-{seed}",
-        f"runs_dir={folder}",
-        f"model.path={model}",
-        "save_samples=false",
-        *ARMS[arm],
+        *("configs/quickstart.yaml", f"seed={seed}", f"name={arm}-{seed}", f"runs_dir={folder}"),
+        *(f"model.path={model}", "save_samples=false", *ARMS[arm]),
     ]
 
 
@@ -97,7 +67,7 @@ def train(seed: int, model: Path, folder: Path, arm: str) -> dict[str, Any]:
         f"eval.every_steps={EVALUATE_EVERY}",
     )
     run = folder / f"{arm}-{seed}"
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics(run)
     curve, seconds = {}, 0.0
     for row in rows:
         seconds += row.get("timing_s/step", 0.0)
@@ -131,35 +101,20 @@ def one_seed(seed: int, folder: Path) -> dict[str, Any]:
     arms = ("on", "off") if seed % 2 else ("off", "on")
     for arm in arms:
         result[arm] = train(seed, model, folder, arm)
-        print(
-            f"seed {seed}, tail batching {arm}: pass@1 {result[arm]['before']:.3f} -> "
-            f"{result[arm]['after']:.3f}, {result[arm]['seconds']:.0f} s of steps",
-            flush=True,
-        )
+        told = {key: result[arm][key] for key in ("before", "after", "seconds")}
+        print(f"seed {seed}, tail batching {arm}: {told}", flush=True)
     goal = GOAL * min(result[arm]["after"] for arm in arms)
     result["goal"] = goal
     for arm in arms:
         result[arm]["seconds_to_goal"] = seconds_to(goal, result[arm]["curve"])
     for arm in ("on", "published"):
-        shadow = run_script(
+        result[f"shadow {arm}"] = in_process(
             str(ROOT / "benchmarks" / "shadow.py"),
             *settings(seed, model, folder / "shadows", arm),
-            "eval.every_steps=null",
-            f"train.steps={SHADOW_STEPS}",
+            *("eval.every_steps=null", f"train.steps={SHADOW_STEPS}"),
         )
-        result[f"shadow {arm}"] = json.loads(shadow.splitlines()[-1])
         print(f"seed {seed}, shift {arm}: {result[f'shadow {arm}']['shift']:+.1%}", flush=True)
     return result
-
-
-def paired_interval(differences: list[float]) -> tuple[float, float, float]:
-    """Mean and 95 % interval."""
-    mean = statistics.mean(differences)
-    if len(differences) < 2:
-        return mean, math.nan, math.nan
-    error = statistics.stdev(differences) / math.sqrt(len(differences))
-    half = STUDENT_95[len(differences) - 1] * error
-    return mean, mean - half, mean + half
 
 
 def _interval(values: list[float]) -> dict[str, float]:

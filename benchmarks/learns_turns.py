@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from lab import ROOT, bench
+from lab import ROOT, bench, metrics
 
 sys.path.insert(0, str(ROOT / "examples" / "guess"))
 
@@ -66,7 +66,7 @@ def one_run(task: str, seed: int, folder: Path) -> dict[str, Any]:
         f"model.path={model}",
         f"eval.samples_per_prompt={EVAL_SAMPLES[task]}",
     )
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics(run)
     curve = [[row["step"], row["eval/pass@1"]] for row in rows if "eval/pass@1" in row]
     steps = [row for row in rows if "episodes/turns/mean" in row]
     told = f"{task}, seed {seed}: pass@1 {curve[0][1]:.3f} -> {curve[-1][1]:.3f}"

@@ -1,13 +1,10 @@
 """What each layer above math-verify is worth: right and wrong answers, by arm and by set.
 
-Sets: the answers in public benchmarks' formats (`tests/rewards/math_formats.py`: those for which
-the reward was repaired, and later ones for which it was not), the pairs of our own tests
-(`math_corpus.py`, which we wrote while we wrote the reward: ours must win there), and fuzzed ones,
-of which an oracle of its own (`math_strings.py`) says which cannot be right.
-
-Arms: math-verify alone, as its README uses it, in the same sandbox; the reward `math`; and the
-reward with one layer taken out, in whose place math-verify works. Every answer has a run of its own
-with the reward's limits, so that an error or a hang is one pair's.
+Sets: answers in public benchmarks' formats (`tests/rewards/math_formats.py`: those for which the
+reward was repaired, and later ones), our own tests' pairs (`math_corpus.py`: ours must win there),
+and fuzzed ones, which an oracle (`math_strings.py`) may know to be wrong. Arms: math-verify alone
+in the same sandbox; the reward `math`; and the reward with math-verify in one layer's place. Every
+answer has a run of its own.
 
     python benchmarks/math_answers.py            # some minutes
     python benchmarks/math_answers.py --quick    # a smoke test; writes nothing

@@ -1,15 +1,11 @@
 """The memory that `--dry-run` predicts for training against what training takes.
 
-Models of 50 to 150 million random weights, a vocabulary of 32,000 words, float32 on one CPU thread.
-A first step of one sample makes the optimizer's state; the second step, of two full micro-batches,
-is measured. Measured is the peak of the resident set above what was there before the model was
-loaded; predicted is the estimate without the engine's keys and values, which this does not run.
-
-Every setting runs twice, in a process of its own. glibc's malloc keeps what was freed in blocks of
-less than 32 MB, between others that are in use. How much is a matter of the order of sizes, not of
-what the trainer needs, so the estimate does not count it. In the run that it is held against,
-malloc gives every block of more than 1 MiB a mapping of its own, which goes when it is freed. The
-other run has malloc as it is: what that takes on top is told beside.
+Models of 50 to 150 million random weights, float32 on one CPU thread. A first step of one sample
+makes the optimizer's state; of the second, of two full micro-batches, the peak of the resident set
+is measured, above what was there before the model was loaded. Every setting runs twice: glibc's
+malloc keeps blocks of less than 32 MB that were freed, by the order of sizes, which the estimate
+does not count. In the run that it is held against, each block of more than 1 MiB has a mapping of
+its own; what malloc as it is takes on top is told beside.
 
     python benchmarks/memory_estimate.py
 """
@@ -19,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,22 +36,13 @@ from rollpacker.trainer.trainer import ModelConfig, TrainConfig, TrainSample
 VOCABULARY = 32_000
 PROMPT_TOKENS = 16
 SMALL = {
-    "model_type": "qwen2",
-    "vocab_size": VOCABULARY,
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
+    **{"model_type": "qwen2", "vocab_size": VOCABULARY, "max_position_embeddings": 8192},
+    **{"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12},
+    **{"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True},
 }
 LARGE = SMALL | {
-    "hidden_size": 768,
-    "intermediate_size": 2304,
-    "num_attention_heads": 12,
-    "num_hidden_layers": 14,
-    "tie_word_embeddings": False,
+    **{"hidden_size": 768, "intermediate_size": 2304, "num_attention_heads": 12},
+    **{"num_hidden_layers": 14, "tie_word_embeddings": False},
 }
 
 
@@ -110,20 +98,31 @@ def _in_process(name: str) -> dict[str, Any]:
 
 
 def _save_model(setting: Setting, folder: str) -> None:
+    random_model(setting.architecture).save_pretrained(folder)
+
+
+def random_model(architecture: dict[str, Any], dtype: str = "float32") -> Any:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(**setting.architecture)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    config = AutoConfig.for_model(**architecture)
+    return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
 
 
 def _measure(setting: Setting, folder: str) -> int:
     """Bytes."""
     torch.set_num_threads(1)
     config = _run_config(setting, folder)
-    before = PeakMemory(torch.device("cpu"))
-    assert before.resets, "the peak cannot be set back on this system"
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    batch = samples(_num_samples(setting), setting.row_tokens)
+
+    def build() -> Learner:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return new_learner(model, config, gradient_checkpointing=setting.gradient_checkpointing)
+
+    return peak_bytes(build, batch)
+
+
+def new_learner(model: Any, config: RunConfig, **parts: Any) -> Learner:
     install_attention(model)
-    learner = Learner(
+    return Learner(
         model=model,
         tokenizer=None,
         pad_token_id=0,
@@ -131,9 +130,15 @@ def _measure(setting: Setting, folder: str) -> int:
         algorithm=config.algorithm,
         temperature=1.0,
         total_steps=None,
-        gradient_checkpointing=setting.gradient_checkpointing,
+        **parts,
     )
-    batch = samples(_num_samples(setting), setting.row_tokens)
+
+
+def peak_bytes(build: Callable[[], Learner], batch: Sequence[TrainSample]) -> int:
+    """The peak of a second step with this batch, above what was there before `build`."""
+    before = PeakMemory(torch.device("cpu"))
+    assert before.resets, "the peak cannot be set back on this system"
+    learner = build()
     learner.accumulate(batch[:1])
     learner.apply()
     learner.accumulate(batch)
@@ -141,21 +146,33 @@ def _measure(setting: Setting, folder: str) -> int:
 
 
 def _run_config(setting: Setting, folder: str) -> RunConfig:
+    checkpointing = setting.gradient_checkpointing
+    return run_config(
+        ModelConfig(path=folder, device="cpu", gradient_checkpointing=checkpointing),
+        TrainConfig(steps=2, micro_batch_tokens=setting.micro_batch_tokens),
+        _num_samples(setting),
+        setting.row_tokens,
+    )
+
+
+def run_config(
+    model: ModelConfig, train: TrainConfig, num_samples: int, row_tokens: int, **more: Any
+) -> RunConfig:
+    """A run whose steps are so many samples of such rows."""
     return RunConfig(
         name="memory",
-        model=ModelConfig(
-            path=folder, device="cpu", gradient_checkpointing=setting.gradient_checkpointing
-        ),
+        model=model,
         data=DataConfig(
             train=DatasetConfig(kind="jsonl", path="none"), max_prompt_tokens=PROMPT_TOKENS
         ),
         rollout=RolloutConfig(
             prompts_per_step=1,
-            samples_per_prompt=_num_samples(setting),
-            max_response_tokens=setting.row_tokens - PROMPT_TOKENS,
+            samples_per_prompt=num_samples,
+            max_response_tokens=row_tokens - PROMPT_TOKENS,
         ),
-        train=TrainConfig(steps=2, micro_batch_tokens=setting.micro_batch_tokens),
+        train=train,
         rewards=(RewardConfig(function="none:none"),),
+        **more,
     )
 
 

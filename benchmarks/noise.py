@@ -1,21 +1,16 @@
 """How often does a token come out differently after an update? The engine's noise, and inversion's.
 
-A sample keeps its noise when the weights change, and under both policies the same noise gives the
-same token most of the time. How often it does not (a mismatch) depends on how noise becomes a
-token:
+A sample keeps its noise when the weights change. How often the token changes (a mismatch) depends
+on how noise becomes a token:
 
-    inversion   one uniform number per token, through the cumulative distribution, the vocabulary in
-                its order
-    rounds      argmax of log-probability + Gumbel noise, which is keyed for each entry of the
-                vocabulary: what the engine does with a vocabulary as small as this one
+    inversion   one uniform number per token, through the cumulative distribution
+    rounds      argmax of log-probability + Gumbel noise, keyed for each entry of the vocabulary:
+                what the engine does with a vocabulary as small as this one
 
-No noise need be drawn, for each mismatch has a closed form, given both distributions p and q of a
-position; first these forms are checked against draws. The least possible is the total variation TV
-of p and q, and Gumbel's is at most 2 TV / (1 + TV).
-
-The policies are the quickstart's while it learns, one update apart, at the positions of the longest
-responses of the older one: means over positions, and over responses the share of a response that
-stands before its first mismatch.
+Each has a closed form, given both distributions of a position, which is first checked against
+draws. The least possible is their total variation TV, and Gumbel's is at most 2 TV / (1 + TV).
+Policies are the quickstart's while it learns, one update apart, at the positions of the longest
+responses: means over positions, and the share of a response before its first mismatch.
 
     python benchmarks/noise.py [--prompts 160] [--longest 24]
 

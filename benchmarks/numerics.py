@@ -12,7 +12,8 @@ in float32. Lengths are those of frozen policies, so that nothing but numerics d
 rounds: the quickstart's after 20 updates, and two random models. `long` has responses of some 240
 tokens. `short` has fewer, of a law without memory, and is quick enough for many: there noise
 is larger, so that what counts, mismatches per token times carried tokens, is that of long
-responses. Arms are compared with rounds that wait for all; intervals are bootstraps over prompts.
+responses; `redraws` is its queue with more redraws than engines allow. Arms are compared with
+rounds that wait for all; intervals are bootstraps over prompts.
 
 A finished cell is kept in runs/numerics and not measured again.
 
@@ -25,6 +26,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -135,7 +137,7 @@ class Watched(Arm):
         super()._on_outputs(outputs)
 
 
-def lengths(world: str, dtype: str, seed: int) -> dict[str, Any]:
+def lengths(world: str, dtype: str, seed: int, only: Sequence[str] = tuple(ARMS)) -> dict[str, Any]:
     """Trained tokens of each arm by prompt, beside those of rounds that wait for all."""
     config = dataclasses.replace(policies.quickstart(dtype), seed=seed)
     if world == "quickstart":
@@ -151,7 +153,7 @@ def lengths(world: str, dtype: str, seed: int) -> dict[str, Any]:
         arms, rounds = (tuple(ARMS), 10) if world == "short" else (("queue",), 6)
     off = _rounds(policy, config, SYNC, rounds)
     found: dict[str, Any] = {}
-    for name in arms:
+    for name in (arm for arm in arms if arm in only):
         settings: dict[str, Any] = {"prompt_factor": 1.25, "flush_each_epoch": False, **ARMS[name]}
         arm = _rounds(policy, config, TailBatchingConfig(**settings), rounds)
         pairs: dict[str, list[int]] = {}
@@ -181,28 +183,32 @@ def _rounds(policy: Any, config: RunConfig, tail: TailBatchingConfig, rounds: in
 
 
 def learning(dtype: str, seed: int) -> dict[str, Any]:
-    return shadow.measured(
-        "configs/quickstart.yaml",
-        [
-            *(f"seed={seed}", f"name=numerics-{dtype}-{seed}", f"model.dtype={dtype}"),
-            *("save_samples=false", "eval.every_steps=null", "checkpoint.every_steps=null"),
-            *(f"train.steps={LEARNING_STEPS}", f"runs_dir={KEPT / 'learning'}"),
-        ],
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        return shadow.measured(
+            "configs/quickstart.yaml",
+            [
+                *(f"seed={seed}", f"runs_dir={folder}", f"model.dtype={dtype}"),
+                *("save_samples=false", "eval.every_steps=null", "checkpoint.every_steps=1000000"),
+                f"train.steps={LEARNING_STEPS}",
+            ],
+        )
 
 
 LEARNING_STEPS = 40
+MANY_REDRAWS = 400
+"""Where an engine's 16 redraws of an end that may not be (`complement`) are too few to tell."""
 KINDS = ("bfloat16", "noise 0.01", "noise 0.03")
 CELLS = [
     *(f"lengths, short, noise {sd}, 0" for sd in (0.3, 0.03, 0.003)),
     *(f"same weights, {kind}, 0" for kind in KINDS),
     *(f"carry, {kind}, 0" for kind in KINDS),
-    *(f"lengths, quickstart, {kind}, 0" for kind in KINDS),
-    *(f"lengths, long, {kind}, 0" for kind in KINDS),
+    *(f"lengths, {world}, {kind}, 0" for world in ("quickstart", "long") for kind in KINDS),
     *(f"learning, {kind}, 0" for kind in KINDS),
     *(f"batch, {kind}, 0" for kind in KINDS),
-    *(f"lengths, short, noise {sd}, {seed}" for seed in (1, 2) for sd in (0.3, 0.03)),
+    *(f"lengths, short, noise {sd}, {seed}" for seed in (1, 2) for sd in (0.3, 0.03, 0.003)),
+    *(f"lengths, long, {kind}, {seed}" for seed in (1, 2) for kind in KINDS),
     *(f"learning, {kind}, 1" for kind in KINDS),
+    *(f"redraws, short, noise {sd}, {seed}" for seed in (0, 1, 2) for sd in (0.3, 0.03)),
 ]
 """What is measured, in this order: part, world, kind of numerics, seed."""
 
@@ -215,6 +221,9 @@ def run(cell: str) -> dict[str, Any]:
     disturb(float(kind.removeprefix("noise ")) if kind.startswith("noise") else 0.0)
     if part == "lengths":
         return lengths(world[0], dtype, seed)
+    if part == "redraws":
+        extend.MAX_REDRAWS = MANY_REDRAWS
+        return lengths(world[0], dtype, seed, ["queue"])
     if part == "learning":
         return learning(dtype, seed)
     if part == "batch":
@@ -256,10 +265,8 @@ def row_of_lengths(seeds: Sequence[dict[str, Any]]) -> dict[str, Any]:
         name: sum(one.get(name, 0) for one in seeds)
         for name in (*COUNTED, "responses", "equal", "generated")
     }
-    rate, length = (
-        total["cut"] / max(total["looked_at"], 1),
-        total["offered"] / max(total["verified"], 1),
-    )
+    rate = total["cut"] / max(total["looked_at"], 1)
+    length = total["offered"] / max(total["verified"], 1)
     return {
         **total,
         **shift(pairs),
@@ -276,7 +283,7 @@ def together(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for row in dict.fromkeys(cell.rpartition(", ")[0] for cell in found):
         seeds = [one for cell, one in found.items() if cell.rpartition(", ")[0] == row]
-        if row.startswith("lengths"):
+        if row.startswith(("lengths", "redraws")):
             for arm in seeds[0]:
                 rows[f"{row}, {arm}"] = row_of_lengths([one[arm] for one in seeds])
         elif row.startswith("learning"):

@@ -51,11 +51,7 @@ def compare(config: RunConfig, seeds: list[int], num_rounds: int) -> list[dict[s
                 "deferred_responses": arm.num_carried,
             }
             rows.append(row)
-            print(
-                f"{row['config']:12} seed {seed}  {arm.name:10} {row['equal']:,} of "
-                f"{row['responses']:,} equal, {row['deferred_responses']:,} carried",
-                flush=True,
-            )
+            print(row, flush=True)
         asyncio.run(policy.engine.close())
     return rows
 

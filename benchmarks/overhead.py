@@ -21,14 +21,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lab import bench, in_process, turns
+from lab import bench, in_process, metrics, turns
 
 OVERRIDES = [
-    "tail_batching.enabled=false",
-    "eval.every_steps=null",
-    "eval.max_prompts=1",
-    "checkpoint.every_steps=1000000",
-    "train.threads=1",
+    *("tail_batching.enabled=false", "eval.every_steps=null", "eval.max_prompts=1"),
+    *("checkpoint.every_steps=1000000", "train.threads=1"),
 ]
 
 
@@ -39,11 +36,7 @@ def full(config_path: str, steps: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         overrides = [*OVERRIDES, f"train.steps={steps}", f"runs_dir={folder}"]
         run = train(config_path, overrides)
-        rows = [
-            json.loads(line)
-            for line in (run.folder / "metrics.jsonl").read_text().splitlines()
-            if '"timing_s/step"' in line
-        ]
+        rows = [row for row in metrics(run.folder) if "timing_s/step" in row]
     rows = rows[:-1]  # the last step writes a checkpoint
     return {
         "step_s": sum(row["timing_s/step"] for row in rows) / len(rows),

@@ -1,16 +1,13 @@
 """Does RL in two pipeline stages learn what it learns in one process?
 
-Real runs of configs/quickstart.yaml from the same warmed-up weights, once with `train.processes=1`
-and once with `train.processes=2 train.pipeline.stages=2`, and nothing else changed. Both have a
-trainer apart from the run's process, the same engine and the same hand-over of weights.
+Real runs of configs/quickstart.yaml from the same weights, with `train.processes=1` and in two
+stages, nothing else changed.
 
-    grpo    the whole quickstart, three seeds: how far apart the weights are after ten steps,
-            held-out pass@1 before and after, and the first step that was trained on a sample that
-            the other run has not. (A last bit of a weight flips a sampled token now and then; from
-            there on the two are different runs of one algorithm.)
-    others  PPO (gae, a critic), distillation (its teacher is what GRPO in stages has made of the
-            model) and GRPO with LoRA: pass@1 before and after so many steps in stages, and the
-            weights after ten steps against those of one process.
+    grpo    three seeds: weights after ten steps, held-out pass@1 before and after, and the first
+            step that was trained on another sample (a last bit flips a sampled token now and then;
+            from there on the two are different runs of one algorithm)
+    others  PPO (gae, a critic), distillation (its teacher is GRPO's in stages) and LoRA: pass@1
+            before and after in stages, and weights after ten steps against one process
 
     python benchmarks/pipeline_learning.py [--only grpo ppo] [--steps 120]
 
@@ -28,8 +25,7 @@ from typing import Any
 
 import pyarrow.parquet
 from algorithms import SETTINGS, TARGET
-from lab import bench, earlier
-from learning import rollpacker
+from lab import bench, earlier, pass_rates, rollpacker
 from trainer_resume import tensors
 
 LAYOUTS = {
@@ -62,10 +58,8 @@ def train(folder: Path, name: str, layout: str, seed: int, *settings: str) -> Pa
     return folder / name
 
 
-def pass_rates(run: Path) -> dict[str, float]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    curve = {row["step"]: row["eval/pass@1"] for row in rows if "eval/pass@1" in row}
-    before, after = curve[min(curve)], curve[max(curve)]
+def rates_of(run: Path) -> dict[str, float]:
+    before, *_, after = pass_rates(run)
     return {"before": before, "after": after, "gain": after - before}
 
 
@@ -109,7 +103,7 @@ def grpo(folder: Path) -> dict[str, Any]:
             layout: train(folder, f"grpo-{seed}-{layout.replace(' ', '-')}", layout, seed)
             for layout in LAYOUTS
         }
-        rates = {layout: pass_rates(run) for layout, run in runs.items()}
+        rates = {layout: rates_of(run) for layout, run in runs.items()}
         found = {"seed": seed, **rates, "weights": compared(*runs.values())}
         seeds.append(found)
         print(json.dumps(found), flush=True)
@@ -136,7 +130,7 @@ def other(folder: Path, name: str, steps: int, teacher: Path | None) -> dict[str
         )
         for layout, length in lengths.items()
     )
-    found = {"settings": settings, **pass_rates(staged), "weights": compared(one, staged)}
+    found = {"settings": settings, **rates_of(staged), "weights": compared(one, staged)}
     found["good"] = found["gain"] >= TARGET and _near(found)
     print(name, json.dumps(found), flush=True)
     return found

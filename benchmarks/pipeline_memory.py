@@ -4,17 +4,10 @@
     sharded         2 stages x 2 shards, tied embeddings, a reference in the loss, layers as given
     four, bfloat16  4 stages, tied embeddings, live tokens under a cap
 
-Random weights, a vocabulary of 32,000 words, gloo, links over TCP, a CPU thread a process. A first
-step of one sample makes the optimizer's state; the second step is measured. Measured is, as in
-`memory_estimate.py`, the peak of the resident set above what was there before the model was loaded
-(here after a step of a tiny one), while malloc returns what is freed; predicted is what the dry run
-says of the stage. Counted are the live tokens that each stage's chooser sees, against its cap.
-
-Besides, in virtual time: what a sweep would gain if the output layer's W were put off, with the
-gradients of its logits kept until then, or computed again.
-
-Exit code 1 if a stage's estimate is off by more than 15 %, or a stage has more live tokens than its
-cap.
+Random weights, gloo, links over TCP, a CPU thread a process; the peak of a second step is measured
+as in `memory_estimate.py`. Counted are the live tokens that each stage's chooser sees, against its
+cap. Besides, in virtual time: what a sweep would gain if the output layer's W were put off.
+Exit code 1 if an estimate is off by more than 15 %, or a cap is exceeded.
 
     python benchmarks/pipeline_memory.py [--only NAME]          # 3 minutes
 """
@@ -34,14 +27,12 @@ from typing import Any
 
 import torch
 from lab import bench
-from memory_estimate import PROMPT_TOKENS, VOCABULARY, samples
+from memory_estimate import SMALL, new_learner, peak_bytes, random_model, run_config, samples
 from torch.distributed import TCPStore
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from rollpacker.algo.config import AlgorithmConfig
-from rollpacker.config.schema import RolloutConfig, RunConfig
-from rollpacker.data.dataset import DataConfig, DatasetConfig
-from rollpacker.engines.embedded.attention import install_attention
+from rollpacker.config.schema import RunConfig
 from rollpacker.pipeline.plan.choosers import Op, StageState
 from rollpacker.pipeline.plan.plan import ready_choosers
 from rollpacker.pipeline.plan.split import split_layers
@@ -51,26 +42,14 @@ from rollpacker.pipeline.stages.connect import Connected
 from rollpacker.pipeline.stages.orders import Ready, SweepChooser
 from rollpacker.pipeline.stages.peers import GroupPeers
 from rollpacker.pipeline.stages.stage import Stage
-from rollpacker.rewards.reward import RewardConfig
 from rollpacker.trainer.estimate import estimate
 from rollpacker.trainer.learner import Learner
-from rollpacker.trainer.memory import PeakMemory
 from rollpacker.trainer.sharding import join, leave
 from rollpacker.trainer.trainer import ModelConfig, PipelineConfig, TrainConfig
 
 ROW_TOKENS = 257
 """Of a prompt and its response; every sample is as long as it may be."""
-ARCHITECTURE = {
-    "model_type": "qwen2",
-    "vocab_size": VOCABULARY,
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-}
+ARCHITECTURE = SMALL | {"num_hidden_layers": 8}
 TINY = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 8}
 RETURNED = {"MALLOC_MMAP_THRESHOLD_": str(1 << 16)}
 """Malloc gives every block of 64 KiB or more a mapping of its own, which goes when it is freed."""
@@ -127,12 +106,6 @@ def _compared(name: str) -> dict[str, Any]:
         measured = max(one["peak_bytes"] for one in own)
         live = max(one["peak_live_tokens"] for one in own)
         error = stage.size_bytes / measured - 1
-        print(
-            f"{name:16} {stage.name}: predicted {stage.size_bytes / 2**20:6.0f} MiB, "
-            f"measured {measured / 2**20:6.0f} MiB, error {error:+.1%}; {live} of "
-            f"{stage.live_tokens} live tokens",
-            flush=True,
-        )
         stages.append(
             {
                 "layers": stage.layers,
@@ -145,6 +118,7 @@ def _compared(name: str) -> dict[str, Any]:
                 "peak_live_tokens": live,
             }
         )
+        print(name, stage.name, stages[-1], flush=True)
     return {"setting": dataclasses.asdict(setting), "stages": stages}
 
 
@@ -231,18 +205,7 @@ def _as_rank(setting: Setting, folder: str) -> dict[str, int]:
             executor=connected.executor,
             new_chooser=lambda _: Counted(Ready(connected.place, config.train.pipeline), peaks),
         )
-        install_attention(model)
-        return Learner(
-            model=model,
-            tokenizer=None,
-            pad_token_id=0,
-            config=config.train,
-            algorithm=config.algorithm,
-            temperature=1.0,
-            total_steps=None,
-            shards=shards,
-            stage=stage,
-        )
+        return new_learner(model, config, shards=shards, stage=stage)
 
     config = _run_config(setting, folder)
     batch = samples(_num_samples(setting), ROW_TOKENS)
@@ -253,51 +216,34 @@ def _as_rank(setting: Setting, folder: str) -> dict[str, int]:
     del tiny
     gc.collect()
     peaks.clear()
-    before = PeakMemory(torch.device("cpu"))
-    assert before.resets, "the peak cannot be set back on this system"
     dtype = getattr(torch, setting.dtype)
-    own = learner(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), config)
-    own.accumulate(batch[:1])
-    own.apply()
-    own.accumulate(batch)
-    peak = own.apply().peak_memory_bytes - before.mark_bytes
+    peak = peak_bytes(
+        lambda: learner(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), config), batch
+    )
     connected.close()
     leave()
     return {"stage": connected.place.index, "peak_bytes": peak, "peak_live_tokens": max(peaks)}
 
 
 def _new_model(setting: Setting, changed: dict[str, Any]) -> Any:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(**(ARCHITECTURE | setting.architecture | changed))
-    return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setting.dtype))
+    return random_model(ARCHITECTURE | setting.architecture | changed, setting.dtype)
 
 
 def _run_config(setting: Setting, folder: str) -> RunConfig:
-    return RunConfig(
-        name="memory",
-        model=ModelConfig(path=folder, device="cpu", dtype=setting.dtype),
-        data=DataConfig(
-            train=DatasetConfig(kind="jsonl", path="none"), max_prompt_tokens=PROMPT_TOKENS
-        ),
-        rollout=RolloutConfig(
-            prompts_per_step=1,
-            samples_per_prompt=setting.shards * _num_samples(setting),
-            max_response_tokens=ROW_TOKENS - PROMPT_TOKENS,
-        ),
-        train=TrainConfig(
-            steps=2,
-            processes=setting.stages * setting.shards,
-            micro_batch_tokens=setting.micro_batch_tokens,
-            pipeline=PipelineConfig(
-                stages=setting.stages,
-                layers=setting.layers or "auto",
-                live_tokens=setting.live_tokens or "auto",
-            ),
-        ),
-        algorithm=AlgorithmConfig(kl_coef=0.1, kl_in="loss")
-        if setting.reference
-        else AlgorithmConfig(),
-        rewards=(RewardConfig(function="none:none"),),
+    layers, live_tokens = setting.layers or "auto", setting.live_tokens or "auto"
+    train = TrainConfig(
+        steps=2,
+        processes=setting.stages * setting.shards,
+        micro_batch_tokens=setting.micro_batch_tokens,
+        pipeline=PipelineConfig(stages=setting.stages, layers=layers, live_tokens=live_tokens),
+    )
+    loss = {"kl_coef": 0.1, "kl_in": "loss"} if setting.reference else {}
+    return run_config(
+        ModelConfig(path=folder, device="cpu", dtype=setting.dtype),
+        train,
+        setting.shards * _num_samples(setting),
+        ROW_TOKENS,
+        algorithm=AlgorithmConfig(**loss),
     )
 
 

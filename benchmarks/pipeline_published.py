@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lab import bench
+from lab import PUBLISHED, bench
 
 from rollpacker.pipeline.plan.choosers import Op, StageState
 from rollpacker.pipeline.plan.plan import plan_zero_bubble, ready_choosers
@@ -25,52 +25,11 @@ from rollpacker.pipeline.sim.machine import op_costs
 from rollpacker.pipeline.sim.phase import Pipeline, PipelineMachine
 from rollpacker.pipeline.sim.spec import PIPELINES, DrawnDelays, OpTimes, PipelineSpec
 
-OP_MS: Mapping[str, Sequence[Sequence[float]]] = {
-    "7b": ([8, 9, 9.5, 9], [10, 10, 10, 9], [5, 6, 6, 6]),
-    "14b": (
-        [8, 9, 9, 9, 9, 9, 9, 9],
-        [10, 10.5, 10.5, 10, 10, 10, 10, 9],
-        [5, 6, 6, 6, 6, 6, 6, 6],
-    ),
-    "30b": (
-        [9, 10, 10, 10.5, 10.5, 10.5, 10, 13],
-        [14.5, 13, 13, 12, 12, 11.5, 11, 10],
-        [5, 7, 7, 7, 7, 7, 7, 6],
-    ),
-    "60b": (
-        [10, 11, 11, 12, 11, 11, 11, 12],
-        [11, 12, 13, 13, 13, 13, 13, 11],
-        [5, 6, 6, 7, 7, 6, 6, 6],
-    ),
-}
-"""Milliseconds of F, I and W by stage; three micro-batches for each stage."""
-NO_DELAY_MS = {
-    "7b": {"1f1b": 420, "zero-bubble": 390, "host": 440},
-    "14b": {"1f1b": 860, "zero-bubble": 770, "host": 790},
-    "30b": {"1f1b": 970, "zero-bubble": 930, "host": 1100},
-    "60b": {"1f1b": 1040, "zero-bubble": 960, "host": 1170},
-}
-"""Milliseconds of an iteration: what the fixed costs are fitted to."""
-SWEEP_MS = (10, 20, 30, 40, 50, 60)
-PUBLISHED_SWEEP = {
-    "1f1b": (1082, 1331, 1580, 1832, 2108, 2334),
-    "zero-bubble": (1007, 1359, 1825, 2299, 2828, 3257),
-    "host": (904, 1053, 1221, 1356, 1522, 1691),
-    "adapted": (834, 854, 876, 889, 877, 891),
-}
-"""14B, by delay of link 6 (between the last two stages)."""
-NAMES = tuple(PUBLISHED_SWEEP)
-PUBLISHED_SINGLE: Mapping[tuple[str, int, int], Sequence[int]] = {
-    ("7b", 0, 30): (800, 900, 540, 460),
-    ("7b", 0, 60): (1230, 1500, 730, 500),
-    ("7b", 2, 30): (1100, 880, 620, 430),
-    ("7b", 2, 60): (1820, 1480, 870, 490),
-    ("14b", 0, 30): (1600, 1970, 970, 930),
-    ("14b", 0, 60): (2530, 3400, 1240, 960),
-    ("14b", 6, 30): (1560, 1830, 1180, 870),
-    ("14b", 6, 60): (2320, 3250, 1680, 930),
-}
-"""Model, link and delay -> milliseconds in the order of `NAMES` (Fig. 16)."""
+HELD = PUBLISHED["pipeline"]
+OP_MS, NO_DELAY_MS, SWEEP_MS, SWEEP = (
+    HELD[name] for name in ("op_ms", "no_delay_ms", "sweep_ms", "sweep")
+)
+NAMES = tuple(SWEEP)
 SEVERAL: Mapping[str, Sequence[Sequence[int]]] = {
     "7b": ((0, 2), (0, 1, 2)),
     "14b": ((0, 6), (0, 3, 6), (2, 3, 6), tuple(range(7))),
@@ -229,13 +188,13 @@ def compared(fixed: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
     sweep = [
         against(
             row("14b", {6: delay}, fixed["14b"]),
-            [PUBLISHED_SWEEP[name][place] for name in NAMES],
+            [SWEEP[name][place] for name in NAMES],
         )
         for place, delay in enumerate(SWEEP_MS)
     ]
     single = [
         against(row(model, {link: delay}, fixed[model]), published)
-        for (model, link, delay), published in PUBLISHED_SINGLE.items()
+        for model, link, delay, *published in HELD["single"]
     ]
     largest = {name: max(abs(one["errors"][name]) for one in sweep) for name in NAMES}
     return {"sweep": sweep, "largest_error_of_sweep": largest, "single": single}

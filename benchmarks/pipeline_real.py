@@ -2,24 +2,19 @@
 core, and a Qwen2 of random weights.
 
     compute  one process against two stages: the same micro-batches, forward and backward
-    slow     two network namespaces, each direction of the link between them held by `tc tbf` so
-             that a message takes 0.7 of a stage's F + I + W of a micro-batch: zero-bubble's order
-             with sends that return when the message has arrived, against `ready` over host links
-    packed   rows with a tail, the longest twice the budget of a micro-batch: packed and unequal
-             (`packed`), against what stages of one shape need. `padded`: the same micro-batches,
-             each padded to the largest. `refilled`, for comparison: micro-batches of the largest
-             one's size, filled as well as they can be, and padded
+    slow     two network namespaces; `tc tbf` holds a message between them to 0.7 of a stage's
+             F + I + W: zero-bubble's order with sends that block, against `ready` over host links
+    packed   rows with a tail, packed and unequal (`packed`), against stages of one shape: each
+             micro-batch padded to the largest (`padded`), or filled up to it first (`refilled`)
 
-Arms take turns, step by step, and all must give the same gradient. A step is all samples' gradient,
-without an update; its time is the slower stage's. Beside the measured ratios stand those *by
-processor time*, which hardly notice what else the machine does: of one process the step's processor
-seconds, of stages the sweep in virtual time, whose ops take their processor seconds, and what a
-stage spends besides. Exit code 1 if a ratio misses its mark, or the link is not as slow as it
-should be.
+Arms take turns, step by step, and must give the same gradient. A step's time is the slower stage's.
+Beside each ratio stands that *by processor time*, which hardly notices what else the machine does:
+of stages the sweep in virtual time with ops' processor seconds, and what a stage spends besides.
+Exit code 1 if a ratio misses its mark, or the link is not as slow as it should be.
 
     python benchmarks/pipeline_real.py [--arms compute slow packed] [--pairs 7]     # 5 minutes
 
-`slow` needs Linux, root, and `tc` with tbf. `--quick`: a smoke test; writes nothing.
+`slow` needs Linux, root, and `tc` with tbf.
 """
 
 from __future__ import annotations

@@ -1,20 +1,16 @@
 """A run goes on exactly in as many pipeline stages, in others, and sharded or not.
 
-Real runs of a tiny model of four layers. Each is killed (SIGKILL) as soon as step k is committed,
-resumed, and compared with the run at its first layout that nothing disturbed:
+Real runs of a tiny model of four layers. Each is killed as soon as step k is committed, resumed,
+and compared with the run at its first layout that nothing disturbed:
 
-    same      resumed at its own layout: weights and optimizer are equal bit for bit at the end
-    others    resumed at another: the first step after the resume trains on the same samples, since
-              weights, cursor and random numbers are those of the checkpoint. Its weights may differ
-              by the rounding of sums in another order. Later steps go on from there, and are told
-              too, with the first step (if any) that was trained on other samples: a last bit flips
-              a sampled token now and then
-    direct    two stages over direct links, of which one is killed at random moments of steps and
-              start-ups: exit code 6 each time (one loss is made to end the run here), and what
-              resumes ends bit for bit where the undisturbed run does
+    same      at its own layout: weights and optimizer are equal bit for bit at the end
+    others    at another: weights after the next step, which trains on the same samples, differ by
+              the rounding of sums alone; later ones may train on others, which is told
+    direct    two stages over direct links, of which one is killed at random moments: exit code 6
+              each time, and what resumes ends bit for bit where the undisturbed run does
 
-The optimizer has a larger epsilon than usual: of a parameter whose gradient is zero but for
-rounding (the biases of keys), Adam would make whole steps of that rounding.
+The optimizer has a large epsilon: of a gradient that is rounding alone (the biases of keys), Adam
+would make whole steps.
 
     python benchmarks/pipeline_resume.py [--steps 4] [--kills 4]
 

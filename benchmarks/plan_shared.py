@@ -8,10 +8,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from machine import ROOT, write_result
+from lab import ROOT, markdown, write_result
 
 from rollpacker.cluster.sim.profiles import on_pools
 from rollpacker.cluster.sim.spec import load_cluster
@@ -64,19 +63,14 @@ def rows() -> list[dict[str, Any]]:
     ]
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The table of docs/simulation.md."""
-    lines = ["| setting | step | busy | price of 1,000 prompts |", "| --- | ---: | ---: | ---: |"]
-    lines += [
-        f"| {row['setting']} | {row['step_s']:.1f} s | {row['busy_s']:.1f} s | "
-        f"{row['price_per_1k_prompts']:.2f} |"
-        for row in rows
-    ]
-    return "\n".join(lines)
-
-
 if __name__ == "__main__":
     found = rows()
     settings = {"scenario": SCENARIO, "cluster": CLUSTER, "settings": SETTINGS}
     write_result("plan_shared", {**settings, "seeds": SEEDS, "steps": STEPS, "rows": found})
-    print(table(found))
+    head = ("setting", "step", "busy", "price of 1,000 prompts")
+    cells = [
+        (f"{row['setting']}", f"{row['step_s']:.1f} s", f"{row['busy_s']:.1f} s", price)
+        for row in found
+        for price in [f"{row['price_per_1k_prompts']:.2f}"]
+    ]
+    print(markdown(head, cells))

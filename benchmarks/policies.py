@@ -5,12 +5,9 @@ Trained when they are first asked for, without tail batching, and kept in `runs/
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-from machine import ROOT
+from lab import ROOT, rollpacker
 
 from rollpacker.config.load import load_config
 from rollpacker.config.schema import RunConfig
@@ -35,15 +32,9 @@ def policy_folder(step: int) -> Path:
     """Where the weights after so many updates are."""
     folder = ROOT / "runs" / NAME / "checkpoints" / f"step_{step:06}" / "model"
     if not folder.is_dir():
-        overrides = [
-            f"name={NAME}",
-            f"train.steps={STEPS}",
-            f"checkpoint.keep_last={STEPS}",
-            "checkpoint.every_steps=1",
-            "eval.every_steps=1000",
-            "tail_batching.enabled=false",
-        ]
-        command = ["-m", "rollpacker.cli.main", "train", str(CONFIG), *overrides, "--overwrite"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, check=True)
+        rollpacker(
+            *("train", str(CONFIG), f"name={NAME}", f"train.steps={STEPS}", "--overwrite"),
+            *(f"checkpoint.keep_last={STEPS}", "checkpoint.every_steps=1"),
+            *("eval.every_steps=1000", "tail_batching.enabled=false"),
+        )
     return folder

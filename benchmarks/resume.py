@@ -110,16 +110,21 @@ def _train(
     resume: bool | str,
     kill: Callable[[Any], bool] | float | None,
     prepare: Callable[[], None] | None,
+    observers: Sequence[Any],
 ):
     import rollpacker
+    from rollpacker.run.error_messages import report_error
 
     os.setsid()
-    observers = [_KillAfter(kill)] if callable(kill) else []
+    observers = [*observers, _KillAfter(kill)] if callable(kill) else observers
     if isinstance(kill, float):
         threading.Timer(kill, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
     if prepare is not None:
         prepare()
-    rollpacker.train(config, overrides, resume=resume, observers=observers)
+    try:
+        rollpacker.train(config, overrides, resume=resume, observers=observers)
+    except Exception as error:
+        os._exit(report_error(error))
     os._exit(0)
 
 
@@ -130,14 +135,16 @@ def start(
     resume: bool | str = False,
     kill: Callable[[Any], bool] | float | None = None,
     prepare: Callable[[], None] | None = None,
-    overrides: tuple[str, ...] = (),
+    overrides: Sequence[str] = (),
+    observers: Sequence[Any] = (),
 ) -> Any:
     """Train in a forked process (so that torch is imported once), which is returned. `prepare` is
     called there first."""
     # What this process has let go of may have threads, which a child could not join.
     gc.collect()
     process = multiprocessing.get_context("fork").Process(
-        target=_train, args=(config, [f"name={name}", *overrides], resume, kill, prepare)
+        target=_train,
+        args=(config, [f"name={name}", *overrides], resume, kill, prepare, observers),
     )
     process.start()
     return process

@@ -1,12 +1,9 @@
 """Stalls in a real training run: endless programs, and a reward worker that is stopped.
 
-A small model writes one-line programs that run in the sandbox; it was warmed up so that about 5 %
-of them never end. The run is short, so limits are scaled down alike, ten times: 30 s to 3 s, the
-least adaptive limit from 2 s to 0.2 s.
-
-- *deadlines*: steps per second with the adaptive limit against the fixed one, arms interleaved;
-- *stopped worker*: one interpreter of the sandbox is stopped (SIGSTOP) while steps go on. How much
-  longer do all other checks take than in the same run without, and when does the log name it?
+A small model writes one-line programs, of which about 5 % never end; limits are scaled down ten
+times. *Deadlines*: steps per second with the adaptive limit against the fixed one, interleaved.
+*Stopped worker*: an interpreter of the sandbox is stopped (SIGSTOP) while steps go on: how much
+longer do all other checks take than without, and when does the log name it?
 
     python benchmarks/reward_stalls.py
 """
@@ -115,11 +112,7 @@ def stopped_worker(folder: Path, steps: int, rounds: int) -> dict[str, Any]:
             lines = [t for t, line in heard.lines if str(pid) in line and t >= when]
             unnamed += not lines
             named_after += [lines[0] - when] if lines else []
-        print(
-            f"  seed {number}: {len(stopper.stopped)} stopped, other checks took"
-            f" {ratios[-1]:.3f} of the time without",
-            flush=True,
-        )
+        print(number, len(stopper.stopped), "stopped; other checks over without:", ratios[-1])
     return {
         "others_time_ratio": statistics.geometric_mean(ratios),
         "ratios": ratios,

@@ -1,17 +1,13 @@
 """What a sandboxed run costs: latency, runs per second on one core, accuracy of the wall limit, and
 what is left after many runs.
 
+Arms take turns: a bare interpreter, a cold run (a new interpreter in a worker that is there), a
+warm run, and the start of a worker, which is paid once in `MAX_RUNS` runs. Runs are paced: the
+worker has had time to make the next one ready. Runs per second of one core are back to back, by the
+clock and by the processor time of all processes of a run (where a control group can count it),
+which the target is held against if it is known.
+
     python benchmarks/sandbox_speed.py [--runs 2000] [--quick]
-
-The arms take turns: a bare interpreter (`python -I -S -c pass`, the same one; and with `site`); a
-cold run, which is a new interpreter in a worker that is there; a warm run; and what it costs to
-start a worker, that is bubblewrap and its interpreter, which is paid once in `MAX_RUNS` runs. Runs
-are paced: the next is asked for when the worker has had time to make it ready.
-
-Runs per second of one core are back to back, with all processes on one processor. Two figures: by
-the clock, which other work on the machine makes smaller, and one second over the processor time of
-a run, all its processes and the kernel's work for them (where a control group can count it). The
-target is held against the second, or without it against the first.
 """
 
 from __future__ import annotations
@@ -27,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from lab import bench
+from reward_runs import descendants
 
 from rollpacker.rewards.math.math_reward import PROFILE as MATH
 from rollpacker.sandbox import Limits, Profile, Sandbox, Status, open_sandbox
@@ -172,39 +169,25 @@ def rss_kb(pid: int) -> int:
     return 0
 
 
-def below(pid: int) -> set[int]:
-    """All processes below this one, zombies included."""
-    parents = {}
-    for stat in (process / "stat" for process in Path("/proc").glob("[0-9]*")):
-        try:
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-    found: set[int] = set()
-    level = {pid}
-    while level:
-        level = {child for child, parent in parents.items() if parent in level}
-        found |= level
-    return found
+def below() -> set[int]:
+    return {process.pid for process in descendants()}
 
 
 async def zygote() -> int:
     """The Python below this process that has children of its own (its next run)."""
     while True:
-        for pid in below(os.getpid()):
-            try:
-                name = Path(f"/proc/{pid}/comm").read_text()
-            except OSError:
-                continue
-            if name.startswith("python") and below(pid):
-                return pid
+        found = descendants()
+        parents = {process.parent for process in found}
+        for one in found:
+            if one.pid in parents and "python" in one.command.partition(" ")[0]:
+                return one.pid
         await asyncio.sleep(0.01)
 
 
 async def growth(num_runs: int) -> dict[str, Any]:
     """Memory (MB) and leftovers after many runs, a tenth of which misbehave."""
     bad = ("1/0", "import os; os.kill(os.getpid(), 9)", "print('x' * 2**21)", "x = b'x' * 10**10")
-    fds, processes = len(os.listdir("/proc/self/fd")), below(os.getpid())
+    fds, processes = len(os.listdir("/proc/self/fd")), below()
     workers, parents = [], []
     async with open_sandbox("bwrap", workers=1) as box:
         for i in range(num_runs):
@@ -218,7 +201,7 @@ async def growth(num_runs: int) -> dict[str, Any]:
         "worker_mb": [round(value / 1024, 2) for value in workers],
         "worker_growth_mb": round((max(workers) - workers[0]) / 1024, 2),
         "parent_growth_mb": round((parents[-1] - parents[0]) / 1024, 2),
-        "processes_left": len(below(os.getpid()) - processes),
+        "processes_left": len(below() - processes),
         "descriptors_left": len(os.listdir("/proc/self/fd")) - fds,
         "control_groups_left": sum(
             f"-{os.getpid()}-" in folder for folder, *_ in os.walk("/sys/fs/cgroup")

@@ -1,15 +1,10 @@
 """Fits the simulator's constants to everything that the RollPacker paper publishes.
 
-The published numbers and their simulations are the facts of `sim_published.py`. Minimised is the
-mean squared log error of simulated over published, weighted by group (`WEIGHTS`); beyond a factor
-of 1.25 an error counts linearly, so that one figure that contradicts all others does not bend them
-(Huber). All constants move together, by their logarithms: damped Gauss-Newton steps with
-differences over ten per cent, the derivatives corrected from step to step (Broyden) and taken anew
-when a step does not help. Short simulations of seed 0; the result is judged by `sim_published.py`
-on longer ones of two seeds.
-
-Without `--fit` nothing is searched: the loss of the shipped constants is written down, in all and
-by group, beside those of worlds A and B, in which the blind predictions were made.
+The facts are those of `sim_published.py`. Minimised is the mean squared log error, weighted by
+group (`WEIGHTS`) and linear beyond a factor of 1.25 (Huber), so that one figure that contradicts
+all others does not bend them. All constants move together, by damped Gauss-Newton steps whose
+derivatives are corrected from step to step (Broyden). Without `--search` the loss of the shipped
+constants is written down, beside that of worlds A and B of the blind predictions.
 
     python benchmarks/sim_calibration.py
     python benchmarks/sim_calibration.py --search 1500 --jobs 2     # search, 1500 seconds
@@ -24,7 +19,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import numpy as np
-from lab import bench
+from lab import PUBLISHED, bench
 from numpy.typing import NDArray
 from sim_published import (
     Constants,
@@ -53,32 +48,9 @@ SHARES = (
     *("lucky_share", "hard_prompts", "hard_prompt_cap_probability", "within_prompt_correlation"),
 )
 """Constants that cannot be more than 1."""
-BEFORE: Constants = {
-    **{"launch_layer_s": 0.246e-3, "per_sequence_s": 0.289e-3, "train_utilization": 0.139},
-    **{"synchronous_judge_share": 0.61, "train_fixed_s 7b-8k": 11.0},
-    **{"train_fixed_s 14b-16k": 22.8, "train_fixed_s 32b-32k": 122.6, "judge_calls_per_s": 5.9},
-    **{"streamed_share": 0.52, "sandbox_workers": 62.0, "longer_share": 0.8, "lucky_share": 1.0},
-    **{"within_prompt_correlation": 0.05, "hard_prompts": 0.0},
-    "hard_prompt_cap_probability": 0.15,
-}
+BEFORE: Constants = {name: value for name, (value, _, _) in PUBLISHED["constants"].items()}
 """World A of the blind predictions; B had 8 % of hard prompts."""
-SOURCES = {
-    "launch_layer_s": ("s per layer of a decode step", "Fig. 9, 10 and 11"),
-    "per_sequence_s": ("s per running sequence of a decode step", "Fig. 4b, 11 and 13c"),
-    "train_utilization": ("share of the datasheet's FLOP/s", "Fig. 4b and 10c, training"),
-    "train_fixed_s 7b-8k": ("s", "Fig. 10c, training"),
-    "train_fixed_s 14b-16k": ("s", "Fig. 10c, training"),
-    "train_fixed_s 32b-32k": ("s", "Fig. 10c, training"),
-    "judge_calls_per_s": ("calls per s, whatever the GPUs", "Fig. 9, short rounds"),
-    "synchronous_judge_share": ("share of that rate", "Fig. 4b rewards; Fig. 9, verl"),
-    "streamed_share": ("share of a step's samples", "Fig. 10c, training of long rounds"),
-    "sandbox_workers": ("checks at once", "Fig. 4b rewards; Fig. 13c"),
-    "longer_share": ("share of responses at the 16k cap that pass 32k", "Fig. 11, 32B"),
-    "lucky_share": ("share of the figure's capped responses", "Fig. 2a, 4a and 11"),
-    "within_prompt_correlation": ("of normal scores", "Fig. 4a, spread of lengths"),
-    "hard_prompts": ("share of prompts", "Fig. 11"),
-    "hard_prompt_cap_probability": ("share of their responses", "Fig. 11"),
-}
+SOURCES = {name: (unit, source) for name, (_, unit, source) in PUBLISHED["constants"].items()}
 """Unit, and what holds each constant most: all are fitted to everything at once."""
 
 Vector = NDArray[np.float64]

@@ -1,27 +1,23 @@
 """`simulate --from` on short real runs with rewards of four kinds: is the step met, and the wait?
 
-Three runs of the quickstart with function rewards (its own; one whose first call in a process takes
-a second; one that sleeps 5 to 50 ms a response) and one of `configs/code-tiny.yaml`, whose programs
-run in the sandbox. Each run's event log is all that the simulator is given. Compared are the mean
-step and the wait for rewards that is not hidden behind the rollout, of all the run's steps. With
---change a fifth run, the first one without tail batching, is held against what the simulation of
-the first one says of that change.
+Three runs of the quickstart with function rewards (its own; one whose first call takes a second;
+one that sleeps 5 to 50 ms a response) and one of `configs/code-tiny.yaml`, with programs in the
+sandbox. Each run's log is all that the simulator is given. Compared are the mean step and the wait
+for rewards; and a run without tail batching with what the simulator says of that change.
 
     python benchmarks/sim_from_rewards.py [--steps 40] [--folder FOLDER]
 
-The quickstart's warmed-up model must be in runs/ and that of configs/code-tiny.yaml.
+Needs the warmed-up models of the quickstart and of configs/code-tiny.yaml in runs/.
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lab import ROOT, bench
+from lab import bench, rollpacker
 
 from rollpacker.sim.result import SystemResult
 from rollpacker.sim.whatif import load_run
@@ -84,11 +80,7 @@ def record(case: Case, folder: Path, steps: int) -> Path:
     functions.write_text(FUNCTIONS)
     own = [override.format(functions=functions) for override in case.overrides]
     overrides = [*COMMON, *own, f"name={name}", f"runs_dir={folder}", f"train.steps={steps}"]
-    main = "import sys; from rollpacker.cli.main import main; sys.exit(main())"
-    command = [sys.executable, "-c", main, "train", f"configs/{case.config}", *overrides]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{case.name}: the run failed\n{done.stderr[-3000:]}")
+    rollpacker("train", f"configs/{case.config}", *overrides)
     return run
 
 
@@ -120,10 +112,7 @@ def without_tail_batching(folder: Path, steps: int) -> dict[str, float]:
         "measured": other.mean["total_s"] / first.measured().mean["total_s"],
         "simulated": changed.mean["total_s"] / same.mean["total_s"],
     }
-    print(
-        f"without tail batching a step takes {found['measured']:.2f} times as long, simulated "
-        f"{found['simulated']:.2f} times"
-    )
+    print("a step without tail batching, over one with it:", found)
     return found
 
 

@@ -20,7 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from lab import ROOT, bench
+from lab import PUBLISHED, ROOT, bench
 
 from rollpacker.core.commands import TrainOn
 from rollpacker.core.events import SampleGenerated
@@ -240,47 +240,11 @@ ROLLOUT_ALONE = (*INSTANT_REWARDS, "parallelism_planner.enabled=false", *NO_STRE
 
 # -- published ---------------------------------------------------------------------------
 
-MEANS: Mapping[str, Mapping[str, float]] = {
-    "7b-8k": {"verl": 233.4, "rlhfuse": 130.9, "rollpacker": 115.1, "short": 110.6, "long": 133.1},
-    "14b-16k": {
-        **{"verl": 382.8, "rlhfuse": 291.4, "rollpacker": 172.1},
-        **{"short": 138.6, "long": 306.3},
-    },
-    "32b-32k": {
-        **{"verl": 874.6, "rlhfuse": 766.4, "rollpacker": 341.2},
-        **{"short": 242.4, "long": 736.8},
-    },
-}
-"""Mean seconds of a step over 40 steps, of systems and of rollpacker's kinds of round: Fig. 9."""
-SPLITS: Mapping[str, tuple[float, float, float, float]] = {
-    "7b-8k short": (4.9, 74.5, 2.8, 24.4),
-    "7b-8k long": (5.2, 87.4, 3.9, 32.5),
-    "14b-16k short": (14.9, 68.0, 1.5, 49.7),
-    "14b-16k long": (15.2, 225.1, 2.2, 59.4),
-    "32b-32k short": (26.8, 70.1, 1.9, 162.8),
-    "32b-32k long": (27.5, 567.5, 3.1, 172.9),
-}
-"""Seconds of sync, rollout, exposed reward and training of rollpacker: Fig. 10c, single rounds."""
-ABLATION: Mapping[str, tuple[float, float, float]] = {
-    "+ tail batching": (1.30, 1.48, 2.21),
-    "+ reward scheduler": (2.01, 1.99, 2.48),
-    "+ parallelism planner": (2.01, 2.02, 2.52),
-    "+ stream trainer": (2.03, 2.22, 2.56),
-}
-"""Speed-up over verl on the three set-ups: Table 2."""
-OVERLAP_ALONE = {"7b-8k": 1.48, "14b-16k": 1.35, "32b-32k": 1.18}
-"""Speed-up of asynchronous rewards alone over verl: section 6.5."""
-SENSITIVITY: Mapping[tuple[float, float], tuple[float, float, float]] = {
-    **{(1.0, 1.0): (82, 277, 673), (1.0, 1.125): (77, 260, 658), (1.0, 1.25): (71, 232, 655)},
-    **{(1.0, 1.5): (54, 115, 265), (1.125, 1.0): (77, 244, 636), (1.25, 1.0): (72, 169, 259)},
-    **{(1.5, 1.0): (60, 143, 279), (1.25, 1.25): (47, 88, 170)},
-}
-"""Mean rollout seconds over a period by (prompt factor, sample factor) at 8k, 16k, 32k: Fig. 11.
-Read as the three set-ups: their long rounds are those of Fig. 10, and one model at three limits
-would be far off (see docs/simulation.md)."""
-SCALING: Mapping[int, tuple[float, float]] = {32: (1.0, 2.22), 64: (1.42, 3.37), 128: (2.18, 4.81)}
-"""Throughput of verl and rollpacker over that of verl on 32 GPUs, by GPUs, 14B, 4 prompts a GPU:
-Fig. 14."""
+HELD = PUBLISHED["rollpacker"]
+MEANS, SPLITS, ABLATION, OVERLAP_ALONE, SCALING = (
+    HELD[name] for name in ("means", "splits", "ablation", "overlap_alone", "scaling")
+)
+SENSITIVITY = {(prompts, samples): tuple(s) for prompts, samples, *s in HELD["sensitivity"]}
 
 
 # -- facts -------------------------------------------------------------------------------
@@ -386,26 +350,16 @@ def _throughput(batch: float) -> Callable[[Sequence[Outcome]], float]:
 def _code_facts() -> Iterable[Fact]:
     """14B on code alone, and how long its responses are."""
     verl, tail = (Sim("14b-16k", (*CODE_ONLY, *system)) for system in (VERL, TAIL_ONLY))
-    for system, sim, kind, what, seconds in (
-        ("verl", verl, None, "rollout", 225),
-        ("verl", verl, None, "reward", 45),
-        ("verl", verl, None, "train", 70),
-        ("tail batching", tail, "short", "rollout", 87.7),
-        ("tail batching", tail, "long", "rollout", 255),
-        ("tail batching", tail, None, "reward", 51),
-        ("tail batching", tail, None, "train", 57),
-    ):
+    sims = {"verl": verl, "tail batching": tail}
+    for system, kind, what, seconds in HELD["code"]:
         name = f"14B code, {system}: {f'{kind} ' if kind else ''}{what}, s"
-        yield Fact("code alone", name, "Fig. 4b", seconds, (sim,), _of(f"{what}_s", kind))
-    for kind, quartile, ratio in (
-        ("short", 2, 496.8 / 613.6),
-        ("short", 3, 776.5 / 1206.8),
-        ("long", 2, 725 / 613.6),
-        ("long", 3, 1436 / 1206.8),
-    ):
+        needs = (sims[system],)
+        yield Fact("code alone", name, "Fig. 4b", seconds, needs, _of(f"{what}_s", kind))
+    for kind, quartile, own, base in HELD["quartiles"]:
         name = f"14B code, {kind} rounds' quartile {quartile} of length over verl's"
         yield Fact(
-            "lengths", name, "Fig. 4a", round(ratio, 3), (tail, verl), _quartile(kind, quartile)
+            *("lengths", name, "Fig. 4a", round(own / base, 3), (tail, verl)),
+            _quartile(kind, quartile),
         )
     yield Fact(
         *("lengths", "14B code, short rounds, longest, tokens", "Fig. 4a", 2078),

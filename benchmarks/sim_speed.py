@@ -1,11 +1,9 @@
 """How fast the simulator is: 1,000 steps of 128 GPUs through the real core, on one core.
 
-Every response is an event of its own: 6,400 samples launched in a short round, each finish, abort
-and verdict handled by the same `Job.handle` as in a real run. Reported are processor seconds (other
-processes on the machine then count less) and wall seconds, events per second, and the peak of
-memory at the first tenth of the steps and at the end. Exit code 1 above 20 s.
-
-With --history it is measured once more while the history of the event log is kept beside it.
+Every response is an event of its own, through the same `Job.handle` as in a real run. Reported are
+processor and wall seconds, events per second, and the peak of memory at the first tenth of the
+steps and at the end; with --history once more while the log's history is kept. Exit code 1 above
+20 s.
 
     python benchmarks/sim_speed.py [--steps 1000] [--history]
 """
@@ -15,12 +13,12 @@ from __future__ import annotations
 import resource
 import time
 from typing import Any
+from unittest.mock import patch
 
 from lab import ROOT, bench
 
 from rollpacker.bus import Sink
 from rollpacker.core.job.job import Job
-from rollpacker.core.records import Entry
 from rollpacker.report.history import History
 from rollpacker.sim.scenario import load_scenario
 from rollpacker.sim.simulate import simulate
@@ -33,9 +31,6 @@ def peak_mib() -> float:
 
 
 def measure(steps: int, overrides: list[str], observe: Sink | None = None) -> dict[str, float]:
-    scenario = load_scenario(
-        ROOT / "configs/scenarios/128-gpus.yaml", [f"steps={steps}", *overrides]
-    )
     early = [0.0]
 
     def progress(done: int) -> None:
@@ -50,17 +45,17 @@ def measure(steps: int, overrides: list[str], observe: Sink | None = None) -> di
         num_events += 1
         return handle(job, event)  # type: ignore[arg-type]
 
-    Job.handle = counted  # type: ignore[method-assign, assignment]
-    simulate(load_scenario(ROOT / "configs/scenarios/128-gpus.yaml", ["steps=5", *overrides]))
-    events_per_step = num_events / 5
-    Job.handle = handle  # type: ignore[method-assign]
+    path = ROOT / "configs/scenarios/128-gpus.yaml"
+    with patch.object(Job, "handle", counted):
+        simulate(load_scenario(path, ["steps=5", *overrides]))
+    scenario = load_scenario(path, [f"steps={steps}", *overrides])
     began_cpu, began = time.process_time(), time.perf_counter()
     result = simulate(scenario, progress=progress, observe=observe)
     return {
         "steps": steps,
         "cpu_s": time.process_time() - began_cpu,
         "wall_s": time.perf_counter() - began,
-        "events_per_step": events_per_step,
+        "events_per_step": num_events / 5,
         "peak_mib_at_a_tenth": early[0],
         "peak_mib": peak_mib(),
         "simulated_hours": sum(step.total_s for step in result.steps) / 3600,
@@ -76,12 +71,7 @@ def main(steps: int = 1000, history: bool = False) -> dict[str, Any]:
         }.items()
     }
     if history:
-        book = History()
-
-        def feed(entry: Entry) -> None:
-            book.feed(entry)
-
-        found["with rewards and the history"] = measure(steps, [], feed)
+        found["with rewards and the history"] = measure(steps, [], History().feed)
     return {**found, "quick_enough": is_quick(found, steps)}
 
 

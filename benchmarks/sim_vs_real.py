@@ -1,14 +1,10 @@
 """The simulator against real runs: fit to a run without tail batching, predict one with it.
 
-For each workload two runs of `rollpacker train` on the quickstart's model, whose policy is kept as
-it is by a learning rate of next to nothing. One waits for all; its event log is all that the
-simulator is given, with the other run's settings. The other run has tail batching on, another seed
-(so other prompts) and, by workload, another length limit, other factors, fewer decode slots than
-samples or another temperature. Compared are the seconds of generation, launch to last end, on
-average and by kind of round.
-
-The two runs take turns, one step each, so that neither has the machine at a better time; while it
-waits for its turn, a run's clock goes on inside its training step, which is not compared.
+Two runs of the quickstart's model per workload, the policy frozen. One waits for all; its log is
+all that the simulator is given, with the other's settings: tail batching, another seed and, by
+workload, another length limit, other factors, fewer slots than samples or another temperature.
+Compared are seconds of generation, on average and by kind of round. The runs take turns, a step
+each; what a run waits for its turn is inside its training step, which is not compared.
 
     python benchmarks/sim_vs_real.py [--steps 120] [--workloads same-limit ...] [--quick]
 """
@@ -37,12 +33,8 @@ MEAN_BOUND = 0.15
 KIND_BOUND = 0.20
 KINDS = ("short", "long")
 COMMON = (
-    "train.learning_rate=1e-12",
-    "train.warmup_steps=0",
-    "train.threads=1",
-    "eval.every_steps=null",
-    "eval.max_prompts=1",
-    "checkpoint.every_steps=1000000",
+    *("train.learning_rate=1e-12", "train.warmup_steps=0", "train.threads=1"),
+    *("eval.every_steps=null", "eval.max_prompts=1", "checkpoint.every_steps=1000000"),
     "save_samples=false",
 )
 PUBLISHED = ("tail_batching.selection=published", "tail_batching.carry=none")
@@ -70,17 +62,14 @@ WORKLOADS = (
     Workload(
         name="other-limit",
         race=(
-            *PUBLISHED,
-            "tail_batching.prompt_factor=1.5",
-            "tail_batching.sample_factor=1.0",
+            *(*PUBLISHED, "tail_batching.prompt_factor=1.5", "tail_batching.sample_factor=1.0"),
             "rollout.max_response_tokens=128",
         ),
     ),
     Workload(
         name="hotter-few-slots",
         both=(
-            "rollout.temperature=1.15",
-            "rollout.prompts_per_step=24",
+            *("rollout.temperature=1.15", "rollout.prompts_per_step=24"),
             "rollout.engine.max_slots=96",
         ),
         race=(*PUBLISHED, "tail_batching.prompt_factor=1.25", "tail_batching.sample_factor=1.125"),

@@ -6,21 +6,18 @@ their weights must be equal after ten steps but for rounding; they take turns, s
 `plain` waits for every response of a round, `tail` is tail batching with the quickstart's
 factors, `plain_64` has 64 prompts a step instead of 16.
 
-    python benchmarks/streaming.py [--turns 3] [--steps 40] [--only plain_64]
+    python benchmarks/streaming.py [--repeats 3] [--steps 40] [--only plain_64]
 """
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lab import ROOT, bench, earlier
+from lab import bench, earlier, metrics, rollpacker, turns
 from safetensors.torch import load_file
 
 CHECKED_STEPS = 10
@@ -37,17 +34,14 @@ SKIPPED_STEPS = 5
 
 def train(name: str, steps: int, folder: Path, *settings: str) -> tuple[Path, list[dict[str, Any]]]:
     """One run: its folder, and its rows of metrics."""
-    command = [
-        *(str(Path(sys.executable).parent / "rollpacker"), "train", "configs/quickstart.yaml"),
+    rollpacker(
+        *("train", "configs/quickstart.yaml"),
         *(f"name={name}", f"runs_dir={folder}", f"train.steps={steps}", "train.processes=1"),
         *("eval.every_steps=100000", "eval.max_prompts=8", "save_samples=false"),
         *(f"checkpoint.every_steps={CHECKED_STEPS}", "checkpoint.keep_last=100"),
         *settings,
-    ]
-    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    return folder / name, [row for row in rows if "timing_s/step" in row]
+    )
+    return folder / name, [row for row in metrics(folder / name) if "timing_s/step" in row]
 
 
 def step_s(rows: list[dict[str, Any]]) -> list[float]:
@@ -85,22 +79,23 @@ def same_weights(kind: str, settings: list[str], folder: Path) -> dict[str, floa
     return differences(*runs)
 
 
-def measure(kind: str, settings: list[str], turns: int, steps: int, folder: Path) -> dict[str, Any]:
+def measure(
+    kind: str, settings: list[str], num_turns: int, steps: int, folder: Path
+) -> dict[str, Any]:
     arms: dict[str, list[float]] = {"waiting": [], "streaming": []}
     apart, fired, ratios = [], [], []
-    for turn in range(turns):
-        runs = {}
-        for arm in ("waiting", "streaming") if turn % 2 == 0 else ("streaming", "waiting"):
-            on = str(arm == "streaming").lower()
-            name = f"{kind}-{arm}-{turn}"
-            run, rows = train(name, steps, folder, f"stream_trainer.enabled={on}", *settings)
-            runs[arm] = run
-            arms[arm].append(statistics.fmean(step_s(rows)))
-            if arm == "streaming":
-                fired.append(statistics.fmean(row["perf/samples_streamed"] > 0 for row in rows))
-        apart.append(differences(runs["waiting"], runs["streaming"]))
-        ratios.append(arms["waiting"][-1] / arms["streaming"][-1])
-        print(f"{kind} turn {turn}: {ratios[-1]:.3f}x, {apart[-1]}", flush=True)
+    runs = {}
+    for turn, arm in turns(arms, num_turns):
+        on = str(arm == "streaming").lower()
+        name = f"{kind}-{arm}-{turn}"
+        runs[arm], rows = train(name, steps, folder, f"stream_trainer.enabled={on}", *settings)
+        arms[arm].append(statistics.fmean(step_s(rows)))
+        if arm == "streaming":
+            fired.append(statistics.fmean(row["perf/samples_streamed"] > 0 for row in rows))
+        if len(runs) == 2:
+            apart.append(differences(runs.pop("waiting"), runs.pop("streaming")))
+            ratios.append(arms["waiting"][-1] / arms["streaming"][-1])
+            print(f"{kind} turn {turn}: {ratios[-1]:.3f}x, {apart[-1]}", flush=True)
     return {
         "steps": steps,
         "step_s": arms,
@@ -112,11 +107,11 @@ def measure(kind: str, settings: list[str], turns: int, steps: int, folder: Path
     }
 
 
-def main(turns: int = 3, steps: int = 40, only: Sequence[str] | None = None) -> dict[str, Any]:
+def main(repeats: int = 3, steps: int = 40, only: Sequence[str] | None = None) -> dict[str, Any]:
     found = earlier(main, "kinds") if only else {}
     with tempfile.TemporaryDirectory() as folder:
         for kind in only or KINDS:
-            found[kind] = measure(kind, KINDS[kind], turns, steps, Path(folder))
+            found[kind] = measure(kind, KINDS[kind], repeats, steps, Path(folder))
     return {"checked_after": CHECKED_STEPS, "kinds": found}
 
 

@@ -1,13 +1,10 @@
 """Tail batching against waiting for all, on a frozen policy.
 
-The real engine, the real core (`Job`) and what carries tokens in a run work off the quickstart's
-workload. Nothing is trained and every response gets the reward 0 at once, so a round's seconds are
-those of generation, from launch to the groups that would be trained on. Arms take turns round by
-round in one process; after the last one each settles all that it has begun. All draw the same
-prompts in the same order, and with the same noise for the same (prompt, sample).
-
-Times are seconds per prompt that would be trained on, the settling included. For the arms that only
-reorder, every response is compared, token for token, with that of the arm that waits for all.
+The real engine and core work off the quickstart's workload; nothing is trained and every reward is
+0 at once. Arms take turns round by round in one process; at the end each settles all that it has
+begun. All draw the same prompts in order, with the same noise for the same (prompt, sample). Times
+are seconds per prompt that would be trained on, the settling included. Of the arms that only
+reorder, every response is compared with that of the arm that waits for all.
 
     python benchmarks/tail_batching.py [--sizes 8 16] [--rounds 30] [--quick]
 """
@@ -26,39 +23,18 @@ from typing import Any
 
 import numpy as np
 from lab import bench
-from workload import QUICKSTART, describe_workload, load_workload
+from workload import QUICKSTART, describe_workload, load_workload, sampling_of
 
 from rollpacker.bus import Bus, Recorded, Routes, Unsaid
-from rollpacker.config.schema import RolloutConfig, RunConfig
-from rollpacker.core.commands import (
-    Abort,
-    Commit,
-    FetchPrompts,
-    Finish,
-    Launch,
-    RoundKind,
-    Score,
-    SyncWeights,
-    TrainOn,
-)
-from rollpacker.core.events import (
-    Committed,
-    Event,
-    PromptsFetched,
-    RunStarted,
-    SampleAborted,
-    SampleGenerated,
-    SampleScored,
-    Trained,
-    WeightsSynced,
-)
+from rollpacker.config.schema import RunConfig
+from rollpacker.core import commands, events
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.job.config import JobConfig
 from rollpacker.core.job.job import Job
 from rollpacker.core.messages import COMMANDS
 from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 from rollpacker.data.cursor import PromptCursor
-from rollpacker.engines.engine import EngineOutput, SamplingParams
+from rollpacker.engines.engine import EngineOutput
 from rollpacker.run.parts.policy import LoadedPolicy, load_policy
 from rollpacker.run.ports.carried import CarriedTokens
 from rollpacker.run.ports.clock import RealClock
@@ -106,7 +82,7 @@ RESAMPLES = 10_000
 
 @dataclass(slots=True)
 class RoundResult:
-    kind: RoundKind
+    kind: commands.RoundKind
     began_s: float
     seconds: float = 0.0
     trained: dict[tuple[PromptId, int], tuple[int, ...]] = field(default_factory=dict)
@@ -138,7 +114,7 @@ class Arm:
         """Responses that were taken up where an earlier round had left them."""
         self.rounds: list[RoundResult] = []
         self._policy = policy
-        self._sampling = _sampling(rollout, config.seed)
+        self._sampling = sampling_of(config)
         self._cursor = PromptCursor(
             "train", len(policy.train_prompts.rows), config.seed, True, None
         )
@@ -151,7 +127,7 @@ class Arm:
             )
         )
         self._carried = CarriedTokens(tail)
-        ports = [self, self._carried, Recorded(SyncWeights)]
+        ports = [self, self._carried, Recorded(commands.SyncWeights)]
         obeyed = {kind for port in ports for kind in port.routes()}
         unsaid = Unsaid(*(kind for kind in COMMANDS.values() if kind not in obeyed))
         self._bus = Bus(job, RealClock(0.0), [*ports, unsaid])
@@ -160,7 +136,7 @@ class Arm:
         self._launched: dict[SampleId, int] = {}
         """Tokens that each sample took up."""
         self._responses: dict[SampleId, tuple[int, ...]] = {}
-        self._next_event: Event = RunStarted(time_s=0.0)
+        self._next_event: events.Event = events.RunStarted(time_s=0.0)
 
     def run_round(self) -> None:
         """One round, from launch to the groups that would be trained on; or the end."""
@@ -175,20 +151,20 @@ class Arm:
         if self.finished:
             return
         version = job.version + 1
-        self._bus.take(Trained(time_s=0.0, step=job.step + 1, version=version))
-        self._bus.take(WeightsSynced(time_s=0.0, version=version))
+        self._bus.take(events.Trained(time_s=0.0, step=job.step + 1, version=version))
+        self._bus.take(events.WeightsSynced(time_s=0.0, version=version))
 
     def _on_outputs(self, outputs: Sequence[EngineOutput]) -> None:
         """Called in the engine's thread, between two decode steps."""
         with self._bus.lock:
             for output in outputs:
                 event = output.event
-                assert isinstance(event, SampleGenerated | SampleAborted), event
+                assert isinstance(event, events.SampleGenerated | events.SampleAborted), event
                 had = self._launched.pop(event.sample)
                 kept = had if event.num_kept is None else event.num_kept
                 self.rounds[-1].generated_tokens += event.num_tokens - kept
                 self._carried.ended(event, output.response)
-                if isinstance(event, SampleGenerated) and output.response is not None:
+                if isinstance(event, events.SampleGenerated) and output.response is not None:
                     self._responses[event.sample] = output.response.tokens
                 self._bus.take(event)
 
@@ -198,24 +174,24 @@ class Arm:
 
     def routes(self) -> Routes:
         return {
-            FetchPrompts: self._fetch,
-            Launch: self._launch,
-            Abort: lambda command: self._policy.engine.abort(command.samples),
-            Score: self._score,
-            TrainOn: self._end_round,
-            Commit: self._commit,
-            Finish: self._finish,
+            commands.FetchPrompts: self._fetch,
+            commands.Launch: self._launch,
+            commands.Abort: lambda command: self._policy.engine.abort(command.samples),
+            commands.Score: self._score,
+            commands.TrainOn: self._end_round,
+            commands.Commit: self._commit,
+            commands.Finish: self._finish,
         }
 
-    def _fetch(self, command: FetchPrompts) -> None:
+    def _fetch(self, command: commands.FetchPrompts) -> None:
         prompts, epoch_ended, data_ended = self._cursor.take(command.count)
         self._bus.take(
-            PromptsFetched(
+            events.PromptsFetched(
                 time_s=0.0, prompts=prompts, epoch_ended=epoch_ended, data_ended=data_ended
             )
         )
 
-    def _launch(self, command: Launch) -> None:
+    def _launch(self, command: commands.Launch) -> None:
         rows = self._policy.train_prompts.rows
         if not command.replaces:
             self.rounds.append(RoundResult(command.kind, time.perf_counter()))
@@ -224,10 +200,10 @@ class Arm:
         self._launched.update(zip(command.samples, carried, strict=True))
         self._policy.engine.submit(self._carried.requests(command, rows, self._sampling))
 
-    def _score(self, command: Score) -> None:
-        self._bus.take(SampleScored(time_s=0.0, sample=command.sample, value=0.0))
+    def _score(self, command: commands.Score) -> None:
+        self._bus.take(events.SampleScored(time_s=0.0, sample=command.sample, value=0.0))
 
-    def _end_round(self, command: TrainOn) -> None:
+    def _end_round(self, command: commands.TrainOn) -> None:
         result = self.rounds[-1]
         result.seconds = time.perf_counter() - result.began_s
         result.trained = {
@@ -238,11 +214,11 @@ class Arm:
         self._responses.clear()
         self._round_over.set()
 
-    def _commit(self, command: Commit) -> None:
+    def _commit(self, command: commands.Commit) -> None:
         self._carried.settle()
-        self._next_event = Committed(time_s=0.0, step=command.step)
+        self._next_event = events.Committed(time_s=0.0, step=command.step)
 
-    def _finish(self, command: Finish) -> None:
+    def _finish(self, command: commands.Finish) -> None:
         self.finished = True
         self._round_over.set()
 
@@ -254,17 +230,6 @@ class Arm:
 def _drafting(config: RunConfig, draft_tokens: int) -> RunConfig:
     engine = dataclasses.replace(config.rollout.engine, draft_tokens=draft_tokens)
     return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, engine=engine))
-
-
-def _sampling(rollout: RolloutConfig, seed: int) -> SamplingParams:
-    return SamplingParams(
-        max_response_tokens=rollout.max_response_tokens,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        stop=rollout.stop,
-        seed=seed,
-    )
 
 
 def run_size(
@@ -298,7 +263,7 @@ def _row(arm: Arm, sync: Arm, prompts_per_step: int, samples_per_prompt: int) ->
     of_wanted = [len(tokens) for (prompt, _), tokens in trained.items() if prompt in prompts]
     assert len(of_wanted) == len(wanted), "an arm left out a prompt"
     low, high = _speedup_interval(sync, arm)
-    waits = (RoundKind.LONG, RoundKind.FLUSH)
+    waits = (commands.RoundKind.LONG, commands.RoundKind.FLUSH)
     row = {
         "size": f"{prompts_per_step}x{samples_per_prompt}",
         "arm": arm.name,

@@ -1,14 +1,12 @@
 """Training throughput: the trainer's micro-batches, sorted or packed, against padded ones of 64.
 
-    python benchmarks/train_throughput.py            # one thread, a few minutes
-
-Forward and backward of one step's samples whose response lengths have a tail (longest at least ten
-times the median), on a character-level model, arms interleaved in one process. The padded arms are
-a plain loop over 64 samples at a time in launch order (lengths mixed) and in finishing order (as if
-all had decoded side by side: shortest first), and over all samples at once. The others are the
-trainer itself: rows of like length, or rows end to end with attention in groups. All arms must give
+Forward and backward of one step's samples whose lengths have a tail (longest at least ten times the
+median), arms interleaved in one process. Padded: a plain loop over 64 samples at a time in launch
+order and in finishing order, and over all at once. Others: the trainer itself. All arms must give
 the same gradient; what runs on CUDA only is compared in float64, on a few samples, by torch's
 unfused FlexAttention.
+
+    python benchmarks/train_throughput.py            # one thread, a few minutes
 """
 
 from __future__ import annotations
@@ -40,14 +38,9 @@ from rollpacker.trainer.samples import build_train_samples
 from rollpacker.trainer.trainer import TrainConfig, TrainSample
 
 ARCHITECTURE = {
-    "model_type": "qwen2",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
+    **{"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128},
+    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"max_position_embeddings": 512, "tie_word_embeddings": True},
 }
 ALPHABET = "0123456789+-=;! "
 PADDED_ROWS = 64

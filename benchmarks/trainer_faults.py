@@ -1,18 +1,13 @@
 """Trainer processes, killed again and again while a run trains, and the run goes on by itself.
 
-A tiny model is trained with `train.processes=2`. A saboteur sends SIGKILL to one of the two, at
-every moment at which a run needs them: while a round is generated, in each of the calls of a step,
-in a checkpoint, and on their way back from the loss before. It leaves a committed step between any
-two losses, but for that last kind. Two arms:
+One of two trainer processes is killed at every moment at which a run needs them: while a round is
+generated, in each call of a step, in a checkpoint, and on their way back from a loss. Arms:
 
-    embedded   one engine in the run's own process: the weights after the last step are compared
-               with those of a run that nobody disturbs
-    engines    two engines in processes, and gradients of a round that goes on: the engines must be
-               the same processes at the end
+    embedded   one engine in the run's own process: the last weights against an undisturbed run's
+    engines    two engines in processes, and streamed gradients: the engines must be the same ones
 
-Measured: how long until the log says `TrainerLost`, and until `TrainerReady`; how many updates were
-made once more. The logs are then read by `exactly_once.py`, which shares no code with RollPacker,
-and by the replay.
+Measured: how long until the log says `TrainerLost`, and until `TrainerReady`; updates that were
+made once more. The logs are read by `exactly_once.py` and by the replay.
 
     python benchmarks/trainer_faults.py [--quick]
 """
@@ -30,7 +25,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+from engine_faults import watched_by
 from exactly_once import check
 from lab import bench, write_result
 from resume import write_config, write_model
@@ -140,45 +137,20 @@ class Saboteur:
 
 def sabotage(config: Path, overrides: Sequence[str], plan: Sequence[str]) -> tuple[Path, Saboteur]:
     """Train to the end, with a kill at each of these moments. Returns the run's folder."""
-    from rollpacker.run.folder.event_log import LogWriter
-    from rollpacker.run.parts import engines
     from rollpacker.trainer.launch import Ranks
 
-    saboteur = Saboteur(plan)
-    build, append, replies = engines.build_engines, LogWriter.append, Ranks._replies
-
-    def build_engines(*arguments: Any, **settings: Any) -> Any:
-        saboteur.engines = build(*arguments, **settings)
-        return saboteur.engines
-
-    def append_seen(log: LogWriter, entry: Entry) -> None:
-        append(log, entry)
-        saboteur.saw(entry)
+    saboteur, replies = Saboteur(plan), Ranks._replies
 
     def replies_seen(ranks: Ranks, method: str, called: Any) -> Any:
         saboteur.called(ranks, method)
         return replies(ranks, method, called)
 
-    engines.build_engines = build_engines
-    LogWriter.append = append_seen  # type: ignore[method-assign]
-    Ranks._replies = replies_seen  # type: ignore[method-assign]
-    try:
+    with watched_by(saboteur), patch.object(Ranks, "_replies", replies_seen):
         return rollpacker.train(config, overrides).folder, saboteur
-    finally:
-        engines.build_engines = build
-        LogWriter.append = append  # type: ignore[method-assign]
-        Ranks._replies = replies  # type: ignore[method-assign]
-
-
-def weights_of(run: Path) -> dict[str, Any]:
-    """Weights of the newest checkpoint, by name."""
-    files = sorted((run / "model").glob("*.safetensors"))
-    assert files, run
-    return {name: value for file in files for name, value in load_file(file).items()}
 
 
 def largest_difference(one: Path, other: Path) -> float:
-    first, second = weights_of(one), weights_of(other)
+    first, second = (load_file(run / "model" / "model.safetensors") for run in (one, other))
     assert first.keys() == second.keys()
     return max(float(abs(first[name] - second[name]).max()) for name in first)
 
@@ -192,11 +164,10 @@ def result_of(run: Path, saboteur: Saboteur) -> dict[str, Any]:
     by_moment = {}
     for moment in dict.fromkeys(kill.moment for kill in saboteur.kills):
         kills = [kill for kill in saboteur.kills if kill.moment == moment]
-        back = [kill.back_s for kill in kills if kill.back_s is not None]
         by_moment[moment] = {
             "kills": len(kills),
             "noticed_s": _mean([k.noticed_s for k in kills if k.noticed_s is not None]),
-            "back_s": _mean(back),
+            "back_s": _mean([k.back_s for k in kills if k.back_s is not None]),
             "updates_again": [kill.updates_again for kill in kills],
         }
     return {
@@ -230,15 +201,6 @@ def is_good(result: dict[str, Any], plan: Sequence[str]) -> bool:
     )
 
 
-def table(result: dict[str, Any]) -> str:
-    lines = ["moment         kills  noticed s  back after s  updates once more"]
-    for moment, one in result["by_moment"].items():
-        back = "-" if one["back_s"] is None else f"{one['back_s']:.2f}"
-        again = ", ".join(map(str, one["updates_again"]))
-        lines.append(f"{moment:14} {one['kills']:5}  {one['noticed_s']:9.2f}  {back:>12}  {again}")
-    return "\n".join(lines)
-
-
 def run_arm(arm: str, folder: Path, plan: Sequence[str], steps: int) -> dict[str, Any]:
     config = write_config(folder, steps)
     overrides = [*SHARED, *ARMS[arm]]
@@ -248,7 +210,7 @@ def run_arm(arm: str, folder: Path, plan: Sequence[str], steps: int) -> dict[str
         plain = rollpacker.train(config, ["name=plain", *overrides]).folder
         result["weights_difference"] = largest_difference(run, plain)
     result["good"] = saboteur.is_through and is_good(result, plan)
-    print(f"\n{arm}\n{table(result)}", flush=True)
+    print(arm, json.dumps(result["by_moment"]), flush=True)
     return result
 
 

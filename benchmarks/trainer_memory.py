@@ -71,16 +71,9 @@ def _gradient_error(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> f
 
 def _model() -> PreTrainedModel:
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=2 * HIDDEN,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    )
-    return Qwen2ForCausalLM(config).eval()
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    return Qwen2ForCausalLM(Qwen2Config(vocab_size=VOCABULARY, **sizes)).eval()
 
 
 def _batch(tokens: int) -> MicroBatch:

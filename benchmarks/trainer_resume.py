@@ -1,82 +1,58 @@
 """A trainer with processes of its own goes on exactly, at any number of them, whoever dies.
 
-Real runs of the quickstart's model, in small steps. Each is compared with a run that nothing
-disturbed:
+Real runs of the quickstart's model, in small steps, without streaming, whose order of sums depends
+on the clock. Each is compared with a run that nothing disturbed:
 
-    resume   killed as soon as step k is committed, resumed at as many processes or at others. At as
-             many, weights and optimizer must be equal bit for bit at the end. At others the first
-             step after the resume may differ in rounding alone (later ones sample other tokens as
-             soon as one flips, so their difference is only reported).
-    kills    one rank of two is killed (SIGKILL) at random moments, of the start-up and of the steps
-             by turns. One loss is made to end the run here, which goes on by itself otherwise
-             (`trainer_faults.py`): each time with exit code 6, and what resumes must end bit for
-             bit where the undisturbed run did. `exactly_once.py` checks the log.
-
-Without streaming: which groups are begun early depends on the clock, and with them the order of
-sums.
+    resume   killed as soon as step k is committed, resumed at as many processes (bit for bit at the
+             end) or at others (one step later, but for rounding)
+    kills    one rank of two is killed at random moments of start-up and steps, in a run that one
+             loss ends (`trainer_faults.py` has those that go on): exit code 6, and what resumes
+             ends bit for bit where the undisturbed run did. `exactly_once.py` checks the log
 
     python benchmarks/trainer_resume.py [--steps 5] [--kills 6]
 
-Needs the quickstart's warmed-up model in runs/ (`make quickstart` leaves it there), and Linux
-(/proc).
+Needs the quickstart's warmed-up model in runs/, and Linux (/proc).
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import signal
 import tempfile
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from exactly_once import check
 from lab import ROOT, bench
 from resume import committed
+from resume import run as resume_run
 
 CONFIG = ROOT / "configs" / "quickstart.yaml"
 SMALL = (
-    "data.train.size=400",
-    "data.eval=null",
-    "eval.every_steps=null",
-    "rollout.prompts_per_step=8",
-    "rollout.samples_per_prompt=4",
-    "rollout.max_response_tokens=96",
-    "checkpoint={every_steps: 1, keep_last: 100}",
-    "save_samples=false",
+    *("data.train.size=400", "data.eval=null", "eval.every_steps=null", "save_samples=false"),
+    *("rollout.prompts_per_step=8", "rollout.samples_per_prompt=4"),
+    *("rollout.max_response_tokens=96", "checkpoint={every_steps: 1, keep_last: 100}"),
 )
 TOLERANCE = 1e-6
 TRAINER_PROCESS_ENDED = 6
 
 
-class _KillRun:
-    """An observer that kills the run's own process once a step is committed."""
+class _AtFirstEntry:
+    """An observer that does something at the first entry of the log."""
 
-    def __init__(self, step: int) -> None:
-        self._is_due = committed(step)
-
-    def feed(self, entry: Any) -> None:
-        if self._is_due(entry):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def close(self) -> None:
-        pass
-
-
-class _KillRank:
-    """An observer that has a rank killed so long after the first entry of the log."""
-
-    def __init__(self, delay_s: float) -> None:
-        self._delay_s: float | None = delay_s
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act: Callable[[], None] | None = act
 
     def feed(self, entry: Any) -> None:
-        if self._delay_s is not None:
-            _kill_a_rank_after(self._delay_s)
-            self._delay_s = None
+        if self._act is not None:
+            self._act()
+            self._act = None
 
     def close(self) -> None:
         pass
@@ -105,30 +81,12 @@ def _kill_a_rank(delay_s: float) -> None:
     os.kill(random.Random(delay_s).choice(pids), signal.SIGKILL)
 
 
-def _train(
-    config: Path,
-    overrides: list[str],
-    resume: bool,
-    step: int | None,
-    delay_s: float | None,
-    delay_from_first_entry_s: float | None,
-) -> None:
-    import rollpacker
+def _prepare(delay_s: float | None) -> None:
     from rollpacker.config import schema
-    from rollpacker.run.error_messages import report_error
 
-    os.setsid()
     schema.MAX_TRAINER_LOSSES = 1
-    observers: list[Any] = [] if step is None else [_KillRun(step)]
     if delay_s is not None:
         _kill_a_rank_after(delay_s)
-    if delay_from_first_entry_s is not None:
-        observers.append(_KillRank(delay_from_first_entry_s))
-    try:
-        rollpacker.train(config, overrides, resume=resume, observers=observers)
-    except Exception as error:
-        os._exit(report_error(error))
-    os._exit(0)
 
 
 class Runs:
@@ -155,17 +113,20 @@ class Runs:
         kill_rank_after_s: float | None = None,
         kill_rank_after_first_entry_s: float | None = None,
     ) -> int:
-        """Train in a forked process, so that torch is imported once. `further` overrides. Returns
-        its exit code."""
-        overrides = [*self._overrides, f"name={name}", f"train.processes={processes}", *further]
-        kills = (kill_run_after, kill_rank_after_s, kill_rank_after_first_entry_s)
-        process = multiprocessing.get_context("fork").Process(
-            target=_train, args=(self._config, overrides, resume, *kills)
+        """Train in a forked process (see `resume.start`). `further` overrides. Returns its exit
+        code."""
+        after_s = kill_rank_after_first_entry_s
+        return resume_run(
+            self._config,
+            name,
+            resume=resume,
+            kill=None if kill_run_after is None else committed(kill_run_after),
+            prepare=partial(_prepare, kill_rank_after_s),
+            overrides=(*self._overrides, f"train.processes={processes}", *further),
+            observers=[]
+            if after_s is None
+            else [_AtFirstEntry(partial(_kill_a_rank_after, after_s))],
         )
-        process.start()
-        process.join()
-        assert process.exitcode is not None
-        return process.exitcode
 
     def checkpoint(self, name: str, step: int | None = None) -> Path:
         """The checkpoint of a step; None: the last one."""

@@ -19,10 +19,11 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
+import batch_invariance
 import torch
 from lab import bench, earlier
 from machine import machine_info
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rollpacker.core.events import SampleGenerated
 from rollpacker.core.ids import PromptId, SampleId
@@ -56,19 +57,12 @@ so much is there for those that run and those that are kept."""
 
 def random_model(name: str) -> PreTrainedModel:
     vocabulary, width, inner, layers, heads, key_heads = MODELS[name]
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        "qwen2",
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=key_heads,
-        max_position_embeddings=4096,
-        initializer_range=0.1,
+    return batch_invariance.make_model(
+        **{"vocab_size": vocabulary, "hidden_size": width, "intermediate_size": inner},
+        **{"num_hidden_layers": layers, "num_attention_heads": heads, "initializer_range": 0.1},
+        **{"num_key_value_heads": key_heads, "max_position_embeddings": 4096},
+        **{"tie_word_embeddings": False, "eos_token_id": None},
     )
-    return AutoModelForCausalLM.from_config(config).eval()
 
 
 class Talk:

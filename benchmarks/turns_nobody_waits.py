@@ -1,22 +1,18 @@
 """Environments that hang and environments that are slow: what a run of several turns waits for.
 
-    python benchmarks/turns_nobody_waits.py [--blocks 3]
+Real runs of a small model that plays 3 to 8 turns with an environment whose answers take a second
+on average; one of 20 episodes hangs, another one of 20 is ten times slower. All seconds of
+environments, deadlines and hangs are divided by `SCALE`; those of engine and trainer are not.
 
-Real runs: engine, trainer, controller, and environments in processes of their own. A model of two
-small layers plays 3 to 8 turns with an environment whose answers take a second on average; one of
-20 episodes hangs at one of its turns, another one of 20 is ten times slower. All seconds of
-environments, deadlines and hangs are divided by `SCALE`, so that it ends; those of engine and
-trainer are not. Arms:
-
-    as_it_is       what a user gets: races (tail batching) and adaptive deadlines (an answer may
-                   take 30 s, or three times the longest so far; 60 s at most)
+    as_it_is       what a user gets: races (tail batching) and adaptive deadlines
     neither        no races, and no deadline but the hang's own end after 600 s, the default of the
                    HTTP clients by which environments are reached most (httpx as openai sets it)
     fixed_60_s     no races; 60 s for every answer, the default of `environment.timeout_s`
 
-In each block `neither` runs beside the others, which come one after another. Seconds of steps are
-the runs' own. An episode says a number of its own by its reward; one that hangs writes its number
-to a file, in which what was trained on is looked up.
+In each block `neither` runs beside the others. An episode says a number of its own by its reward;
+one that hangs writes it to a file, in which what was trained on is looked up.
+
+    python benchmarks/turns_nobody_waits.py [--blocks 3]
 """
 
 from __future__ import annotations
@@ -33,7 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lab import ROOT, bench
+from lab import ROOT, bench, metrics
 
 from tests.run.test_turns import save_model
 
@@ -135,8 +131,7 @@ def entries(run: Path) -> list[dict[str, Any]]:
 
 def steps_s(run: Path) -> list[float]:
     """Seconds of each step."""
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [row["timing_s/step"] for row in map(json.loads, lines) if "timing_s/step" in row]
+    return [row["timing_s/step"] for row in metrics(run) if "timing_s/step" in row]
 
 
 def trained(found: Sequence[dict[str, Any]]) -> list[str]:

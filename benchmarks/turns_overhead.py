@@ -1,19 +1,14 @@
 """What control costs where samples take turns: 1,600 trajectories of 8 turns a step, with
 environments of no seconds.
 
+The controller of a run, environments in processes of their own, and an engine that computes
+nothing: it decodes all its rows by a token at a time, together so many tokens a second (20,000:
+about one large GPU's on a model of 7 billion parameters). Reward and trainer take no time. Counted
+is the processor time of the controller's process, without that of the engine's stand-in; `parts`
+are shares by cProfile, in a run of its own, where built-in functions count for their callers. Exit
+code 1 above 5 % of a step.
+
     python benchmarks/turns_overhead.py [--steps 2] [--tokens-per-s 20000]
-
-The controller of a run (core, bus, log, the port of episodes, the player with a chat template and
-its tokenizer, environments in processes of their own that answer at once) with an engine that
-computes nothing: it decodes all its rows by a token at a time, together so many tokens a second,
-and reports what has ended. 20,000 a second is an assumption, about one large GPU's on a model of 7
-billion parameters; a message has 100 tokens on average. Reward and trainer take no time: a step is
-its rollout alone, which a real one is longer than.
-
-Counted is the processor time of the controller's process, without that of the engine's stand-in;
-that of its event loop alone beside it. `parts` are shares by cProfile, of the event loop and of
-what the controller does in the engine's thread, in a run of its own; what built-in functions take
-counts for those who call them. Exit code 1 above 5 % of a step.
 """
 
 from __future__ import annotations
@@ -23,24 +18,19 @@ import cProfile
 import dataclasses
 import pstats
 import random
-import sys
 import tempfile
-import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lab import ROOT, bench
-
-sys.path.insert(0, str(ROOT))  # for the tests' fakes and tokenizers
+from lab import bench
 
 from rollpacker.chat_template import Detokenizer
 from rollpacker.core.checks.acting import TurnLimits
-from rollpacker.core.events import SampleGenerated
 from rollpacker.core.ids import SampleId
 from rollpacker.core.job.cadence import Cadence
 from rollpacker.core.job.config import JobConfig
@@ -50,7 +40,7 @@ from rollpacker.data.cursor import PromptCursor
 from rollpacker.data.dataset import PromptRow, PromptSet
 from rollpacker.dialogue.parsing import TemplateDialogue
 from rollpacker.dialogue.template import DialogueTemplate
-from rollpacker.engines.engine import EngineOutput, EngineStatus, GenerationRequest, Response
+from rollpacker.engines.engine import EngineOutput, GenerationRequest
 from rollpacker.environments.environment import EnvironmentConfig
 from rollpacker.environments.supervised import SupervisedEnvironments
 from rollpacker.run.driver import Controller, Parts
@@ -61,7 +51,7 @@ from rollpacker.run.parts.environments import TurnParts
 from rollpacker.run.ports.engines import Engines, Weights
 from rollpacker.trainer.trainer import HandOver
 from tests.dialogue.families import FAMILIES, tokenizer_of
-from tests.run.fakes import FakeReward, FakeTrainer, build_samples, run_config
+from tests.run.fakes import FakeEngine, FakeReward, FakeTrainer, Live, build_samples, run_config
 
 PROMPTS, SAMPLES, TURNS = 200, 8, 8
 MESSAGE_TOKENS = (50, 150)
@@ -95,35 +85,24 @@ PARTS = {
 """By parts of a file's path; the last that fits."""
 
 
-class PacedEngine:
+class PacedEngine(FakeEngine):
     """Decodes all its rows by a token at a time, at so many tokens a second, and says nothing."""
 
     def __init__(self, tokens_per_s: float, ids: Sequence[int], end: int) -> None:
+        super().__init__()
         self.own_cpu_s = 0.0
         self.profile: cProfile.Profile | None = None
-        self.num_tokens = 0
         self._rate, self._ids, self._end = tokens_per_s, ids, end
         self._chance = random.Random(0)
         self._left: dict[SampleId, tuple[GenerationRequest, int]] = {}
         """When, counted in decode steps, each of them ends."""
-        self._wake = threading.Condition()
-        self._closed = False
-        self._version = 0
-        self._step = 0
-
-    def start(self, listener: Callable[..., None], on_error: Callable[..., None]) -> None:
-        self._listener, self._on_error = listener, on_error
-        threading.Thread(target=self._work, daemon=True).start()
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         with self._wake:
             for request in requests:
                 length = self._chance.randint(*MESSAGE_TOKENS)
-                self._left[request.sample] = request, self._step + length
+                self._left[request.sample] = request, self.steps + length
             self._wake.notify()
-
-    def abort(self, samples: Sequence[SampleId]) -> None:
-        raise AssertionError("nobody races")
 
     def _work(self) -> None:
         try:
@@ -134,10 +113,10 @@ class PacedEngine:
                         self._wake.wait(0.05)
                         continue
                     num_rows = len(self._left)
-                    self._step += 1
-                    ended = [s for s, (_, at) in self._left.items() if at <= self._step]
+                    self.steps += 1
+                    ended = [s for s, (_, at) in self._left.items() if at <= self.steps]
                     outputs = [self._output(self._left.pop(sample)[0]) for sample in ended]
-                self.num_tokens += num_rows
+                self.num_drawn += num_rows
                 self.own_cpu_s += time.thread_time() - before
                 time.sleep(num_rows / self._rate)
                 if outputs:
@@ -148,51 +127,11 @@ class PacedEngine:
 
     def _output(self, request: GenerationRequest) -> EngineOutput:
         length = self._chance.randint(*MESSAGE_TOKENS)
-        tokens = (*self._chance.choices(self._ids, k=length - 1), self._end)
-        event = SampleGenerated(
-            time_s=0.0,
-            sample=request.sample,
-            num_tokens=length,
-            finish_reason="stop",
-            version=self._version,
-        )
-        response = Response(
-            sample=request.sample,
-            prompt_tokens=request.prompt_tokens,
-            tokens=tokens,
-            log_probs=(-1.0,) * length,
-            finish_reason="stop",
-            version=self._version,
-        )
-        return EngineOutput(event, response)
-
-    def let_go(self, samples: Sequence[SampleId]) -> None:
-        """Do nothing, since this engine keeps nothing."""
-
-    async def update_weights(self, version: int, weights: object = None) -> None:
-        self._version = version
-
-    async def offload(self) -> None:
-        pass
-
-    async def reload(self) -> None:
-        pass
-
-    def weight_probe(self) -> str:
-        return f"version {self._version}"
-
-    def status(self) -> EngineStatus:
-        running = len(self._left)
-        return EngineStatus(
-            num_running=running,
-            num_waiting=0,
-            version=self._version,
-            generated_tokens=self.num_tokens,
-            decode_steps=self._step,
-        )
-
-    async def close(self) -> None:
-        self._closed = True
+        tokens = [*self._chance.choices(self._ids, k=length - 1), self._end]
+        live = self._live[request.sample] = Live(request, length, tokens, [-1.0] * length)
+        output = self._finished(request.sample, request, live.length)
+        del self._live[request.sample]
+        return output
 
 
 def make(folder: Path, steps: int, tokens_per_s: float) -> tuple[Controller, PacedEngine]:
@@ -210,23 +149,18 @@ def make(folder: Path, steps: int, tokens_per_s: float) -> tuple[Controller, Pac
     limits = TurnLimits(max_turns=100, max_trajectory_tokens=100_000)
     turns = TurnParts(environments, TemplateDialogue(template), limits, 60.0, 1000)
     config = run_config(steps)
-    config = dataclasses.replace(
-        config,
-        rollout=dataclasses.replace(
-            config.rollout,
-            prompts_per_step=PROMPTS,
-            samples_per_prompt=SAMPLES,
-            max_response_tokens=2 * MESSAGE_TOKENS[1],
-        ),
-        tail_batching=TailBatchingConfig(enabled=False),
+    sizes = {"prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES}
+    rollout = dataclasses.replace(
+        config.rollout, **sizes, max_response_tokens=2 * MESSAGE_TOKENS[1]
     )
+    off = TailBatchingConfig(enabled=False)
+    config = dataclasses.replace(config, rollout=rollout, tail_batching=off)
     job = Job(
         JobConfig(
-            prompts_per_step=PROMPTS,
-            samples_per_prompt=SAMPLES,
+            **sizes,
             max_steps=steps,
             max_response_tokens=100_000,
-            tail_batching=config.tail_batching,
+            tail_batching=off,
             acting=turns.acting({"train"}),
             cadence=Cadence(checkpoint_every_steps=1000, evaluates=False),
         )
@@ -279,7 +213,7 @@ async def _measure(
     of_loop.disable()
     await controller.close()
     num_turns = steps * PROMPTS * SAMPLES * TURNS
-    step_s = engine.num_tokens / tokens_per_s / steps
+    step_s = engine.num_drawn / tokens_per_s / steps
     found = {
         "steps": steps,
         "turns": num_turns,

@@ -1,20 +1,12 @@
 """What races and carrying are worth over trajectories, in simulation.
 
+`configs/scenarios/agent-7b.yaml`, whose numbers are made up for want of published ones, on half of
+its GPUs; and the same with environments that hang at one of a hundred answers. No races, races
+whose deferred trajectories begin anew, that are carried, that race on in a pool, and the published
+races with surplus samples. A multiple of three steps sees as many long rounds as come in the long
+run.
+
     python benchmarks/turns_sim.py [--steps 18] [--seeds 1]
-
-`configs/scenarios/agent-7b.yaml`, whose turns, tokens and seconds are made up for want of published
-ones, on half of its GPUs with a quarter of its prompts, so that it ends soon; and the same with
-environments that hang at one of a hundred answers. Arms:
-
-    none      no races: each step awaits all of its trajectories
-    anew      races that only change the order; what is deferred begins anew, in a long round
-    carried   the same, and what was drawn is taken up: a pass over it instead of decoding, with the
-              environment's seconds once more in full, no token coming out differently
-    pool      the same, but what is deferred races on in the next round
-    surplus   the published races: 1.25 times the samples too; short trajectories are selected
-
-Seconds of a step are means over all steps. The first steps have no long round behind them: a
-multiple of three steps sees as many long rounds as come in the long run.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Two engines, simulated against real: runs with tail batching, each from its own log.
 
-`rollpacker train` on the quickstart's model with two embedded engines, each in a process of its own
-with one thread, once with `rollout.routing=spread` and once with `group`; the policy is kept as it
-is by a learning rate of next to nothing. Compared are the mean seconds of generation, launch to
-last end, with those of `rollpacker simulate --from RUN`, which are to be within 15 %. Beside that
-stands the same of one engine, and what each run's log says of the other routing.
+The quickstart's frozen model with two embedded engines in processes of one thread, with
+`rollout.routing=spread` and with `group`. Mean seconds of generation against those of `rollpacker
+simulate --from RUN`, within 15 %; beside it one engine, and what each log says of the other
+routing.
 
     python benchmarks/two_engines_simulated.py [--steps 120] [--quick]
 """

@@ -1,21 +1,16 @@
 """vLLM as an engine of a run: what the wrapping costs, and whether updates arrive.
 
-Speed: 64 responses of 128 tokens with their log-probabilities, by `VllmEngine` and by bare
-`vllm.LLM.generate` with the same sampling and `logprobs`, in turns, each in a process of its own
-with one thread; for the shape of configs/quickstart-vllm.yaml and for one of 30 M parameters, drawn
-from the whole distribution and with top-p. On a busy machine read the ratio of processor seconds,
-which waiting for a core does not change.
+    speed     64 responses of 128 tokens with log-probabilities, by `VllmEngine` and by bare
+              `vllm.LLM.generate`, in turns, each in a process with one thread: two shapes, drawn
+              from the whole distribution and with top-p
+    updates   20 of a tied and 20 of an untied model; after each, the largest difference between the
+              log-probabilities of responses and those of a full forward pass of the new weights
+    adapters  the same with an adapter of rank 16, of which updates bring the adapter alone; and the
+              seconds of generating with it over those without one
 
-Updates: 20 of a tied and 20 of an untied model; after each, the largest difference between the
-log-probabilities of sampled responses and those of a full forward pass of the new weights.
-
-Adapters: the same with an adapter of rank 16 on all matrices of the small model, of which updates
-bring the adapter alone; and the seconds that generating takes with it over those without one.
-
-Each writes a result of its own (`vllm_speed`, `vllm_updates`, `vllm_adapters`).
-
-    make vllm
     .venv-vllm/bin/python benchmarks/vllm_engine.py [speed] [updates] [adapters] [--quick]
+
+Needs `make vllm`. Each part writes a result of its own (`vllm_speed`, ...).
 """
 
 from __future__ import annotations
@@ -57,20 +52,12 @@ UPDATES = 20
 RANK = 16
 SHAPES: dict[str, dict[str, int]] = {
     "quickstart-vllm": {
-        "vocab_size": 18,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        **{"vocab_size": 18, "hidden_size": 128, "intermediate_size": 256},
+        **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
     },
     "30M": {
-        "vocab_size": 32000,
-        "hidden_size": 384,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
+        **{"vocab_size": 32000, "hidden_size": 384, "intermediate_size": 1536},
+        **{"num_hidden_layers": 8, "num_attention_heads": 6, "num_key_value_heads": 2},
     },
 }
 SAMPLINGS: dict[str, dict[str, float]] = {"plain": {}, "top_p=0.95": {"top_p": 0.95}}

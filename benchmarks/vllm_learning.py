@@ -1,12 +1,9 @@
 """Does the quickstart learn with vLLM as its engine, and as much as with the embedded one?
 
-Every seed gets its own demonstrations and warm-up; from the same warmed-up weights one run trains
-with vLLM and one with the embedded engine, everything else being configs/quickstart-vllm.yaml, but
-that neither carries.
-Held-out pass@1 is sampled at temperature 1 with four samples per prompt. The interval of the paired
-difference is Student's.
+From each seed's own warmed-up weights one run trains with vLLM and one with the embedded engine,
+with configs/quickstart-vllm.yaml, but that neither carries. Held-out pass@1 is sampled at
+temperature 1 with four samples per prompt.
 
-    make vllm
     .venv-vllm/bin/python benchmarks/vllm_learning.py [--seeds 0 1 2]
 """
 
@@ -18,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lab import bench
-from learning import paired_interval, rollpacker, warm_up
+from lab import bench, metrics, paired_interval, pass_rates, rollpacker
+from learning import warm_up
 
 ENGINES = {"vllm": "vllm", "embedded": "torch"}
 GAIN = 0.30
@@ -34,10 +31,8 @@ def train(seed: int, model: Path, folder: Path, arm: str) -> dict[str, float]:
         *("eval.samples_per_prompt=4", f"rollout.engine.name={ENGINES[arm]}"),
         "tail_batching.carry=none",
     )
-    lines = (folder / f"{arm}-{seed}" / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    passed = [row["eval/pass@1"] for row in rows if "eval/pass@1" in row]
-    steps = [row for row in rows if "response_length/max" in row]
+    passed = pass_rates(folder / f"{arm}-{seed}")
+    steps = [row for row in metrics(folder / f"{arm}-{seed}") if "response_length/max" in row]
     return {
         "before": passed[0],
         "after": passed[-1],

@@ -1,16 +1,10 @@
 """What many requests leave behind in vLLM, and what its memory grows by.
 
-30,000 short ones in waves of 500, with random aborts while they run, in a process for each of
-
-    engine                  `VllmEngine`
-    engine, no kernels kept the same, told to keep no kernel (ONEDNN_PRIMITIVE_CACHE_CAPACITY=0)
-    vLLM                    `LLMEngine` alone, sampling by itself
-    vLLM, no aborts         the same, lengths at random and nothing aborted
-
-Resident memory is read when a wave has ended, without what the C library keeps for itself of what
-was freed (`malloc_trim`). On a CPU vLLM multiplies with oneDNN, which makes a kernel for each
-number of rows, and keeps the newest 1,024: memory grows until those are there, and the more numbers
-of rows come, the sooner.
+30,000 short ones in waves of 500, with random aborts, in a process each for `VllmEngine`, the same
+told to keep no kernel (ONEDNN_PRIMITIVE_CACHE_CAPACITY=0), `LLMEngine` alone, and that without
+aborts. Resident memory is read when a wave has ended, after `malloc_trim`. On a CPU vLLM multiplies
+with oneDNN, which makes a kernel for each number of rows and keeps the newest 1,024: memory grows
+until those are there.
 
     .venv-vllm/bin/python benchmarks/vllm_memory.py [--quick]
 """

@@ -45,8 +45,8 @@ RESAMPLES = 10_000
 class Workload:
     name: str
     prompts_per_step: int
-    equal_lengths: bool
-    target: float | None
+    equal_lengths: bool = False
+    target: float = 8.0
     """RollPacker's steps per second over TRL's that the project promises, tail batching off."""
     search_steps: int
     """Steps that each of TRL's settings is tried for."""
@@ -78,41 +78,23 @@ def paged(samples_per_pass: int | None, batch_tokens: int, num_blocks: int) -> T
 def workloads(config: RunConfig) -> list[Workload]:
     own = config.rollout.prompts_per_step
     samples = own * config.rollout.samples_per_prompt
-    small = [generate(None), generate(32), paged(32, samples // 2, 256), paged(32, samples, 128)]
-    large = [generate(64), paged(64, 512, 1024)]
-    equal = [generate(None), generate(32)]
-    return [
-        Workload(
-            name="long tail",
-            prompts_per_step=own,
-            equal_lengths=False,
-            target=8.0,
-            search_steps=4,
-            blocks=3,
-            steps=8,
-            settings=tuple(small),
-        ),
-        Workload(
-            name="long tail, 64 prompts",
-            prompts_per_step=64,
-            equal_lengths=False,
-            target=8.0,
-            search_steps=1,
-            blocks=2,
-            steps=2,
-            settings=tuple(large),
-        ),
-        Workload(
-            name=f"all of {EQUAL_TOKENS} tokens",
-            prompts_per_step=own,
-            equal_lengths=True,
-            target=1.5,
-            search_steps=2,
-            blocks=2,
-            steps=5,
-            settings=tuple(equal),
-        ),
-    ]
+    small = (generate(None), generate(32), paged(32, samples // 2, 256), paged(32, samples, 128))
+    large = (generate(64), paged(64, 512, 1024))
+    equal = Workload(
+        name=f"all of {EQUAL_TOKENS} tokens",
+        **{"equal_lengths": True, "target": 1.5, "prompts_per_step": own},
+        **{"search_steps": 2, "blocks": 2, "steps": 5},
+        settings=(generate(None), generate(32)),
+    )
+    tail = Workload(
+        **{"name": "long tail", "prompts_per_step": own, "settings": small},
+        **{"search_steps": 4, "blocks": 3, "steps": 8},
+    )
+    large_tail = Workload(
+        **{"name": "long tail, 64 prompts", "prompts_per_step": 64, "settings": large},
+        **{"search_steps": 1, "blocks": 2, "steps": 2},
+    )
+    return [tail, large_tail, equal]
 
 
 def shortened(workload: Workload) -> Workload:
@@ -121,13 +103,18 @@ def shortened(workload: Workload) -> Workload:
     )
 
 
-@contextmanager
-def config_for(workload: Workload, config: RunConfig) -> Iterator[RunConfig]:
-    """The config with the workload's sizes, rows in file order, evaluation off."""
-    rollout = dataclasses.replace(config.rollout, prompts_per_step=workload.prompts_per_step)
+def in_file_order(config: RunConfig, prompts: int) -> RunConfig:
+    """So many prompts a step, rows in file order, evaluation off."""
+    rollout = dataclasses.replace(config.rollout, prompts_per_step=prompts)
     data = dataclasses.replace(config.data, eval=None, eval_fraction=0.0, shuffle=False)
     train = dataclasses.replace(config.train, schedule="constant", warmup_steps=0)
-    config = dataclasses.replace(config, rollout=rollout, data=data, train=train)
+    return dataclasses.replace(config, rollout=rollout, data=data, train=train)
+
+
+@contextmanager
+def config_for(workload: Workload, config: RunConfig) -> Iterator[RunConfig]:
+    """The config with the workload's sizes."""
+    config = in_file_order(config, workload.prompts_per_step)
     if not workload.equal_lengths:
         yield config
         return
@@ -136,7 +123,7 @@ def config_for(workload: Workload, config: RunConfig) -> Iterator[RunConfig]:
         yield dataclasses.replace(
             config,
             model=dataclasses.replace(config.model, path=folder),
-            rollout=dataclasses.replace(rollout, max_response_tokens=EQUAL_TOKENS),
+            rollout=dataclasses.replace(config.rollout, max_response_tokens=EQUAL_TOKENS),
             rewards=(RewardConfig(function=f"{Path(__file__).with_name('digits.py')}:share"),),
         )
 
@@ -268,7 +255,7 @@ def main(
         if not only or number in only:
             results.append(run_workload(shortened(workload) if quick else workload, own))
             print(results[-1], flush=True)
-    missed = [r["workload"] for r in results if r["target"] and r["speedup"] < r["target"]]
+    missed = [r["workload"] for r in results if r["speedup"] < r["target"]]
     return {"setup": describe_workload(own, config), "missed": missed, "results": results}
 
 

@@ -9,6 +9,7 @@ from lab import ROOT
 
 from rollpacker.config.load import load_config
 from rollpacker.config.schema import RunConfig
+from rollpacker.engines.engine import SamplingParams
 
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 
@@ -30,6 +31,19 @@ def load_workload(path: Path, model: Path | None = None, threads: int = 1) -> Ru
         config,
         model=dataclasses.replace(config.model, path=folder),
         train=dataclasses.replace(config.train, threads=threads),
+    )
+
+
+def sampling_of(config: RunConfig) -> SamplingParams:
+    """How the config's responses are drawn."""
+    rollout = config.rollout
+    return SamplingParams(
+        max_response_tokens=rollout.max_response_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        stop=rollout.stop,
+        seed=config.seed,
     )
 
 

@@ -275,6 +275,90 @@ def noise_table() -> str:
     return table((*head, "prefix kept: inversion", "ours"), rows)
 
 
+KINDS = ("bfloat16", "noise 0.01", "noise 0.03")
+
+
+def shifted(row: Mapping[str, float]) -> str:
+    return f"{row['shift']:+.1%} ({row['low']:+.1%} to {row['high']:+.1%})"
+
+
+def numerics_table() -> str:
+    """Queues, by mismatches per token times carried tokens."""
+    names = {"short": "short random model", "long": "long random model", "quickstart": "quickstart"}
+    rows = []
+    for name, row in result("numerics")["rows"].items():
+        if name.startswith("lengths") and name.endswith(", queue"):
+            _, world, kind, _ = name.split(", ")
+            product, length = row["mismatch_times_length"], row["carried_tokens"]
+            cells = [f"{product:.2g}", f"{row['mismatch_per_token']:.1e} x {length:.0f}"]
+            cells += [f"{row['share_kept']:.0%}", f"{row['equal'] / row['responses']:.1%}"]
+            rows.append((product, [f"{names[world]}, {kind}", *cells, shifted(row)]))
+    head = (
+        "",
+        "mismatch x length",
+        "which is",
+        "tokens kept",
+        "responses equal",
+        "length shift, 95 %",
+    )
+    return table(head, [cells for _, cells in sorted(rows)])
+
+
+def complement_table() -> str:
+    """The short random model's arms at growing mismatch x length."""
+    found = result("numerics")["rows"]
+    noises = [f"noise {sd}" for sd in (0.003, 0.03, 0.3)]
+    first = f"lengths, short, {noises[0]}, "
+    rows = [
+        [
+            name.removeprefix(first),
+            *(shifted(found[name.replace(noises[0], one)]) for one in noises),
+        ]
+        for name in found
+        if name.startswith(first)
+    ]
+    many = [shifted(found[f"redraws, short, {one}, queue"]) for one in noises[1:]]
+    rows.insert(1, ["queue, 400 redraws", "", *many])
+    return table(("length shift, 95 %", *noises), rows)
+
+
+def numerics_exact_table() -> str:
+    found, lines = result("numerics")["rows"], []
+    for kind in KINDS:
+        same, moving = (found[f"{part}, {kind}"] for part in ("same weights", "carry"))
+        batches = list(found[f"batch, {kind}"]["arms"].values())
+        changed, compared = (
+            sum(one[f"tokens_{what}"] for one in batches) for what in ("changed", "compared")
+        )
+        cells = [f"{one['mismatches_per_token']:.1e}" for one in (same, moving)]
+        cells += [f"{moving['share_kept']:.0%}"]
+        cells += [f"{one['different'] / one['responses']:.0%}" for one in (same, moving)]
+        cells += [f"{changed / compared:.1e}", shifted(found[f"learning, {kind}"])]
+        lines.append([kind, *cells])
+    head = ("quickstart", "mismatch per token, same weights", "weights that move", "tokens kept")
+    head += ("carried responses that differ, same weights", "weights that move")
+    return table(
+        (*head, "tokens that another batch changes", "length shift while it learns"), lines
+    )
+
+
+def carry_pays_table() -> str:
+    """Seconds of a step by arm and mismatch."""
+    found = result("carry_pays")["arms"]
+    rates = list(dict.fromkeys(name.split(", ")[1] for name in found if ", " in name))
+    arms = list(dict.fromkeys(name.split(", ")[0] for name in found if ", " in name))
+    rows = []
+    for arm in arms:
+        own = [found[f"{arm}, {rate}"] for rate in rates]
+        shifts = ", ".join(f"{one['shift']:+.1%}" for one in own)
+        rows.append([arm, *(f"{one['step_s']:.1f} s" for one in own), shifts])
+    off = f"{found['off']['step_s']:.1f} s"
+    heads = [f"mismatch {rate}" for rate in rates]
+    return table(
+        ("7B, 8k, simulated", *heads, "length shifts"), [*rows, ["off", *[off] * len(rates), "0"]]
+    )
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "order_only": order_only_table,
     "carry_exact": carry_exact_table,
@@ -282,6 +366,10 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "learning": learning_table,
     "drafts": drafts_table,
     "noise": noise_table,
+    "numerics": numerics_table,
+    "complement": complement_table,
+    "numerics_exact": numerics_exact_table,
+    "carry_pays": carry_pays_table,
 }
 PAGE = DOCS / "tail-batching.md"
 

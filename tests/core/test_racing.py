@@ -101,9 +101,13 @@ def test_a_limit_knows_nothing_of_a_run_that_has_none() -> None:
 class Course:
     """A run of rounds: seconds and mismatches as given, until told otherwise."""
 
-    def __init__(self, race_s: float, wait_s: float, share: float = 0.1) -> None:
+    def __init__(
+        self, race_s: float, wait_s: float, share: float = 0.1, last_s: float | None = None
+    ) -> None:
+        """`last_s`: of a round that waits for what races deferred; None: as of a race."""
         self.racing = Racing(follows=True)
         self.race_s, self.wait_s, self.share = race_s, wait_s, share
+        self.last_s = race_s if last_s is None else last_s
         self.deferred = False
         self.raced: list[bool] = []
 
@@ -116,7 +120,7 @@ class Course:
             if self.deferred:
                 different = round(1000 * self.share)
                 counts = CarriedCounts(10_000, max(0, 10_000 - 50 * different), 10_000, different)
-            seconds = self.race_s if races or self.deferred else self.wait_s
+            seconds = self.race_s if races else self.last_s if self.deferred else self.wait_s
             self.deferred = races
             self.raced.append(races)
             self.racing.observe(64, seconds, counts)
@@ -131,6 +135,14 @@ def test_a_trial_takes_the_faster_way(race_s: int, wait_s: int) -> None:
     assert course.racing.races == (wait_s > CLEARLY_FASTER * race_s)
     if course.racing.races:
         assert all(course.play(RACES_AT_LEAST)) and not all(course.play(1))
+
+
+@given(last_s=st.integers(1, 100))
+def test_what_races_put_off_is_part_of_what_they_take(last_s: int) -> None:
+    course = Course(race_s=5, wait_s=10, last_s=last_s)
+    course.play(TRIAL_AFTER + 1 + TRIAL_ROUNDS)
+    race_s = (TRIAL_AFTER * 5 + last_s) / (TRIAL_AFTER + 1)
+    assert course.racing.races == (CLEARLY_FASTER * race_s < 10)
 
 
 @given(share=st.floats(0, 1), factor=st.sampled_from((0.1, 0.4, 0.6, 1.0, 2.0)))

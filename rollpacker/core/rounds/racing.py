@@ -8,8 +8,9 @@ response has a second chance to be short, and with it, it takes as long. So a ru
 
     racing    as without this rule, and as a run begins. If too few carried tokens come out the
               same, a trial begins
-    trial     a few rounds that wait for all. If these take clearly fewer seconds per prompt than
-              races did, the run waits, else it races on, undisturbed for many rounds
+    trial     a few rounds that wait for all, after those in which what was deferred comes to its
+              end, which count as races: a pool puts most of its seconds off. If waiting takes
+              clearly fewer seconds per prompt, the run waits, else it races on for many rounds
     waiting   every round waits for all. Now and then comes a probe
     probing   one race
     judging   what it deferred comes back: if tokens come out differently less than half as often
@@ -94,7 +95,8 @@ class Racing:
             if self.rounds_left <= 0 and self._is_doubtful():
                 self._enter("trial", TRIAL_ROUNDS)
         elif self.state == "trial":
-            if carried.tokens:  # prompts of earlier races, which take longer
+            if carried.tokens:  # what races put off is part of what they take
+                self._races.append(pace)
                 self.rounds_left += 1
                 return
             self._waits.append(pace)
