@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rollpacker.weights.buffer import WeightSource
+    from rollpacker.weights.delivery import Delivery
 
 AUTO_MICRO_BATCH_TOKENS = 4096
 """Default of `train.micro_batch_tokens`. If that setting is `auto`, a micro-batch may have this
@@ -436,8 +437,16 @@ class Trainer(Protocol):
         the gradient is NaN or infinite."""
         ...
 
-    async def hand_over(self) -> HandOver:
-        """Return the weights for the engine, with a hash of a fixed sample of their elements."""
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """Ids of the processes that each hold a part of the weights, and together all. They are the
+        senders of a delivery, in this order. Processes that were started anew have others."""
+        ...
+
+    async def hand_over(self, delivery: Delivery | None = None) -> HandOver:
+        """Return the weights for the engine, with a hash of a fixed sample of their elements. With
+        `delivery`, send them to the engines that take part in it, which must receive them at the
+        same time. Raises `UndeliveredError` if not all engines took them."""
         ...
 
     async def offload(self) -> None:
@@ -483,7 +492,8 @@ class HandOver:
 
     weights: Mapping[str, Tensor] | WeightSource | None
     """The weights that training changes, by the names of the model's parameters, or a source to
-    read them from. None: the engine reads the trainer's own tensors. Tensors are valid until the
+    read them from. None: the engine reads the trainer's own tensors, or they were delivered to the
+    engines of that time (there is a `probe` then). Tensors are valid until the
     next call to the trainer, a source until the next `hand_over`, so that an engine which joins
     meanwhile can read it too."""
     probe: str | None

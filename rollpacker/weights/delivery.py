@@ -1,0 +1,407 @@
+"""Weights that go from the trainer's processes straight to those of the engines, in buckets.
+
+    senders     processes of the trainer that hold parts of the weights: shards are not gathered
+    receivers   processes that compute with an engine's weights
+    broadcast   buckets go through torch.distributed: gloo, or NCCL between CUDA devices
+    ipc         buckets lie in memory that all these processes map: a file in memory, or a
+                CUDA device's; a barrier says that one is there, and that the last one was read
+
+All of them form a group, which has a number, the epoch. If one of them is lost the others' calls
+fail, and a group with a new number must be made. Each sender's part of a bucket ends in a stamp: a
+sum over its bytes, the version and the bucket's number. Weights that are torn, or of another
+version, are refused. Nothing is pickled. Importing this is quick: torch comes with the first group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from rollpacker.weights.slots import open_slots, shared_slots
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Carrier = Literal["broadcast", "ipc"]
+
+BUCKET_BYTES = {"cpu": 8 << 20, "cuda": 512 << 20}
+"""Most bytes of a bucket, by the type of device. On a CPU, two buckets fit its cache."""
+JOIN_S = 30.0
+"""Seconds that a process waits for the others of a new group."""
+WAIT_S = 600.0
+"""Seconds that a process waits for others in the middle of a delivery. A lost one is seen at once,
+and one that is stopped is ended by its owner."""
+_ALIGNMENT = 16
+_VERSION, _BUCKET = 1_000_003, 7_368_787
+"""Factors of version and bucket's number in a stamp."""
+
+
+class UndeliveredError(RuntimeError):
+    """Raised if weights did not arrive: a process of the group is lost, or they are torn. What has
+    arrived by then is a part of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """What a process needs to know to take part in a delivery of weights."""
+
+    carrier: Carrier
+    version: int
+    address: tuple[str, int]
+    """Host and port of the key-value store by which the group's processes find each other."""
+    epoch: int
+    """Number of the group. Processes make it in the first delivery that names it."""
+    senders: int
+    """Number of senders, which are the group's first members."""
+    size: int
+    """Number of members of the group."""
+    number: int = 0
+    """Number of the member that is told. Of an engine of several processes: of the first one."""
+
+
+class Part(NamedTuple):
+    """Elements of one tensor that one sender holds, which are adjacent in the whole tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    dtype: str
+    """Name of the dtype in which the tensor is sent, such as bfloat16."""
+    start: int
+    """Number of elements of the whole tensor that come before these."""
+    count: int
+
+
+class Span(NamedTuple):
+    """Adjacent elements of a tensor in a bucket."""
+
+    part: Part
+    start: int
+    """Number of elements of the whole tensor before these."""
+    count: int
+    at: int
+    """Number of bytes before these in the sender's part of the bucket."""
+
+
+class Arrived(NamedTuple):
+    """Adjacent elements of a tensor that have arrived. They are valid until the next ones come."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    """Number of elements of the whole tensor before these."""
+    values: Tensor
+    """The elements, in one dimension."""
+
+
+Bucket = list[list[Span]]
+"""For each sender its spans in the bucket."""
+
+
+def buckets_of(parts: Sequence[Sequence[Part]], most_bytes: int) -> list[Bucket]:
+    """Distribute the parts that each sender holds over buckets of at most `most_bytes`. The parts
+    of a tensor are adjacent, so that whoever puts tensors together keeps few that are not whole."""
+    import torch
+
+    holders: dict[str, list[tuple[int, Part]]] = {}
+    for sender, own in enumerate(parts):
+        for part in own:
+            holders.setdefault(part.name, []).append((sender, part))
+    buckets: list[Bucket] = [[[] for _ in parts]]
+    ends, room = [0] * len(parts), most_bytes
+    for sender, part in (one for of_name in holders.values() for one in of_name):
+        size = getattr(torch, part.dtype).itemsize
+        done = 0
+        if not part.count:
+            buckets[-1][sender].append(Span(part, part.start, 0, ends[sender]))
+        while done < part.count:
+            if (count := min(part.count - done, room // size)) == 0:
+                buckets.append([[] for _ in parts])
+                ends, room = [0] * len(parts), most_bytes
+                continue
+            span = Span(part, part.start + done, count, ends[sender])
+            buckets[-1][sender].append(span)
+            num_bytes = -(-count * size // _ALIGNMENT) * _ALIGNMENT
+            ends[sender] += num_bytes
+            room, done = max(room - num_bytes, 0), done + count
+    return buckets
+
+
+def _end_of(spans: Sequence[Span]) -> int:
+    """Return the number of bytes of a sender's part of a bucket, without the stamp."""
+    import torch
+
+    if not spans:
+        return 0
+    size = getattr(torch, spans[-1].part.dtype).itemsize
+    return spans[-1].at + -(-spans[-1].count * size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _stamp_of(data: Tensor, version: int, bucket: int) -> Tensor:
+    """Return the stamp of a sender's part of a bucket, a tensor of one int64."""
+    import torch
+
+    return data.view(torch.int64).sum() + (version * _VERSION + bucket * _BUCKET)
+
+
+class Member:
+    """A process's place in the newest group, which is made in the first delivery of its epoch."""
+
+    def __init__(self) -> None:
+        self._group: Group | None = None
+
+    def _of(
+        self, delivery: Delivery, number: int, device: torch.device, parts: Sequence[Part]
+    ) -> Group:
+        group = self._group
+        if group is None or (group.address, group.epoch) != (delivery.address, delivery.epoch):
+            self.leave()
+            group = self._group = Group(delivery, number, device, parts)
+        return group
+
+    def leave(self) -> None:
+        """Leave the group, if there is one, so that the others' calls fail."""
+        if self._group is not None:
+            self._group.close()
+        self._group = None
+
+    def send(
+        self,
+        delivery: Delivery,
+        number: int,
+        device: torch.device,
+        held: Mapping[Part, Tensor],
+        version: int,
+    ) -> None:
+        """Send the elements that this process holds, each part's in one dimension, as sender
+        `number`; they may be of another dtype than they are sent in. `version`: that of the
+        weights. Raises `UndeliveredError`."""
+        with self._failing(delivery):
+            self._of(delivery, number, device, [*held]).send(held, version)
+
+    @contextmanager
+    def receiving(
+        self, delivery: Delivery, device: torch.device, offset: int = 0
+    ) -> Iterator[tuple[Mapping[str, tuple[int, ...]], Iterator[Arrived]]]:
+        """Yield the names and shapes of the tensors, and the elements as they arrive, to be used up
+        inside the `with`. `offset`: number of this process in the engine. Raises
+        `UndeliveredError`; after any error in the `with`, the group's other members fail too."""
+        with self._failing(delivery):
+            group = self._of(delivery, delivery.number + offset, device, ())
+            yield group.shapes, group.receive(delivery.version)
+
+    @contextmanager
+    def _failing(self, delivery: Delivery) -> Iterator[None]:
+        try:
+            yield
+        except UndeliveredError:
+            self.leave()
+            raise
+        except BaseException as error:
+            self.leave()
+            if type(error).__module__.startswith("rollpacker") or not isinstance(error, Exception):
+                raise
+            what = f"weights of version {delivery.version} did not arrive by {delivery.carrier}"
+            raise UndeliveredError(f"{what}: {error}") from error
+
+
+def whole(arriving: Iterator[Arrived]) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and whole tensors, in memory of their own, as soon as all elements are there."""
+    import torch
+
+    missing: dict[str, int] = {}
+    tensors: dict[str, Tensor] = {}
+    for name, shape, start, values in arriving:
+        if name not in tensors:
+            tensors[name] = torch.empty(shape, dtype=values.dtype, device=values.device)
+            missing[name] = tensors[name].numel()
+        tensors[name].view(-1)[start : start + len(values)] = values
+        missing[name] -= len(values)
+        if not missing[name]:
+            yield name, tensors.pop(name)
+
+
+class Group:
+    """The processes of one epoch, as one of them uses it. Two buckets are on their way at once."""
+
+    def __init__(
+        self, delivery: Delivery, number: int, device: torch.device, parts: Sequence[Part]
+    ) -> None:
+        """Join the others as member `number`. `parts`: what this process holds, if it sends. Raises
+        `RuntimeError` if they do not come."""
+        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # hidden
+
+        self.address, self.epoch = delivery.address, delivery.epoch
+        self._number, self._device = number, device
+        self._senders = range(delivery.senders)
+        self._is_sender = number in self._senders
+        timeout = timedelta(seconds=JOIN_S)
+        connection = TCPStore(*delivery.address, is_master=False, timeout=timeout)
+        store = PrefixStore(str(delivery.epoch), connection)
+        if self._is_sender:
+            store.set(f"parts {number}", json.dumps(parts))
+        listed = [_parts_of(store.get(f"parts {sender}")) for sender in self._senders]
+        self.shapes = {part.name: part.shape for own in listed for part in own}
+        self._buckets = buckets_of(listed, BUCKET_BYTES[device.type])
+        sizes = [max(_end_of(b[s]) for b in self._buckets) + _ALIGNMENT for s in self._senders]
+        self._slots: dict[int, Tensor] = {}
+        """Room for two buckets by sender, [2, bytes]: a sender's own, a receiver's all."""
+        self._memory: object = None
+        """Keeps the shared memory that this process has made. None: it has made none."""
+        self._works: list[list[Any]] = [[], []]
+        """What is being sent or received in each of the two rooms."""
+        self._groups: list[Any] = []
+        """Process groups: one of all members, or one for each sender that this process meets."""
+        self._is_joint = device.type == "cuda"
+        """Whether broadcasts go to all members, other senders included: NCCL's groups are expensive,
+        and so there is one. Else each sender has a group with the receivers."""
+        everybody = range(delivery.size)
+        if delivery.carrier == "ipc":
+            self._share(store, sizes)
+            self._groups = [self._joined(store, everybody)]
+        else:
+            self._apart(store, everybody, sizes)
+        self._is_ipc = delivery.carrier == "ipc"
+
+    def _share(self, store: Any, sizes: Sequence[int]) -> None:
+        """Make this sender's room for buckets, which others map, or map that of all senders."""
+        if self._is_sender:
+            made = shared_slots(sizes[self._number], self._device)
+            self._slots[self._number], self._memory, told = made
+            store.set(f"slots {self._number}", json.dumps(told))
+            return
+        for sender in self._senders:
+            told = json.loads(store.get(f"slots {sender}"))
+            self._slots[sender] = open_slots(told, sizes[sender])
+
+    def _apart(self, store: Any, everybody: Sequence[int], sizes: Sequence[int]) -> None:
+        """Make room for the buckets that come to this process, and join the groups for them."""
+        import torch
+
+        receivers = everybody[len(self._senders) :]
+        for sender in self._senders:
+            if self._is_joint or not self._is_sender or sender == self._number:
+                room = torch.empty(2, sizes[sender], dtype=torch.uint8, device=self._device)
+                self._slots[sender] = room
+        if self._is_joint:
+            self._groups = [self._joined(store, everybody, nccl=True)] * len(self._slots)
+        else:
+            self._groups = [self._joined(store, [sender, *receivers]) for sender in self._slots]
+
+    def _joined(self, store: Any, members: Sequence[int], *, nccl: bool = False) -> Any:
+        """Return the process group of these members, of which this process is one."""
+        from torch import distributed
+        from torch.distributed import PrefixStore
+
+        place = members.index(self._number)
+        store = PrefixStore(f"group of {members[0]}", store)
+        if nccl:
+            options = distributed.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=WAIT_S)
+            return distributed.ProcessGroupNCCL(store, place, len(members), options)
+        timeout = timedelta(seconds=JOIN_S)
+        group = distributed.ProcessGroupGloo(store, place, len(members), timeout)
+        group.set_timeout(timedelta(seconds=WAIT_S))
+        return group
+
+    def close(self) -> None:
+        """Leave the process groups, so that what others await in them fails."""
+        for group in {id(one): one for one in self._groups}.values():
+            with contextlib.suppress(RuntimeError):
+                group.abort()
+        self._groups.clear()
+        self._works = [[], []]
+
+    # -- what they do together -------------------------------------------------------------
+
+    def send(self, held: Mapping[Part, Tensor], version: int) -> None:
+        """Send what this process holds as this version; see `Member.send`."""
+        import torch
+
+        own = self._number
+        for number, bucket in enumerate(self._buckets):
+            self._finish(number)
+            slot = self._slots[own][number % 2]
+            end = _end_of(bucket[own])
+            for span in bucket[own]:
+                first = span.start - span.part.start
+                _values(slot, span).copy_(held[span.part][first : first + span.count])
+            slot[end : end + 8].view(torch.int64)[0] = _stamp_of(slot[:end], version, number)
+            self._start(number, bucket)
+        self._finish_all()
+
+    def receive(self, version: int) -> Iterator[Arrived]:
+        """Yield what arrives, which must be this version; see `Member.receiving`."""
+        import torch
+
+        wrong = torch.zeros((), dtype=torch.bool, device=self._device)
+        for number, bucket in enumerate(self._buckets):
+            if number == 0 or self._is_ipc:
+                self._start(number, bucket)
+            if not self._is_ipc and number + 1 < len(self._buckets):
+                self._start(number + 1, self._buckets[number + 1])
+            self._finish(number)
+            for sender, room in self._slots.items():
+                slot, end = room[number % 2], _end_of(bucket[sender])
+                stamp = slot[end : end + 8].view(torch.int64)[0]
+                if bucket[sender]:
+                    wrong |= _stamp_of(slot[:end], version, number) != stamp
+                for span in bucket[sender]:
+                    part = span.part
+                    yield Arrived(part.name, part.shape, span.start, _values(slot, span))
+        if bool(wrong):
+            raise UndeliveredError(f"what arrived is torn, or not version {version} of the weights")
+        self._finish_all()
+
+    def _start(self, number: int, bucket: Bucket) -> None:
+        """Begin to send or receive this bucket; or wait until it lies in shared memory, and all
+        that was read of the one before has been."""
+        from torch import distributed
+
+        if self._is_ipc:
+            self._meet()
+            return
+        options = distributed.BroadcastOptions()  # type: ignore[attr-defined]  # hidden
+        for place, sender in enumerate(self._slots):
+            group, end = self._groups[place], _end_of(bucket[sender])
+            if end:
+                options.rootRank = sender if self._is_joint else 0
+                slot = self._slots[sender][number % 2, : end + 8]
+                self._works[number % 2].append(group.broadcast([slot], options))
+
+    def _finish(self, number: int) -> None:
+        """Wait until the room of this bucket is not being read or written by a broadcast."""
+        for work in self._works[number % 2]:
+            work.wait()
+        self._works[number % 2] = []
+
+    def _finish_all(self) -> None:
+        if self._is_ipc:
+            self._meet()
+        self._finish(0)
+        self._finish(1)
+
+    def _meet(self) -> None:
+        """Wait for all members."""
+        import torch
+
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._groups[0].barrier().wait()
+
+
+def _values(slot: Tensor, span: Span) -> Tensor:
+    import torch
+
+    dtype: torch.dtype = getattr(torch, span.part.dtype)
+    return slot[span.at : span.at + span.count * dtype.itemsize].view(dtype)
+
+
+def _parts_of(told: bytes) -> list[Part]:
+    return [Part(name, tuple(shape), *rest) for name, shape, *rest in json.loads(told)]
