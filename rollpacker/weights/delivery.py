@@ -30,8 +30,16 @@ if TYPE_CHECKING:
 
 Carrier = Literal["broadcast", "ipc"]
 
-BUCKET_BYTES = {"cpu": 8 << 20, "cuda": 512 << 20}
-"""Most bytes of a bucket, by the type of device. On a CPU, two buckets fit its cache."""
+BUCKET_BYTES = {
+    ("broadcast", "cpu"): 2 << 20,
+    ("ipc", "cpu"): 16 << 20,
+    ("broadcast", "cuda"): 256 << 20,
+    ("ipc", "cuda"): 512 << 20,
+}
+"""Most bytes of a bucket, by carrier and type of device. Small ones stay in a CPU's cache, and all
+processes have to meet once for each that is shared."""
+ROOMS: dict[Carrier, int] = {"broadcast": 4, "ipc": 2}
+"""Number of buckets that are on their way at once."""
 JOIN_S = 30.0
 """Seconds that a process waits for the others of a new group."""
 WAIT_S = 600.0
@@ -151,25 +159,25 @@ def _stamp_of(data: Tensor, version: int, bucket: int) -> Tensor:
 
 
 class Member:
-    """A process's place in the newest group, which is made in the first delivery of its epoch."""
+    """A process's places in groups: by carrier in the newest one, which is made in the first
+    delivery of its epoch."""
 
     def __init__(self) -> None:
-        self._group: Group | None = None
+        self._groups: dict[Carrier, Group] = {}
 
     def _of(
         self, delivery: Delivery, number: int, device: torch.device, parts: Sequence[Part]
     ) -> Group:
-        group = self._group
+        group = self._groups.get(delivery.carrier)
         if group is None or (group.address, group.epoch) != (delivery.address, delivery.epoch):
-            self.leave()
-            group = self._group = Group(delivery, number, device, parts)
+            self.leave(delivery.carrier)
+            group = self._groups[delivery.carrier] = Group(delivery, number, device, parts)
         return group
 
-    def leave(self) -> None:
-        """Leave the group, if there is one, so that the others' calls fail."""
-        if self._group is not None:
-            self._group.close()
-        self._group = None
+    def leave(self, carrier: Carrier) -> None:
+        """Leave the group of this carrier, if there is one, so that the others' calls fail."""
+        if (group := self._groups.pop(carrier, None)) is not None:
+            group.close()
 
     def send(
         self,
@@ -200,11 +208,8 @@ class Member:
     def _failing(self, delivery: Delivery) -> Iterator[None]:
         try:
             yield
-        except UndeliveredError:
-            self.leave()
-            raise
         except BaseException as error:
-            self.leave()
+            self.leave(delivery.carrier)
             if type(error).__module__.startswith("rollpacker") or not isinstance(error, Exception):
                 raise
             what = f"weights of version {delivery.version} did not arrive by {delivery.carrier}"
@@ -228,7 +233,7 @@ def whole(arriving: Iterator[Arrived]) -> Iterator[tuple[str, Tensor]]:
 
 
 class Group:
-    """The processes of one epoch, as one of them uses it. Two buckets are on their way at once."""
+    """The processes of one epoch, as one of them uses it. Several buckets are on their way at once."""
 
     def __init__(
         self, delivery: Delivery, number: int, device: torch.device, parts: Sequence[Part]
@@ -248,18 +253,19 @@ class Group:
             store.set(f"parts {number}", json.dumps(parts))
         listed = [_parts_of(store.get(f"parts {sender}")) for sender in self._senders]
         self.shapes = {part.name: part.shape for own in listed for part in own}
-        self._buckets = buckets_of(listed, BUCKET_BYTES[device.type])
+        self._buckets = buckets_of(listed, BUCKET_BYTES[delivery.carrier, device.type])
+        self._rooms = ROOMS[delivery.carrier]
         sizes = [max(_end_of(b[s]) for b in self._buckets) + _ALIGNMENT for s in self._senders]
         self._slots: dict[int, Tensor] = {}
-        """Room for two buckets by sender, [2, bytes]: a sender's own, a receiver's all."""
+        """Room for buckets by sender, [rooms, bytes]: a sender's own, a receiver's all."""
         self._memory: object = None
         """Keeps the shared memory that this process has made. None: it has made none."""
-        self._works: list[list[Any]] = [[], []]
+        self._works: list[list[Any]] = [[] for _ in range(self._rooms)]
         """What is being sent or received in each of the two rooms."""
         self._groups: list[Any] = []
         """Process groups: one of all members, or one for each sender that this process meets."""
         self._is_joint = device.type == "cuda"
-        """Whether broadcasts go to all members, other senders included: NCCL's groups are expensive,
+        """Whether broadcasts go to all members, other senders too: a group of NCCL's costs memory,
         and so there is one. Else each sender has a group with the receivers."""
         everybody = range(delivery.size)
         if delivery.carrier == "ipc":
@@ -272,13 +278,13 @@ class Group:
     def _share(self, store: Any, sizes: Sequence[int]) -> None:
         """Make this sender's room for buckets, which others map, or map that of all senders."""
         if self._is_sender:
-            made = shared_slots(sizes[self._number], self._device)
+            made = shared_slots(self._rooms, sizes[self._number], self._device)
             self._slots[self._number], self._memory, told = made
             store.set(f"slots {self._number}", json.dumps(told))
             return
         for sender in self._senders:
             told = json.loads(store.get(f"slots {sender}"))
-            self._slots[sender] = open_slots(told, sizes[sender])
+            self._slots[sender] = open_slots(told, self._rooms, sizes[sender])
 
     def _apart(self, store: Any, everybody: Sequence[int], sizes: Sequence[int]) -> None:
         """Make room for the buckets that come to this process, and join the groups for them."""
@@ -287,7 +293,9 @@ class Group:
         receivers = everybody[len(self._senders) :]
         for sender in self._senders:
             if self._is_joint or not self._is_sender or sender == self._number:
-                room = torch.empty(2, sizes[sender], dtype=torch.uint8, device=self._device)
+                room = torch.empty(
+                    self._rooms, sizes[sender], dtype=torch.uint8, device=self._device
+                )
                 self._slots[sender] = room
         if self._is_joint:
             self._groups = [self._joined(store, everybody, nccl=True)] * len(self._slots)
@@ -316,7 +324,7 @@ class Group:
             with contextlib.suppress(RuntimeError):
                 group.abort()
         self._groups.clear()
-        self._works = [[], []]
+        self._works = [[] for _ in range(self._rooms)]
 
     # -- what they do together -------------------------------------------------------------
 
@@ -327,7 +335,7 @@ class Group:
         own = self._number
         for number, bucket in enumerate(self._buckets):
             self._finish(number)
-            slot = self._slots[own][number % 2]
+            slot = self._slots[own][number % self._rooms]
             end = _end_of(bucket[own])
             for span in bucket[own]:
                 first = span.start - span.part.start
@@ -342,13 +350,13 @@ class Group:
 
         wrong = torch.zeros((), dtype=torch.bool, device=self._device)
         for number, bucket in enumerate(self._buckets):
-            if number == 0 or self._is_ipc:
-                self._start(number, bucket)
-            if not self._is_ipc and number + 1 < len(self._buckets):
-                self._start(number + 1, self._buckets[number + 1])
+            ahead = 1 if self._is_ipc else self._rooms
+            for later in range(number + ahead - 1 if number else 0, number + ahead):
+                if later < len(self._buckets):
+                    self._start(later, self._buckets[later])
             self._finish(number)
             for sender, room in self._slots.items():
-                slot, end = room[number % 2], _end_of(bucket[sender])
+                slot, end = room[number % self._rooms], _end_of(bucket[sender])
                 stamp = slot[end : end + 8].view(torch.int64)[0]
                 if bucket[sender]:
                     wrong |= _stamp_of(slot[:end], version, number) != stamp
@@ -372,20 +380,20 @@ class Group:
             group, end = self._groups[place], _end_of(bucket[sender])
             if end:
                 options.rootRank = sender if self._is_joint else 0
-                slot = self._slots[sender][number % 2, : end + 8]
-                self._works[number % 2].append(group.broadcast([slot], options))
+                slot = self._slots[sender][number % self._rooms, : end + 8]
+                self._works[number % self._rooms].append(group.broadcast([slot], options))
 
     def _finish(self, number: int) -> None:
         """Wait until the room of this bucket is not being read or written by a broadcast."""
-        for work in self._works[number % 2]:
+        for work in self._works[number % self._rooms]:
             work.wait()
-        self._works[number % 2] = []
+        self._works[number % self._rooms] = []
 
     def _finish_all(self) -> None:
         if self._is_ipc:
             self._meet()
-        self._finish(0)
-        self._finish(1)
+        for number in range(self._rooms):
+            self._finish(number)
 
     def _meet(self) -> None:
         """Wait for all members."""

@@ -50,7 +50,7 @@ class Extension:
 
     def receive_weights(self: Any, weights: Weights) -> tuple[str, str | None]:
         """Load this worker's part of these weights. Returns a hash of what was read
-        (`weight_probe`), and a sentence if another version is there by now or they did not arrive."""
+        (`weight_probe`), and a sentence if another version is there, or they did not arrive."""
         probe = Probe()
         try:
             with opened(weights, self.rank, self.device) as named:
