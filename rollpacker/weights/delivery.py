@@ -23,6 +23,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rollpacker.weights.slots import open_slots, shared_slots
+from rollpacker.workers.loopback import LOOPBACK, gloo_on_loopback
 
 if TYPE_CHECKING:
     import torch
@@ -83,7 +84,7 @@ class Part(NamedTuple):
     """Name of the dtype in which the tensor is sent, such as bfloat16."""
     start: int
     """Number of elements of the whole tensor that come before these."""
-    count: int
+    number: int
 
 
 class Span(NamedTuple):
@@ -92,7 +93,7 @@ class Span(NamedTuple):
     part: Part
     start: int
     """Number of elements of the whole tensor before these."""
-    count: int
+    number: int
     at: int
     """Number of bytes before these in the sender's part of the bucket."""
 
@@ -126,10 +127,10 @@ def buckets_of(parts: Sequence[Sequence[Part]], most_bytes: int) -> list[Bucket]
     for sender, part in (one for of_name in holders.values() for one in of_name):
         size = getattr(torch, part.dtype).itemsize
         done = 0
-        if not part.count:
+        if not part.number:
             buckets[-1][sender].append(Span(part, part.start, 0, ends[sender]))
-        while done < part.count:
-            if (count := min(part.count - done, room // size)) == 0:
+        while done < part.number:
+            if (count := min(part.number - done, room // size)) == 0:
                 buckets.append([[] for _ in parts])
                 ends, room = [0] * len(parts), most_bytes
                 continue
@@ -147,8 +148,8 @@ def _end_of(spans: Sequence[Span]) -> int:
 
     if not spans:
         return 0
-    size = getattr(torch, spans[-1].part.dtype).itemsize
-    return spans[-1].at + -(-spans[-1].count * size // _ALIGNMENT) * _ALIGNMENT
+    size: int = getattr(torch, spans[-1].part.dtype).itemsize
+    return spans[-1].at + -(-spans[-1].number * size // _ALIGNMENT) * _ALIGNMENT
 
 
 def _stamp_of(data: Tensor, version: int, bucket: int) -> Tensor:
@@ -233,7 +234,7 @@ def whole(arriving: Iterator[Arrived]) -> Iterator[tuple[str, Tensor]]:
 
 
 class Group:
-    """The processes of one epoch, as one of them uses it. Several buckets are on their way at once."""
+    """The processes of one epoch, as one of them uses it. Some buckets are on their way at once."""
 
     def __init__(
         self, delivery: Delivery, number: int, device: torch.device, parts: Sequence[Part]
@@ -305,7 +306,7 @@ class Group:
     def _joined(self, store: Any, members: Sequence[int], *, nccl: bool = False) -> Any:
         """Return the process group of these members, of which this process is one."""
         from torch import distributed
-        from torch.distributed import PrefixStore
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # hidden
 
         place = members.index(self._number)
         store = PrefixStore(f"group of {members[0]}", store)
@@ -314,7 +315,9 @@ class Group:
             options._timeout = timedelta(seconds=WAIT_S)
             return distributed.ProcessGroupNCCL(store, place, len(members), options)
         timeout = timedelta(seconds=JOIN_S)
-        group = distributed.ProcessGroupGloo(store, place, len(members), timeout)
+        is_local = self.address[0] == LOOPBACK
+        with gloo_on_loopback() if is_local else contextlib.nullcontext():
+            group = distributed.ProcessGroupGloo(store, place, len(members), timeout)
         group.set_timeout(timedelta(seconds=WAIT_S))
         return group
 
@@ -339,7 +342,7 @@ class Group:
             end = _end_of(bucket[own])
             for span in bucket[own]:
                 first = span.start - span.part.start
-                _values(slot, span).copy_(held[span.part][first : first + span.count])
+                _values(slot, span).copy_(held[span.part][first : first + span.number])
             slot[end : end + 8].view(torch.int64)[0] = _stamp_of(slot[:end], version, number)
             self._start(number, bucket)
         self._finish_all()
@@ -375,7 +378,7 @@ class Group:
         if self._is_ipc:
             self._meet()
             return
-        options = distributed.BroadcastOptions()  # type: ignore[attr-defined]  # hidden
+        options = distributed.BroadcastOptions()
         for place, sender in enumerate(self._slots):
             group, end = self._groups[place], _end_of(bucket[sender])
             if end:
@@ -408,7 +411,7 @@ def _values(slot: Tensor, span: Span) -> Tensor:
     import torch
 
     dtype: torch.dtype = getattr(torch, span.part.dtype)
-    return slot[span.at : span.at + span.count * dtype.itemsize].view(dtype)
+    return slot[span.at : span.at + span.number * dtype.itemsize].view(dtype)
 
 
 def _parts_of(told: bytes) -> list[Part]:

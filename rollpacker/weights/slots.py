@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 def shared_slots(count: int, size: int, device: torch.device) -> tuple[Tensor, object, list[Any]]:
-    """Make room for `count` buckets of `size` bytes on `device`. Returns it as [count, size] bytes, an
-    object that must live as long as others may map it, and what `open_slots` is to be told there.
+    """Make room for `count` buckets of `size` bytes on `device`. Returns it as [count, size] bytes,
+    an object that must live as long as others may map it, and what to tell `open_slots` there.
     Raises `OSError`, or `ValueError` if there is not enough memory."""
     import torch
 
     if device.type == "cuda":
         slots = torch.empty(count, size, dtype=torch.uint8, device=device)
-        told = slots.untyped_storage()._share_cuda_()
+        told = slots.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]  # theirs
         return slots, slots, [one.hex() if isinstance(one, bytes) else one for one in told]
     memory = Memory(count * size)
     return _mapped(memory.path, count, size), memory, [memory.path, memory.inode]
@@ -40,7 +40,7 @@ def open_slots(told: Sequence[Any], count: int, size: int) -> Tensor:
         return _mapped(path, count, size)
     known = [bytes.fromhex(one) if isinstance(one, str) else one for one in told]
     storage: Any = torch.UntypedStorage._new_shared_cuda(*known)
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (count, size))
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).view(count, size)
 
 
 def _mapped(path: str, count: int, size: int) -> Tensor:
