@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,9 +44,12 @@ ROOMS: dict[Carrier, int] = {"broadcast": 4, "ipc": 2}
 """Number of buckets that are on their way at once."""
 JOIN_S = 30.0
 """Seconds that a process waits for the others of a new group."""
-WAIT_S = 600.0
-"""Seconds that a process waits for others in the middle of a delivery. A lost one is seen at once,
-and one that is stopped is ended by its owner."""
+WAIT_S = 60.0
+"""Seconds that a process waits for others to send or take a bucket."""
+LOOK_S = 0.2
+"""Seconds between two looks whether another process of the group has failed."""
+_FAILED = "failed"
+"""Key that is set in the group's part of the store once one of its processes has failed."""
 _ALIGNMENT = 16
 _VERSION, _BUCKET = 1_000_003, 7_368_787
 """Factors of version and bucket's number in a stamp."""
@@ -84,7 +88,7 @@ class Part(NamedTuple):
     """Name of the dtype in which the tensor is sent, such as bfloat16."""
     start: int
     """Number of elements of the whole tensor that come before these."""
-    number: int
+    length: int
 
 
 class Span(NamedTuple):
@@ -93,7 +97,7 @@ class Span(NamedTuple):
     part: Part
     start: int
     """Number of elements of the whole tensor before these."""
-    number: int
+    length: int
     at: int
     """Number of bytes before these in the sender's part of the bucket."""
 
@@ -127,10 +131,10 @@ def buckets_of(parts: Sequence[Sequence[Part]], most_bytes: int) -> list[Bucket]
     for sender, part in (one for of_name in holders.values() for one in of_name):
         size = getattr(torch, part.dtype).itemsize
         done = 0
-        if not part.number:
+        if not part.length:
             buckets[-1][sender].append(Span(part, part.start, 0, ends[sender]))
-        while done < part.number:
-            if (count := min(part.number - done, room // size)) == 0:
+        while done < part.length:
+            if (count := min(part.length - done, room // size)) == 0:
                 buckets.append([[] for _ in parts])
                 ends, room = [0] * len(parts), most_bytes
                 continue
@@ -149,7 +153,7 @@ def _end_of(spans: Sequence[Span]) -> int:
     if not spans:
         return 0
     size: int = getattr(torch, spans[-1].part.dtype).itemsize
-    return spans[-1].at + -(-spans[-1].number * size // _ALIGNMENT) * _ALIGNMENT
+    return spans[-1].at + -(-spans[-1].length * size // _ALIGNMENT) * _ALIGNMENT
 
 
 def _stamp_of(data: Tensor, version: int, bucket: int) -> Tensor:
@@ -244,12 +248,14 @@ class Group:
         from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # hidden
 
         self.address, self.epoch = delivery.address, delivery.epoch
+        self.left_s = 0.0
+        """When this process has left the group, on the monotonic clock; 0: it has not."""
         self._number, self._device = number, device
         self._senders = range(delivery.senders)
         self._is_sender = number in self._senders
         timeout = timedelta(seconds=JOIN_S)
         connection = TCPStore(*delivery.address, is_master=False, timeout=timeout)
-        store = PrefixStore(str(delivery.epoch), connection)
+        store = self._store = PrefixStore(str(delivery.epoch), connection)
         if self._is_sender:
             store.set(f"parts {number}", json.dumps(parts))
         listed = [_parts_of(store.get(f"parts {sender}")) for sender in self._senders]
@@ -322,12 +328,12 @@ class Group:
         return group
 
     def close(self) -> None:
-        """Leave the process groups, so that what others await in them fails."""
-        for group in {id(one): one for one in self._groups}.values():
-            with contextlib.suppress(RuntimeError):
-                group.abort()
-        self._groups.clear()
-        self._works = [[] for _ in range(self._rooms)]
+        """Leave the group, so that what others await in it fails."""
+        with contextlib.suppress(RuntimeError):  # the run is over
+            self._store.set(_FAILED, "")
+        _left[:] = [one for one in _left if time.monotonic() - one.left_s < 2 * WAIT_S]
+        self.left_s = time.monotonic()
+        _left.append(self)
 
     # -- what they do together -------------------------------------------------------------
 
@@ -342,7 +348,7 @@ class Group:
             end = _end_of(bucket[own])
             for span in bucket[own]:
                 first = span.start - span.part.start
-                _values(slot, span).copy_(held[span.part][first : first + span.number])
+                _values(slot, span).copy_(held[span.part][first : first + span.length])
             slot[end : end + 8].view(torch.int64)[0] = _stamp_of(slot[:end], version, number)
             self._start(number, bucket)
         self._finish_all()
@@ -389,7 +395,7 @@ class Group:
     def _finish(self, number: int) -> None:
         """Wait until the room of this bucket is not being read or written by a broadcast."""
         for work in self._works[number % self._rooms]:
-            work.wait()
+            self._wait(work)
         self._works[number % self._rooms] = []
 
     def _finish_all(self) -> None:
@@ -404,14 +410,35 @@ class Group:
 
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._groups[0].barrier().wait()
+        self._wait(self._groups[0].barrier())
+
+    def _wait(self, work: Any) -> None:
+        """Wait until something is sent, received or agreed on. Raises `RuntimeError` if it fails,
+        or if another process has failed, which gloo tells those alone who wait for that one."""
+        if self._is_joint and not self._is_ipc:  # NCCL's, for which the device waits
+            work.wait()
+            return
+        while True:
+            try:
+                work.wait(timedelta(seconds=LOOK_S))
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+                if self._store.check([_FAILED]):
+                    raise RuntimeError("another process of the group has failed") from None
+
+
+_left: list[Group] = []
+"""Groups that this process has left of late. Gloo ends none in which something is awaited, and
+would wait for that."""
 
 
 def _values(slot: Tensor, span: Span) -> Tensor:
     import torch
 
     dtype: torch.dtype = getattr(torch, span.part.dtype)
-    return slot[span.at : span.at + span.number * dtype.itemsize].view(dtype)
+    return slot[span.at : span.at + span.length * dtype.itemsize].view(dtype)
 
 
 def _parts_of(told: bytes) -> list[Part]:
