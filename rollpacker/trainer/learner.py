@@ -275,9 +275,9 @@ class Learner:
         self._finish_passes()
         return self._files.weights()
 
-    def write_weights(self, buffer: Mapping[str, Tensor] | None) -> str | None:
-        """Copy the weights into `buffer` (None: this rank only takes part). Returns a hash of a
-        fixed sample of the weights; None without a buffer."""
+    def write_weights(self, buffer: Mapping[str, Tensor] | None) -> tuple[str | None, int]:
+        """Copy the weights into `buffer` (None: this rank only takes part); see
+        `LearnerFiles.write_weights`."""
         self._finish_passes()
         return self._files.write_weights(buffer)
 

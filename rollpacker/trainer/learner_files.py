@@ -99,14 +99,19 @@ class LearnerFiles:
         return self._whole(named, None if self._adapted else self.run_dtype)
 
     @torch.no_grad()
-    def write_weights(self, buffer: Mapping[str, Tensor] | None) -> str | None:
+    def write_weights(self, buffer: Mapping[str, Tensor] | None) -> tuple[str | None, int]:
         """Copy the weights into the tensors of the same names in `buffer`; None: this rank only
         takes part in gathering them. Returns a hash of a fixed sample of the copied weights
-        (`weight_probe`); None without a buffer."""
+        (`weight_probe`; None without a buffer), and the bytes written to host memory: those of the
+        buffer, and of tensors that had to be gathered or brought from a device first."""
+        num_bytes = 0
+        gathers = self.shards is not None or self.model.device.type != "cpu"
         for name, value in self.weights():
+            num_bytes += value.nbytes * gathers
             if buffer is not None:
                 buffer[name].copy_(value)
-        return None if buffer is None else weight_probe(buffer.items())
+                num_bytes += value.nbytes
+        return (None if buffer is None else weight_probe(buffer.items())), num_bytes
 
     def held_weights(self) -> dict[Part, Tensor]:
         """Return the parts of the weights that this rank sends to engines, each in one dimension:

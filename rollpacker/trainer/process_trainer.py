@@ -179,8 +179,10 @@ class ProcessTrainer:
 
         def write() -> HandOver:
             weights: WeightSource | None = None
+            host_bytes = 0
             if delivery is None:
-                probe, *_ = self._all("write_weights")
+                written = self._all("write_weights")
+                probe, host_bytes = written[0][0], sum(size for _, size in written)
                 weights = WeightSource(version=self.version, layout=self._layout)
             else:
                 found = self._all("send_weights", delivery)
@@ -188,7 +190,13 @@ class ProcessTrainer:
                     raise UndeliveredError(error)
                 probe = digest_of(found)
             said = self._all("log_probs_of", self._text)[-1] if self._text else ()
-            return HandOver(weights=weights, probe=probe, text=self._text, log_probs=said)
+            return HandOver(
+                weights=weights,
+                probe=probe,
+                text=self._text,
+                log_probs=said,
+                host_bytes=host_bytes,
+            )
 
         return await self._in_thread(write)
 

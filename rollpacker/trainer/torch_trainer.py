@@ -107,15 +107,17 @@ class TorchTrainer:
 
         def weights() -> HandOver:
             if self._buffer is not None:
-                source = None
+                source, size = None, 0
                 if delivery is None:
                     with self._buffer.writing(self.version) as tensors:
-                        probe = self.learner.write_weights(tensors)
+                        probe, size = self.learner.write_weights(tensors)
                     source = self._buffer.layout.source(self.version)
                 else:
                     probe = digest_of([self.learner.send_weights(delivery, self._member)])
                 said = self.learner.log_probs_of(self._text) if self._text else ()
-                return HandOver(weights=source, probe=probe, text=self._text, log_probs=said)
+                return HandOver(
+                    weights=source, probe=probe, text=self._text, log_probs=said, host_bytes=size
+                )
             named = dict(self.learner.weights())
             return HandOver(weights=named, probe=weight_probe(named.items()))
 

@@ -505,3 +505,7 @@ class HandOver:
     (`Engine.compare`). Empty: the hash is enough, or there is one copy of the weights."""
     log_probs: tuple[float, ...] = ()
     """The trainer's log-probs of the tokens of `text` from the second one on."""
+    host_bytes: int = 0
+    """Bytes that were written to host memory which is neither the trainer's nor an engine's, for
+    this hand-over. The buckets of a delivery do not count: they are where the weights are, on a CPU
+    in host memory too, and have room for a part."""

@@ -104,9 +104,10 @@ class Worker:
         write to. None: this rank writes nothing."""
         self._buffer = None if layout is None else WeightBuffer(layout)
 
-    def write_weights(self) -> str | None:
+    def write_weights(self) -> tuple[str | None, int]:
         """Copy the weights to the shared memory: every rank takes part, rank 0 writes. Returns on
-        rank 0 a hash of a fixed sample of the weights, on other ranks None."""
+        rank 0 a hash of a fixed sample of the weights, on other ranks None; and the bytes that were
+        written to host memory."""
         if self._buffer is None:
             return self._learner.write_weights(None)
         with self._buffer.writing(self._learner.version) as tensors:
