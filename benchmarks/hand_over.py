@@ -40,7 +40,7 @@ from rollpacker.run.ports.engines import Engines, Weights
 from rollpacker.run.ports.hand_over import bring_up_to_date, hand_over_weights
 from rollpacker.run.ports.held import Handle
 from rollpacker.run.ports.waiting import failures
-from rollpacker.trainer.launch import Ranks
+from rollpacker.trainer.launch import Ranks, store_at
 from rollpacker.trainer.model import load_model, new_model, write_character_tokenizer
 from rollpacker.trainer.process_trainer import ProcessTrainer
 from rollpacker.trainer.setup import LearnerSetup
@@ -67,14 +67,14 @@ def large_model(folder: Path) -> Path:
 
 def spoiling(**arguments: Any) -> Engine:
     """The embedded engine, in a process that tears a bucket while the file `TORN` is there."""
-    stamp = delivery._stamp_of
+    stamp = delivery.stamp_of
 
     def torn(data: Any, version: int, bucket: int) -> Any:
         if bucket == 1 and Path(os.environ[TORN]).exists():
             data[3] ^= 1
         return stamp(data, version, bucket)
 
-    delivery._stamp_of = torn
+    delivery.stamp_of = torn
     return make_engine(**arguments)
 
 
@@ -115,7 +115,9 @@ def timed(path: Path, ranks: int, repetitions: int) -> dict[str, Any]:
     touched for the first time, is left out."""
     seconds: dict[str, list[float]] = {carrier: [] for carrier in CARRIERS}
     host_bytes = dict.fromkeys(CARRIERS, 0)
-    ways = {one: None if one == "host" else Deliveries(one, "127.0.0.1") for one in CARRIERS}
+    ways = {
+        one: None if one == "host" else Deliveries(one, "127.0.0.1", store_at) for one in CARRIERS
+    }
     with run(path, ranks, path / "never") as (trainer, engines):
         for _, carrier in turns(CARRIERS, repetitions + 1):
             engines.deliveries = ways[carrier]
@@ -143,7 +145,9 @@ def faulty(path: Path, count: int) -> dict[str, Any]:
     model = ModelConfig(path=str(path), device="cpu", dtype="float32")
     done = {f"{carrier} {fault}": 0 for carrier in CARRIERS for fault in sorted({*FAULTS})}
     told = {"responses": 0, "wrong_responses": 0, "refused": 0, "lost_engines": 0}
-    ways = {one: None if one == "host" else Deliveries(one, "127.0.0.1") for one in CARRIERS}
+    ways = {
+        one: None if one == "host" else Deliveries(one, "127.0.0.1", store_at) for one in CARRIERS
+    }
     with run(path, 2, torn) as (trainer, engines):
         spare = engine_of(model, torn)
         for number in range(count):

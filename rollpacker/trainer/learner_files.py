@@ -22,7 +22,8 @@ from rollpacker.trainer.lora import (
 )
 from rollpacker.trainer.sharding import Shards, first_element, full_tensors
 from rollpacker.trainer.trained import Trained
-from rollpacker.weights.delivery import Delivery, Member, Part
+from rollpacker.weights.buckets import Part
+from rollpacker.weights.delivery import Delivery, Member
 from rollpacker.weights.host_store import local
 from rollpacker.weights.probe import Probe, Samples, weight_probe
 

@@ -23,7 +23,18 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from rollpacker.weights.slots import open_slots, shared_slots
+from rollpacker.weights.buckets import (
+    STAMP_BYTES,
+    Bucket,
+    Part,
+    buckets_of,
+    end_of,
+    open_slots,
+    parts_of,
+    shared_slots,
+    stamp_of,
+    values_in,
+)
 from rollpacker.workers.loopback import LOOPBACK, gloo_on_loopback
 
 if TYPE_CHECKING:
@@ -50,9 +61,6 @@ LOOK_S = 0.2
 """Seconds between two looks whether another process of the group has failed."""
 _FAILED = "failed"
 """Key that is set in the group's part of the store once one of its processes has failed."""
-_ALIGNMENT = 16
-_VERSION, _BUCKET = 1_000_003, 7_368_787
-"""Factors of version and bucket's number in a stamp."""
 
 
 class UndeliveredError(RuntimeError):
@@ -78,30 +86,6 @@ class Delivery:
     """Number of the member that is told. Of an engine of several processes: of the first one."""
 
 
-class Part(NamedTuple):
-    """Elements of one tensor that one sender holds, which are adjacent in the whole tensor."""
-
-    name: str
-    shape: tuple[int, ...]
-    """Shape of the whole tensor."""
-    dtype: str
-    """Name of the dtype in which the tensor is sent, such as bfloat16."""
-    start: int
-    """Number of elements of the whole tensor that come before these."""
-    length: int
-
-
-class Span(NamedTuple):
-    """Adjacent elements of a tensor in a bucket."""
-
-    part: Part
-    start: int
-    """Number of elements of the whole tensor before these."""
-    length: int
-    at: int
-    """Number of bytes before these in the sender's part of the bucket."""
-
-
 class Arrived(NamedTuple):
     """Adjacent elements of a tensor that have arrived. They are valid until the next ones come."""
 
@@ -111,56 +95,6 @@ class Arrived(NamedTuple):
     """Number of elements of the whole tensor before these."""
     values: Tensor
     """The elements, in one dimension."""
-
-
-Bucket = list[list[Span]]
-"""For each sender its spans in the bucket."""
-
-
-def buckets_of(parts: Sequence[Sequence[Part]], most_bytes: int) -> list[Bucket]:
-    """Distribute the parts that each sender holds over buckets of at most `most_bytes`. The parts
-    of a tensor are adjacent, so that whoever puts tensors together keeps few that are not whole."""
-    import torch
-
-    holders: dict[str, list[tuple[int, Part]]] = {}
-    for sender, own in enumerate(parts):
-        for part in own:
-            holders.setdefault(part.name, []).append((sender, part))
-    buckets: list[Bucket] = [[[] for _ in parts]]
-    ends, room = [0] * len(parts), most_bytes
-    for sender, part in (one for of_name in holders.values() for one in of_name):
-        size = getattr(torch, part.dtype).itemsize
-        done = 0
-        if not part.length:
-            buckets[-1][sender].append(Span(part, part.start, 0, ends[sender]))
-        while done < part.length:
-            if (count := min(part.length - done, room // size)) == 0:
-                buckets.append([[] for _ in parts])
-                ends, room = [0] * len(parts), most_bytes
-                continue
-            span = Span(part, part.start + done, count, ends[sender])
-            buckets[-1][sender].append(span)
-            num_bytes = -(-count * size // _ALIGNMENT) * _ALIGNMENT
-            ends[sender] += num_bytes
-            room, done = max(room - num_bytes, 0), done + count
-    return buckets
-
-
-def _end_of(spans: Sequence[Span]) -> int:
-    """Return the number of bytes of a sender's part of a bucket, without the stamp."""
-    import torch
-
-    if not spans:
-        return 0
-    size: int = getattr(torch, spans[-1].part.dtype).itemsize
-    return spans[-1].at + -(-spans[-1].length * size // _ALIGNMENT) * _ALIGNMENT
-
-
-def _stamp_of(data: Tensor, version: int, bucket: int) -> Tensor:
-    """Return the stamp of a sender's part of a bucket, a tensor of one int64."""
-    import torch
-
-    return data.view(torch.int64).sum() + (version * _VERSION + bucket * _BUCKET)
 
 
 class Member:
@@ -258,11 +192,11 @@ class Group:
         store = self._store = PrefixStore(str(delivery.epoch), connection)
         if self._is_sender:
             store.set(f"parts {number}", json.dumps(parts))
-        listed = [_parts_of(store.get(f"parts {sender}")) for sender in self._senders]
+        listed = [parts_of(store.get(f"parts {sender}")) for sender in self._senders]
         self.shapes = {part.name: part.shape for own in listed for part in own}
         self._buckets = buckets_of(listed, BUCKET_BYTES[delivery.carrier, device.type])
         self._rooms = ROOMS[delivery.carrier]
-        sizes = [max(_end_of(b[s]) for b in self._buckets) + _ALIGNMENT for s in self._senders]
+        sizes = [max(end_of(b[s]) for b in self._buckets) + STAMP_BYTES for s in self._senders]
         self._slots: dict[int, Tensor] = {}
         """Room for buckets by sender, [rooms, bytes]: a sender's own, a receiver's all."""
         self._memory: object = None
@@ -345,11 +279,13 @@ class Group:
         for number, bucket in enumerate(self._buckets):
             self._finish(number)
             slot = self._slots[own][number % self._rooms]
-            end = _end_of(bucket[own])
+            end = end_of(bucket[own])
             for span in bucket[own]:
                 first = span.start - span.part.start
-                _values(slot, span).copy_(held[span.part][first : first + span.length])
-            slot[end : end + 8].view(torch.int64)[0] = _stamp_of(slot[:end], version, number)
+                values_in(slot, span).copy_(held[span.part][first : first + span.length])
+            slot[end : end + STAMP_BYTES].view(torch.int64)[0] = stamp_of(
+                slot[:end], version, number
+            )
             self._start(number, bucket)
         self._finish_all()
 
@@ -365,13 +301,13 @@ class Group:
                     self._start(later, self._buckets[later])
             self._finish(number)
             for sender, room in self._slots.items():
-                slot, end = room[number % self._rooms], _end_of(bucket[sender])
-                stamp = slot[end : end + 8].view(torch.int64)[0]
+                slot, end = room[number % self._rooms], end_of(bucket[sender])
+                stamp = slot[end : end + STAMP_BYTES].view(torch.int64)[0]
                 if bucket[sender]:
-                    wrong |= _stamp_of(slot[:end], version, number) != stamp
+                    wrong |= stamp_of(slot[:end], version, number) != stamp
                 for span in bucket[sender]:
                     part = span.part
-                    yield Arrived(part.name, part.shape, span.start, _values(slot, span))
+                    yield Arrived(part.name, part.shape, span.start, values_in(slot, span))
         if bool(wrong):
             raise UndeliveredError(f"what arrived is torn, or not version {version} of the weights")
         self._finish_all()
@@ -386,10 +322,10 @@ class Group:
             return
         options = distributed.BroadcastOptions()
         for place, sender in enumerate(self._slots):
-            group, end = self._groups[place], _end_of(bucket[sender])
+            group, end = self._groups[place], end_of(bucket[sender])
             if end:
                 options.rootRank = sender if self._is_joint else 0
-                slot = self._slots[sender][number % self._rooms, : end + 8]
+                slot = self._slots[sender][number % self._rooms, : end + STAMP_BYTES]
                 self._works[number % self._rooms].append(group.broadcast([slot], options))
 
     def _finish(self, number: int) -> None:
@@ -432,14 +368,3 @@ class Group:
 _left: list[Group] = []
 """Groups that this process has left of late. Gloo ends none in which something is awaited, and
 would wait for that."""
-
-
-def _values(slot: Tensor, span: Span) -> Tensor:
-    import torch
-
-    dtype: torch.dtype = getattr(torch, span.part.dtype)
-    return slot[span.at : span.at + span.length * dtype.itemsize].view(dtype)
-
-
-def _parts_of(told: bytes) -> list[Part]:
-    return [Part(name, tuple(shape), *rest) for name, shape, *rest in json.loads(told)]

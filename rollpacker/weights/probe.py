@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from rollpacker.weights.delivery import Part
+    from rollpacker.weights.buckets import Part
 
 SAMPLED_ELEMENTS = 64
 """Number of elements of each tensor that are compared; of a smaller tensor, all."""

@@ -66,7 +66,7 @@ BUDGETS = {
     "sim": 8_250,
     "trackers": 650,
     "trainer": 10_150,
-    "weights": 950,
+    "weights": 1_250,
     "weights.between_hosts": 750,
     "workers": 2_400,
     "workers.hosts": 1_300,

@@ -22,16 +22,9 @@ from rollpacker.run.ports.hand_over import bring_up_to_date, hand_over_weights
 from rollpacker.trainer.launch import store_at
 from rollpacker.trainer.torch_trainer import TorchTrainer
 from rollpacker.weights import delivery as module
+from rollpacker.weights.buckets import Part, buckets_of
 from rollpacker.weights.buffer import WeightBuffer
-from rollpacker.weights.delivery import (
-    Delivery,
-    Group,
-    Member,
-    Part,
-    UndeliveredError,
-    buckets_of,
-    whole,
-)
+from rollpacker.weights.delivery import Delivery, Group, Member, UndeliveredError, whole
 from rollpacker.weights.probe import Probe, digest_of, weight_probe
 from rollpacker.workers.loopback import LOOPBACK
 from tests.engines.tiny import request
@@ -66,7 +59,7 @@ def own() -> Iterator[TorchTrainer]:
 
 
 def fleet(carrier: str, size: int = 2) -> Engines:
-    deliveries = None if carrier == "host" else Deliveries(carrier, LOOPBACK)
+    deliveries = None if carrier == "host" else Deliveries(carrier, LOOPBACK, store_at)
     engines = Engines([engine(seed) for seed in range(1, size + 1)], deliveries=deliveries)
     return engines
 
@@ -135,7 +128,7 @@ def test_torn_weights_are_refused_and_the_next_ones_taken(
 
 
 def torn_bucket(patched: pytest.MonkeyPatch) -> None:
-    stamp = module._stamp_of
+    stamp = module.stamp_of
 
     def early(data: Tensor, version: int, bucket: int) -> Tensor:
         found = stamp(data, version, bucket)
@@ -143,7 +136,7 @@ def torn_bucket(patched: pytest.MonkeyPatch) -> None:
             data[5] ^= 1  # once it is stamped, or once it has arrived
         return found
 
-    patched.setattr(module, "_stamp_of", early)
+    patched.setattr(module, "stamp_of", early)
 
 
 def torn_host(patched: pytest.MonkeyPatch) -> None:
@@ -329,7 +322,7 @@ def test_buckets_hold_each_element_once_and_no_more_than_fits() -> None:
     listed = [[*cut(named, sender, 3)] for sender in range(3)]
     seen: dict[str, list[tuple[int, int]]] = {name: [] for name in named}
     for bucket in buckets_of(listed, 1000):
-        assert sum(module._end_of(spans) for spans in bucket) <= 1000 + 3 * 16
+        assert sum(module.end_of(spans) for spans in bucket) <= 1000 + 3 * 16
         for spans in bucket:
             for span in spans:
                 seen[span.part.name].append((span.start, span.start + span.length))

@@ -78,6 +78,7 @@ def deliveries_of(config: RunConfig, hosts: Hosts, shares_pools: bool) -> Delive
     `rollout.weights_carrier` says. None: they read them from host memory. Raises `ValueError` for a
     carrier that does not go with the rest of the config."""
     from rollpacker.run.ports.deliveries import Deliveries
+    from rollpacker.trainer.launch import store_at
     from rollpacker.trainer.model import model_device
 
     on_cuda = model_device(config.model.device).type == "cuda"
@@ -102,7 +103,7 @@ def deliveries_of(config: RunConfig, hosts: Hosts, shares_pools: bool) -> Delive
             f"rollout.weights_carrier={carrier} cannot be had, since {why_not}: leave it at auto"
         )
     logger.info("weights go to engines by %s", carrier)
-    return Deliveries(carrier, hosts.address)
+    return Deliveries(carrier, hosts.address, store_at)
 
 
 def open_engines(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -24,9 +24,10 @@ class Deliveries:
     """Makes deliveries to groups of the trainer's and the engines' processes. A group is made anew,
     with the next number, if it has others, or if a delivery failed."""
 
-    def __init__(self, carrier: Carrier, address: str) -> None:
-        """`address`: where processes on all hosts reach this one."""
-        self._carrier, self._address = carrier, address
+    def __init__(self, carrier: Carrier, address: str, serve: Callable[[str], TCPStore]) -> None:
+        """`address`: where processes on all hosts reach this one. `serve`: serves a key-value store
+        of torch's at an address of this machine."""
+        self._carrier, self._address, self._serve = carrier, address, serve
         self._members: object = None
         """The processes of the newest group. None: there is none, or it has failed."""
         self._epoch = 0
@@ -71,9 +72,7 @@ class Deliveries:
         if members != self._members:
             self._members, self._epoch = members, self._epoch + 1
         if self._store is None:
-            from rollpacker.trainer.launch import store_at
-
-            self._store = store_at(self._address)
+            self._store = self._serve(self._address)
         delivery = Delivery(
             carrier=self._carrier,
             version=version,
