@@ -110,14 +110,17 @@ def run(path: Path, ranks: int, torn: Path) -> Iterator[tuple[ProcessTrainer, En
         asyncio.run(engines.close())
 
 
+def ways_of() -> dict[str, Deliveries | None]:
+    straight = {one: Deliveries(one, "127.0.0.1", store_at) for one in ("broadcast", "ipc")}
+    return {"host": None, **straight}
+
+
 def timed(path: Path, ranks: int, repetitions: int) -> dict[str, Any]:
     """Seconds of a hand-over by carrier. The first of each, in which groups are made and memory is
     touched for the first time, is left out."""
     seconds: dict[str, list[float]] = {carrier: [] for carrier in CARRIERS}
     host_bytes = dict.fromkeys(CARRIERS, 0)
-    ways = {
-        one: None if one == "host" else Deliveries(one, "127.0.0.1", store_at) for one in CARRIERS
-    }
+    ways = ways_of()
     with run(path, ranks, path / "never") as (trainer, engines):
         for _, carrier in turns(CARRIERS, repetitions + 1):
             engines.deliveries = ways[carrier]
@@ -145,9 +148,7 @@ def faulty(path: Path, count: int) -> dict[str, Any]:
     model = ModelConfig(path=str(path), device="cpu", dtype="float32")
     done = {f"{carrier} {fault}": 0 for carrier in CARRIERS for fault in sorted({*FAULTS})}
     told = {"responses": 0, "wrong_responses": 0, "refused": 0, "lost_engines": 0}
-    ways = {
-        one: None if one == "host" else Deliveries(one, "127.0.0.1", store_at) for one in CARRIERS
-    }
+    ways = ways_of()
     with run(path, 2, torn) as (trainer, engines):
         spare = engine_of(model, torn)
         for number in range(count):

@@ -195,6 +195,7 @@ class ProcessTrainer:
                 probe=probe,
                 text=self._text,
                 log_probs=said,
+                is_delivered=delivery is not None,
                 host_bytes=host_bytes,
             )
 

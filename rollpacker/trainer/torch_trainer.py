@@ -116,7 +116,12 @@ class TorchTrainer:
                     probe = digest_of([self.learner.send_weights(delivery, self._member)])
                 said = self.learner.log_probs_of(self._text) if self._text else ()
                 return HandOver(
-                    weights=source, probe=probe, text=self._text, log_probs=said, host_bytes=size
+                    weights=source,
+                    probe=probe,
+                    text=self._text,
+                    log_probs=said,
+                    is_delivered=delivery is not None,
+                    host_bytes=size,
                 )
             named = dict(self.learner.weights())
             return HandOver(weights=named, probe=weight_probe(named.items()))

@@ -492,10 +492,9 @@ class HandOver:
 
     weights: Mapping[str, Tensor] | WeightSource | None
     """The weights that training changes, by the names of the model's parameters, or a source to
-    read them from. None: the engine reads the trainer's own tensors, or they were delivered to the
-    engines of that time (there is a `probe` then). Tensors are valid until the
-    next call to the trainer, a source until the next `hand_over`, so that an engine which joins
-    meanwhile can read it too."""
+    read them from. None: the engine reads the trainer's own tensors, or they were delivered. Given
+    tensors are valid until the next call to the trainer, a source until the next `hand_over`, so that an
+    engine which joins meanwhile can read it too."""
     probe: str | None
     """SHA-256 of a fixed sample of the weights' elements (`weight_probe`), by which
     an engine checks its copy. None: the engine's tensors are the trainer's, so
@@ -505,6 +504,8 @@ class HandOver:
     (`Engine.compare`). Empty: the hash is enough, or there is one copy of the weights."""
     log_probs: tuple[float, ...] = ()
     """The trainer's log-probs of the tokens of `text` from the second one on."""
+    is_delivered: bool = False
+    """Whether the weights went straight to the engines of that time."""
     host_bytes: int = 0
     """Bytes that were written to host memory which is neither the trainer's nor an engine's, for
     this hand-over. The buckets of a delivery do not count: they are where the weights are, on a CPU

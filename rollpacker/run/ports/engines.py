@@ -107,8 +107,7 @@ class Weights:
     @property
     def is_delivered(self) -> bool:
         """Whether the weights went straight to the engines that lived, and nobody can read them."""
-        one = self.hand_over
-        return one is not None and one.weights is None and one.probe is not None
+        return self.hand_over is not None and self.hand_over.is_delivered
 
 
 class Engines:
