@@ -493,8 +493,8 @@ class HandOver:
     weights: Mapping[str, Tensor] | WeightSource | None
     """The weights that training changes, by the names of the model's parameters, or a source to
     read them from. None: the engine reads the trainer's own tensors, or they were delivered. Given
-    tensors are valid until the next call to the trainer, a source until the next `hand_over`, so that an
-    engine which joins meanwhile can read it too."""
+    tensors are valid until the next call to the trainer, a source until the next `hand_over`, so
+    that an engine which joins meanwhile can read it too."""
     probe: str | None
     """SHA-256 of a fixed sample of the weights' elements (`weight_probe`), by which
     an engine checks its copy. None: the engine's tensors are the trainer's, so
