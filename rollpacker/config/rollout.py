@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Literal
 
 from rollpacker.core.fleet.fleet import FleetConfig
 from rollpacker.core.fleet.parallelism import ParallelismConfig
@@ -41,6 +42,12 @@ class RolloutConfig:
     """How several engines share samples. spread: each sample goes to the engine with the least
     work. group: the samples of a prompt go to one engine, so that its prefill is made once, unless
     that engine has much more work than others. turns: engines get samples in turn."""
+
+    weights_carrier: Literal["auto", "host", "broadcast", "ipc"] = "auto"
+    """How new weights come to engines in processes of their own (docs: Engines). host: through host
+    memory. broadcast: from the trainer's processes, by gloo or NCCL. ipc: on one machine without
+    GPUs, from the trainer's processes through shared memory. auto: broadcast on the GPUs of one
+    machine; ipc without GPUs from several processes of the trainer; else host."""
 
     def __post_init__(self) -> None:
         counts = ("prompts_per_step", "samples_per_prompt", "max_response_tokens", "engines")

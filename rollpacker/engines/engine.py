@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rollpacker.weights.buffer import WeightSource
+    from rollpacker.weights.delivery import Delivery
 
 Redraws = tuple[tuple[int, int], ...]
 """Pairs (number of a token, redraw): from that token on, tokens were drawn with the set of noise
@@ -227,10 +228,11 @@ class Engine(Protocol):
         ...
 
     async def update_weights(
-        self, version: int, weights: Mapping[str, Tensor] | WeightSource | None = None
+        self, version: int, weights: Mapping[str, Tensor] | WeightSource | Delivery | None = None
     ) -> None:
         """Generate with `version` of the weights from now on. `weights` None: the engine's tensors
-        have been changed in place. An engine in a process of its own accepts only a `WeightSource`.
+        have been changed in place. An engine in a process of its own accepts no tensors, but a
+        `WeightSource` to read or a `Delivery`, in which the trainer sends at the same time.
 
         Raises `EngineError` while samples run, if the weights are another model's, and if the
         source has another version or is being written to. After an error nothing may be submitted

@@ -115,7 +115,8 @@ class EngineHost:
 
     def _called(self, call: Call) -> str | None:
         if call.name == UPDATE_WEIGHTS:
-            asyncio.run(self._engine.update_weights(call.version, call.source))
+            weights = call.source if call.delivery is None else call.delivery
+            asyncio.run(self._engine.update_weights(call.version, weights))
         elif call.name == OFFLOAD:
             asyncio.run(self._engine.offload())
         elif call.name == RELOAD:

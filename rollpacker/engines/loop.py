@@ -30,6 +30,7 @@ from rollpacker.engines.engine import (
 )
 from rollpacker.engines.inbox import Inbox
 from rollpacker.weights.buffer import StaleWeightsError, WeightReader, WeightSource
+from rollpacker.weights.delivery import Delivery, Member, UndeliveredError
 from rollpacker.weights.host_store import HostStore
 from rollpacker.weights.probe import weight_probe
 
@@ -53,6 +54,7 @@ class LoopEngine(ABC):
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._reader = WeightReader()
+        self._member = Member()
         self._host = HostStore()
         self._inbox = Inbox()
         self._thread: threading.Thread | None = None
@@ -83,7 +85,7 @@ class LoopEngine(ABC):
         self._inbox.let_go(samples)
 
     async def update_weights(
-        self, version: int, weights: Mapping[str, Tensor] | WeightSource | None = None
+        self, version: int, weights: Mapping[str, Tensor] | WeightSource | Delivery | None = None
     ) -> None:
         """Generate with new weights; see `Engine.update_weights`. Copying is done in a thread, so
         that the caller's deadline can end the wait."""
@@ -123,7 +125,9 @@ class LoopEngine(ABC):
             if self._thread.is_alive():
                 logger.error("the engine's worker hangs; it is left behind")
 
-    def _renew(self, version: int, weights: Mapping[str, Tensor] | WeightSource | None) -> None:
+    def _renew(
+        self, version: int, weights: Mapping[str, Tensor] | WeightSource | Delivery | None
+    ) -> None:
         """Copy new weights into the module, while no samples run. `weights` None: the module has
         them already. Raises `EngineError` if they are another model's, or of another version."""
         if isinstance(weights, WeightSource):
@@ -133,6 +137,11 @@ class LoopEngine(ABC):
                 with self._reader.reading(weights) as found:
                     self._overwrite(found)
             except StaleWeightsError as error:
+                raise EngineError(str(error)) from error
+        elif isinstance(weights, Delivery):
+            try:
+                self._take_in(weights)
+            except UndeliveredError as error:
                 raise EngineError(str(error)) from error
         elif weights is not None:
             self._overwrite(weights)
@@ -147,6 +156,14 @@ class LoopEngine(ABC):
         self._check_shapes({name: value.shape for name, value in weights.items()})
         for name, value in weights.items():
             own[name].copy_(value)
+
+    @torch.no_grad()
+    def _take_in(self, delivery: Delivery) -> None:
+        own = self._trained()
+        with self._member.receiving(delivery, self._model.device) as (shapes, arriving):
+            self._check_shapes(shapes)
+            for name, _, start, values in arriving:
+                own[name].view(-1)[start : start + len(values)].copy_(values)
 
     def _check_shapes(self, shapes: Mapping[str, Sequence[int]]) -> None:
         """Raise `EngineError` if these are not the names and shapes of the trained parameters."""

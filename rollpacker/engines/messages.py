@@ -33,6 +33,7 @@ from rollpacker.engines.engine import (
     SamplingParams,
 )
 from rollpacker.weights.buffer import WeightSource
+from rollpacker.weights.delivery import Delivery
 
 UPDATE_WEIGHTS, WEIGHT_PROBE = "update_weights", "weight_probe"
 OFFLOAD, RELOAD, COMPARE = "offload", "reload", "compare"
@@ -62,6 +63,8 @@ class Call:
     """New version number of the weights, for `UPDATE_WEIGHTS`; unused in other calls."""
     source: WeightSource | None = None
     """Where `UPDATE_WEIGHTS` finds the weights. None: the engine's tensors hold them already."""
+    delivery: Delivery | None = None
+    """The delivery by which `UPDATE_WEIGHTS` gets the weights, in place of a source."""
     text: tuple[int, ...] = ()
     """Tokens whose log-probs `COMPARE` compares; unused in other calls."""
     log_probs: tuple[float, ...] = ()
@@ -157,7 +160,7 @@ def codec() -> Codec:
     """The codec of these messages, used by both processes."""
     written_by_hand = [by_field(EngineSetup), Kind(Work, _work_to_plain, _work_from_plain)]
     messages = [Call, Answer, Report]
-    inside = [EngineConfig, SamplingParams, Carried, SampleId, PackedResponse]
+    inside = [Delivery, EngineConfig, SamplingParams, Carried, SampleId, PackedResponse]
     events = [SampleGenerated, SampleAborted, SampleFailed]
     return Codec([*written_by_hand, *messages, *inside, *events])
 

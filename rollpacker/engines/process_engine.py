@@ -41,6 +41,7 @@ from rollpacker.engines.messages import (
     codec,
 )
 from rollpacker.weights.buffer import StaleWeightsError, WeightSource
+from rollpacker.weights.delivery import Delivery
 from rollpacker.workers.host import Host, Process, ThisHost
 from rollpacker.workers.kinds import BEAT, CALL
 from rollpacker.workers.loop import LoopUse
@@ -161,11 +162,14 @@ class ProcessEngine:
         self._wake()
 
     async def update_weights(
-        self, version: int, weights: Mapping[str, Tensor] | WeightSource | None = None
+        self, version: int, weights: Mapping[str, Tensor] | WeightSource | Delivery | None = None
     ) -> None:
         """Generate with new weights; see `Engine.update_weights`. Tensors are not sent: `weights`
-        must be a `WeightSource` or None."""
-        if weights is not None and not isinstance(weights, WeightSource):
+        must be a `WeightSource`, a `Delivery` or None."""
+        delivery = weights if isinstance(weights, Delivery) else None
+        if delivery is not None:
+            weights = None
+        elif weights is not None and not isinstance(weights, WeightSource):
             raise EngineError("an engine in a process reads its weights from a source")
         self._inbox.begin_weights(version)
         if weights is not None:
@@ -173,7 +177,7 @@ class ProcessEngine:
                 weights = await asyncio.to_thread(self._host.weights, weights)
             except (OSError, ValueError, StaleWeightsError) as error:
                 raise EngineError(f"weights did not get to {self._host.name}: {error}") from error
-        await asyncio.wrap_future(self._ask(Call(UPDATE_WEIGHTS, version, weights)))
+        await asyncio.wrap_future(self._ask(Call(UPDATE_WEIGHTS, version, weights, delivery)))
         self._inbox.end_weights()
 
     async def offload(self) -> None:

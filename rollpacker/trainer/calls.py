@@ -39,11 +39,12 @@ from rollpacker.trainer.trainer import (
     TrainSample,
 )
 from rollpacker.weights.buffer import BufferLayout, Place
+from rollpacker.weights.delivery import Delivery
 
 METHODS = (
     *("setup", "score", "accumulate", "discard", "rescale", "update", "apply", "arrange"),
     *("save", "load", "map_weights", "write_weights", "offload", "reload", "hashes"),
-    "log_probs_of",
+    *("log_probs_of", "send_weights"),
 )
 _ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind
@@ -59,7 +60,7 @@ comes before its base class, since the first class that fits the error is taken.
 _RECORDS = (
     *(LearnerSetup, ModelConfig, LoraConfig, TrainConfig, CriticConfig, PipelineConfig),
     *(AlgorithmConfig, PromptId, SampleId, ScoreRequest, TokenScores, TrainSample, StageTimes),
-    *(Load, Arrangement, Measured, StageCost, OpCost, Link, BufferLayout, Place),
+    *(Load, Arrangement, Measured, StageCost, OpCost, Link, BufferLayout, Place, Delivery),
 )
 _KINDS = (
     by_field(StepOutcome),

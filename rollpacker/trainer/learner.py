@@ -54,7 +54,9 @@ from rollpacker.trainer.trainer import (
     TrainerError,
     TrainSample,
 )
+from rollpacker.weights.delivery import Delivery, Member
 from rollpacker.weights.host_store import HostStore
+from rollpacker.weights.probe import Samples
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -273,11 +275,16 @@ class Learner:
         self._finish_passes()
         return self._files.weights()
 
-    def write_weights(self, buffer: Mapping[str, Tensor] | None) -> str | None:
-        """Copy the weights into `buffer` (None: this rank only takes part). Returns a hash of a
-        fixed sample of the weights; None without a buffer."""
+    def write_weights(self, buffer: Mapping[str, Tensor] | None) -> tuple[str | None, int]:
+        """Copy the weights into `buffer` (None: this rank only takes part); see
+        `LearnerFiles.write_weights`."""
         self._finish_passes()
         return self._files.write_weights(buffer)
+
+    def send_weights(self, delivery: Delivery, member: Member) -> Samples:
+        """Send this rank's part of the weights to engines; see `LearnerFiles.send_weights`."""
+        self._finish_passes()
+        return self._files.send_weights(delivery, member, self.version)
 
     def log_probs_of(self, text: Sequence[int]) -> tuple[float, ...]:
         """Return the policy's log-probs of the tokens of `text` from the second one on, under the

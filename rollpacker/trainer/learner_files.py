@@ -20,9 +20,12 @@ from rollpacker.trainer.lora import (
     merged_weights,
     save_adapter,
 )
-from rollpacker.trainer.sharding import Shards, full_tensors
+from rollpacker.trainer.sharding import Shards, first_element, full_tensors
 from rollpacker.trainer.trained import Trained
-from rollpacker.weights.probe import weight_probe
+from rollpacker.weights.buckets import Part
+from rollpacker.weights.delivery import Delivery, Member
+from rollpacker.weights.host_store import local
+from rollpacker.weights.probe import Probe, Samples, weight_probe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -97,14 +100,50 @@ class LearnerFiles:
         return self._whole(named, None if self._adapted else self.run_dtype)
 
     @torch.no_grad()
-    def write_weights(self, buffer: Mapping[str, Tensor] | None) -> str | None:
+    def write_weights(self, buffer: Mapping[str, Tensor] | None) -> tuple[str | None, int]:
         """Copy the weights into the tensors of the same names in `buffer`; None: this rank only
         takes part in gathering them. Returns a hash of a fixed sample of the copied weights
-        (`weight_probe`); None without a buffer."""
+        (`weight_probe`; None without a buffer), and the bytes written to host memory: those of the
+        buffer, and of tensors that had to be gathered or brought from a device first."""
+        num_bytes = 0
+        gathers = self.shards is not None or self.model.device.type != "cpu"
         for name, value in self.weights():
+            num_bytes += value.nbytes * gathers
             if buffer is not None:
                 buffer[name].copy_(value)
-        return None if buffer is None else weight_probe(buffer.items())
+                num_bytes += value.nbytes
+        return (None if buffer is None else weight_probe(buffer.items())), num_bytes
+
+    def held_weights(self) -> dict[Part, Tensor]:
+        """Return the parts of the weights that this rank sends to engines, each in one dimension:
+        its shards, as they are in the first replica. They become the run's dtype on the way, except
+        for adapters (see `weights`)."""
+        mirror = None if self._mirror is None else self._mirror.mirror
+        held = {}
+        for name, value in self.model.named_parameters():
+            if value.requires_grad and name != mirror:
+                start = first_element(value)
+                values = local(value).reshape(-1)
+                as_it_is = self.shards is None or self._adapted
+                dtype = value.dtype if as_it_is else self.run_dtype
+                said = str(dtype).removeprefix("torch.")
+                if len(values) or (not value.numel() and self._writes):
+                    part = Part(name, tuple(value.shape), said, start, len(values))
+                    held[part] = values
+        return held
+
+    @torch.no_grad()
+    def send_weights(self, delivery: Delivery, member: Member, version: int) -> Samples:
+        """Send this rank's part of the weights, which are of this version, to engines. Returns what
+        was sampled of them. Raises `UndeliveredError`."""
+        held = self.held_weights()
+        device = self.model.device if self.shards is None else self.shards.device
+        number = 0 if self.shards is None else self.shards.rank
+        member.send(delivery, number, device, held, version)
+        probe = Probe()
+        for part, values in held.items():
+            probe.take_part(part, values)
+        return probe.samples()
 
     def state_hashes(self) -> dict[str, str]:
         """Return the SHA-256 of the weights and of the optimizer's state (`weights`, `optimizer`).

@@ -50,6 +50,8 @@ from rollpacker.trainer.trainer import (
     TrainSample,
 )
 from rollpacker.weights.buffer import BufferLayout, WeightSource
+from rollpacker.weights.delivery import Delivery, UndeliveredError
+from rollpacker.weights.probe import digest_of
 
 Result = TypeVar("Result")
 
@@ -166,14 +168,36 @@ class ProcessTrainer:
 
         return await self._in_thread(apply)
 
-    async def hand_over(self) -> HandOver:
-        """Have rank 0 write the weights to the shared memory, and return where they can be read."""
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """Ids of the processes that send weights; see `Trainer.holders`."""
+        return tuple(self.pids[: self._ranks.num_processes // self._replicas])
+
+    async def hand_over(self, delivery: Delivery | None = None) -> HandOver:
+        """Have rank 0 write the weights to the shared memory, and return where they can be read; or
+        have all ranks send them to engines. See `Trainer.hand_over`."""
 
         def write() -> HandOver:
-            probe, *_ = self._all("write_weights")
-            weights = WeightSource(version=self.version, layout=self._layout)
+            weights: WeightSource | None = None
+            host_bytes = 0
+            if delivery is None:
+                written = self._all("write_weights")
+                probe, host_bytes = written[0][0], sum(size for _, size in written)
+                weights = WeightSource(version=self.version, layout=self._layout)
+            else:
+                found = self._all("send_weights", delivery)
+                for error in (one for one in found if isinstance(one, str)):
+                    raise UndeliveredError(error)
+                probe = digest_of(found)
             said = self._all("log_probs_of", self._text)[-1] if self._text else ()
-            return HandOver(weights=weights, probe=probe, text=self._text, log_probs=said)
+            return HandOver(
+                weights=weights,
+                probe=probe,
+                text=self._text,
+                log_probs=said,
+                is_delivered=delivery is not None,
+                host_bytes=host_bytes,
+            )
 
         return await self._in_thread(write)
 

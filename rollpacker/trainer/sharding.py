@@ -21,6 +21,7 @@ whatever other replicas do; `finish`, `any_rank` and an optimizer's step are col
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
 from rollpacker.trainer.saved_weights import read_weights
@@ -278,6 +280,17 @@ def whole(value: Tensor) -> Tensor:
     """Return a `DTensor` gathered into a plain tensor, a collective of its processes. Any other
     tensor is returned as it is."""
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def first_element(value: Tensor) -> int:
+    """Return how many elements of the whole tensor come before those that this process has of a
+    `DTensor`, which is sharded by its first dimension. 0 for any other tensor."""
+    if not isinstance(value, DTensor):
+        return 0
+    _, offset = compute_local_shape_and_global_offset(
+        value.shape, value.device_mesh, value.placements
+    )
+    return offset[0] * math.prod(value.shape[1:]) if offset else 0
 
 
 def placed_like(target: Tensor, value: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -16,7 +17,8 @@ from rollpacker.trainer.learner import Learner
 from rollpacker.trainer.outcome import step_metrics
 from rollpacker.trainer.trainer import HandOver, ScoreRequest, TokenScores, TrainSample
 from rollpacker.weights.buffer import WeightBuffer
-from rollpacker.weights.probe import weight_probe
+from rollpacker.weights.delivery import Delivery, Member
+from rollpacker.weights.probe import digest_of, weight_probe
 
 Result = TypeVar("Result")
 
@@ -43,6 +45,7 @@ class TorchTrainer:
         self._in_place = in_place
         self._text = text
         self._buffer = WeightBuffer.create(learner.weights()) if shared else None
+        self._member = Member()
         self._executor = ThreadPoolExecutor(
             max_workers=1,
             thread_name_prefix="trainer",
@@ -89,20 +92,37 @@ class TorchTrainer:
 
         return await self._in_thread(apply)
 
-    async def hand_over(self) -> HandOver:
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """Return this process's id; see `Trainer.holders`."""
+        return (os.getpid(),)
+
+    async def hand_over(self, delivery: Delivery | None = None) -> HandOver:
         """Return the weights for an engine that keeps its own copy, and a hash to check the copy
-        by. Both are None if the engine reads the learner's own tensors."""
+        by, or send them to engines; see `Trainer.hand_over`. Weights and hash are None if the
+        engine reads the learner's own tensors."""
 
         if self._in_place:
             return HandOver(weights=None, probe=None)
 
         def weights() -> HandOver:
             if self._buffer is not None:
-                with self._buffer.writing(self.version) as tensors:
-                    probe = self.learner.write_weights(tensors)
-                source = self._buffer.layout.source(self.version)
+                source, size = None, 0
+                if delivery is None:
+                    with self._buffer.writing(self.version) as tensors:
+                        probe, size = self.learner.write_weights(tensors)
+                    source = self._buffer.layout.source(self.version)
+                else:
+                    probe = digest_of([self.learner.send_weights(delivery, self._member)])
                 said = self.learner.log_probs_of(self._text) if self._text else ()
-                return HandOver(weights=source, probe=probe, text=self._text, log_probs=said)
+                return HandOver(
+                    weights=source,
+                    probe=probe,
+                    text=self._text,
+                    log_probs=said,
+                    is_delivered=delivery is not None,
+                    host_bytes=size,
+                )
             named = dict(self.learner.weights())
             return HandOver(weights=named, probe=weight_probe(named.items()))
 

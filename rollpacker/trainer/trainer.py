@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rollpacker.weights.buffer import WeightSource
+    from rollpacker.weights.delivery import Delivery
 
 AUTO_MICRO_BATCH_TOKENS = 4096
 """Default of `train.micro_batch_tokens`. If that setting is `auto`, a micro-batch may have this
@@ -436,8 +437,16 @@ class Trainer(Protocol):
         the gradient is NaN or infinite."""
         ...
 
-    async def hand_over(self) -> HandOver:
-        """Return the weights for the engine, with a hash of a fixed sample of their elements."""
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """Ids of the processes that each hold a part of the weights, and together all. They are the
+        senders of a delivery, in this order. Processes that were started anew have others."""
+        ...
+
+    async def hand_over(self, delivery: Delivery | None = None) -> HandOver:
+        """Return the weights for the engine, with a hash of a fixed sample of their elements. With
+        `delivery`, send them to the engines that take part in it, which must receive them at the
+        same time. Raises `UndeliveredError` if not all engines took them."""
         ...
 
     async def offload(self) -> None:
@@ -483,9 +492,9 @@ class HandOver:
 
     weights: Mapping[str, Tensor] | WeightSource | None
     """The weights that training changes, by the names of the model's parameters, or a source to
-    read them from. None: the engine reads the trainer's own tensors. Tensors are valid until the
-    next call to the trainer, a source until the next `hand_over`, so that an engine which joins
-    meanwhile can read it too."""
+    read them from. None: the engine reads the trainer's own tensors, or they were delivered. Given
+    tensors are valid until the next call to the trainer, a source until the next `hand_over`, so
+    that an engine which joins meanwhile can read it too."""
     probe: str | None
     """SHA-256 of a fixed sample of the weights' elements (`weight_probe`), by which
     an engine checks its copy. None: the engine's tensors are the trainer's, so
@@ -495,3 +504,9 @@ class HandOver:
     (`Engine.compare`). Empty: the hash is enough, or there is one copy of the weights."""
     log_probs: tuple[float, ...] = ()
     """The trainer's log-probs of the tokens of `text` from the second one on."""
+    is_delivered: bool = False
+    """Whether the weights went straight to the engines of that time."""
+    host_bytes: int = 0
+    """Bytes that were written to host memory which is neither the trainer's nor an engine's, for
+    this hand-over. The buckets of a delivery do not count: they are where the weights are, on a CPU
+    in host memory too, and have room for a part."""

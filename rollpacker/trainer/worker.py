@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollpacker.pipeline.stages.overseer import Arrangement
 from rollpacker.trainer.calls import METHODS, codec, error_bytes
@@ -24,9 +24,13 @@ from rollpacker.trainer.launch import line_to_run
 from rollpacker.trainer.setup import LearnerSetup
 from rollpacker.trainer.trainer import ScoreRequest, TrainSample
 from rollpacker.weights.buffer import BufferLayout, WeightBuffer
+from rollpacker.weights.delivery import Delivery, Member, UndeliveredError
 from rollpacker.workers.kinds import ANSWER, ERROR
 from rollpacker.workers.line import LINE_FD, LineEnded
 from rollpacker.workers.program import answer_calls, begin_quietly
+
+if TYPE_CHECKING:
+    from rollpacker.weights.probe import Samples
 
 TIMEOUT_S = 3600.0
 """Seconds that a rank waits for others in a collective; the run's own deadlines are shorter."""
@@ -37,6 +41,7 @@ class Worker:
 
     def __init__(self) -> None:
         self._buffer: WeightBuffer | None = None
+        self._member = Member()
 
     def setup(self, setup: LearnerSetup) -> list[tuple[int, str]]:
         """Join the other ranks, and build this rank's learner (models and optimizer) from its
@@ -99,13 +104,24 @@ class Worker:
         write to. None: this rank writes nothing."""
         self._buffer = None if layout is None else WeightBuffer(layout)
 
-    def write_weights(self) -> str | None:
+    def write_weights(self) -> tuple[str | None, int]:
         """Copy the weights to the shared memory: every rank takes part, rank 0 writes. Returns on
-        rank 0 a hash of a fixed sample of the weights, on other ranks None."""
+        rank 0 a hash of a fixed sample of the weights, on other ranks None; and the bytes that were
+        written to host memory."""
         if self._buffer is None:
             return self._learner.write_weights(None)
         with self._buffer.writing(self._learner.version) as tensors:
             return self._learner.write_weights(tensors)
+
+    def send_weights(self, delivery: Delivery) -> Samples | str:
+        """Send this rank's part of the weights to engines. Returns what was sampled of it (nothing
+        in replicas that send none), or a sentence if it was not delivered."""
+        if int(os.environ["RANK"]) >= delivery.senders:
+            return {}
+        try:
+            return self._learner.send_weights(delivery, self._member)
+        except UndeliveredError as error:
+            return str(error)
 
     def log_probs_of(self, text: Sequence[int]) -> tuple[float, ...]:
         return self._learner.log_probs_of(text)

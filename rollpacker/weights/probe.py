@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from rollpacker.weights.buckets import Part
 
 SAMPLED_ELEMENTS = 64
 """Number of elements of each tensor that are compared; of a smaller tensor, all."""
@@ -35,12 +40,29 @@ def weight_probe(named_tensors: Iterable[tuple[str, Tensor]]) -> str:
     return probe.hexdigest()
 
 
+Samples = dict[str, tuple[str, bytes]]
+"""Shape and sampled elements of tensors, by name. Elements that were not there are zeros."""
+
+
 class Probe:
     """A `weight_probe` of tensors that pass by one after the other and are not kept."""
 
     def __init__(self) -> None:
         self._taken: list[tuple[str, str, Tensor]] = []
         """Name, shape and sampled elements (as bytes) of each tensor that has passed."""
+
+    @torch.no_grad()
+    def take_part(self, part: Part, values: Tensor) -> None:
+        """Sample a tensor of which only these elements, in one dimension, are here."""
+        size = math.prod(part.shape)
+        places = _positions(part.name, size) - part.start
+        inside = (places >= 0) & (places < len(values))
+        dtype: torch.dtype = getattr(torch, part.dtype)
+        taken = torch.zeros(len(places) if size else 0, dtype=dtype, device=values.device)
+        if inside.any():
+            here, there = torch.from_numpy(inside), torch.from_numpy(places[inside])
+            taken[here.to(values.device)] = values[there.to(values.device)].to(dtype)
+        self._taken.append((part.name, f"{part.shape}", taken.view(torch.uint8)))
 
     def of(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield these tensors, and sample each before it is yielded."""
@@ -52,19 +74,32 @@ class Probe:
             self._taken.append((name, f"{tuple(tensor.shape)}", taken.view(torch.uint8)))
             yield name, tensor
 
+    def samples(self) -> Samples:
+        """Return what was sampled."""
+        read = _read([taken for *_, taken in self._taken])
+        pairs = zip(self._taken, read, strict=True)
+        return {name: (shape, data) for (name, shape, _), data in pairs}
+
     def hexdigest(self) -> str:
         """Return the hash of all tensors that have passed."""
-        self._taken.sort(key=lambda item: item[0])
-        samples = _read([taken for *_, taken in self._taken])
-        tensors = [(*item[:2], data) for item, data in zip(self._taken, samples, strict=True)]
-        embeddings = {(shape, data) for name, shape, data in tensors if name.endswith(EMBEDDINGS)}
-        digest = hashlib.sha256()
-        for name, shape, data in tensors:
-            if name.endswith(OUTPUT_LAYERS) and (shape, data) in embeddings:
-                continue
-            digest.update(f"{name} {shape}\n".encode())
-            digest.update(data)
-        return digest.hexdigest()
+        return digest_of([self.samples()])
+
+
+def digest_of(found: Iterable[Samples]) -> str:
+    """Return the hash of tensors whose elements were sampled by several processes, each of those
+    that it has."""
+    merged: Samples = {}
+    for name, (shape, data) in (item for one in found for item in one.items()):
+        before = np.frombuffer(merged.get(name, ("", bytes(len(data))))[1], np.uint8)
+        merged[name] = shape, (np.frombuffer(data, np.uint8) | before).tobytes()
+    embeddings = {said for name, said in merged.items() if name.endswith(EMBEDDINGS)}
+    digest = hashlib.sha256()
+    for name, (shape, data) in sorted(merged.items()):
+        if name.endswith(OUTPUT_LAYERS) and (shape, data) in embeddings:
+            continue
+        digest.update(f"{name} {shape}\n".encode())
+        digest.update(data)
+    return digest.hexdigest()
 
 
 def _positions(name: str, size: int) -> np.ndarray:

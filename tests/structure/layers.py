@@ -22,7 +22,7 @@ FOR_ALL = ("chat_template", "codec", "did_you_mean", "imports", "spans", "warn_o
 _TRAINER = (*NOUNS, "core.packs", "algo", "pipeline", "workers", "weights")
 _CHECKS = ("core.checks.deadlines", "core.checks.reward_hosts")
 
-_RUN = ("bus", "core", "config", "weights.buffer", *CONTRACTS)
+_RUN = ("bus", "core", "config", "weights.buffer", "weights.delivery", *CONTRACTS)
 _ALL_BUT_CLI = (
     *("algo", "bus", "callbacks", "cluster", "config", "core", "data", "dialogue", "endpoints"),
     *("engines", "environments", "integrations", "pipeline", "report", "rewards", "run", "sandbox"),

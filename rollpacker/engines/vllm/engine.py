@@ -41,6 +41,7 @@ from rollpacker.engines.vllm.parallel import Workers, watch_processes
 from rollpacker.engines.vllm.setup import close_vllm, open_vllm
 from rollpacker.engines.vllm.weights import Copy
 from rollpacker.weights.buffer import StaleWeightsError, WeightSource
+from rollpacker.weights.delivery import Delivery, UndeliveredError
 from rollpacker.weights.folder import SavedFolder
 
 if TYPE_CHECKING:
@@ -387,7 +388,9 @@ class VllmEngine(LoopEngine):
 
     # -- weights -----------------------------------------------------------------------------------
 
-    def _renew(self, version: int, weights: Mapping[str, Tensor] | WeightSource | None) -> None:
+    def _renew(
+        self, version: int, weights: Mapping[str, Tensor] | WeightSource | Delivery | None
+    ) -> None:
         if not self._has_no_memory:
             super()._renew(version, weights)
             self._copy.load()
@@ -396,17 +399,19 @@ class VllmEngine(LoopEngine):
         elif self._copy.is_empty:
             raise EngineError("vLLM has no weights since it slept, and none were given")
 
-    def _receive(self, version: int, weights: Mapping[str, Tensor] | WeightSource) -> None:
+    def _receive(
+        self, version: int, weights: Mapping[str, Tensor] | WeightSource | Delivery
+    ) -> None:
         """Bring weights into vLLM from where they are. Raises `EngineError` as `_renew` does."""
         if isinstance(weights, WeightSource):
             if weights.version != version:
                 raise EngineError(f"weights of version {weights.version} were given for {version}")
             self._check_shapes({n: place.shape for n, place in weights.layout.places.items()})
-        else:
+        elif not isinstance(weights, Delivery):
             self._check_shapes({name: value.shape for name, value in weights.items()})
         try:
             self._copy.load(weights)
-        except StaleWeightsError as error:
+        except (StaleWeightsError, UndeliveredError) as error:
             raise EngineError(str(error)) from error
 
     def weight_probe(self) -> str:

@@ -29,6 +29,7 @@ from rollpacker.engines.vllm.adapters import (
 from rollpacker.engines.vllm.draws import Draw
 from rollpacker.weights.buffer import StaleWeightsError, WeightReader, WeightSource
 from rollpacker.weights.comparison import Comparison, text_of
+from rollpacker.weights.delivery import Delivery, Member, UndeliveredError, whole
 from rollpacker.weights.folder import SavedFolder
 from rollpacker.weights.probe import Probe
 
@@ -36,17 +37,24 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.llm_engine import LLMEngine
 
-Weights = WeightSource | SavedFolder | Mapping[str, Tensor]
-"""Where weights can be read from. Worker processes take no tensors, and so no mapping."""
+Weights = WeightSource | Delivery | SavedFolder | Mapping[str, Tensor]
+"""Where weights come from. Worker processes take no tensors, and so no mapping."""
 
 _reader = WeightReader()
+_member = Member()
 
 
 @contextmanager
-def opened(weights: Weights) -> Iterator[Iterator[tuple[str, Tensor]]]:
-    """Yield the names and tensors of these weights, to be used inside the `with`. Raises
-    `StaleWeightsError` if a source has another version by now, also at the end."""
-    if isinstance(weights, WeightSource):
+def opened(
+    weights: Weights, worker: int, device: torch.device
+) -> Iterator[Iterator[tuple[str, Tensor]]]:
+    """Yield the names and tensors of these weights, to be used inside the `with`. `worker`: number
+    of this process among the engine's, on `device`. Raises `StaleWeightsError` if a source has
+    another version by now, also at the end, and `UndeliveredError`."""
+    if isinstance(weights, Delivery):
+        with _member.receiving(weights, device, worker) as (_, arriving):
+            yield whole(arriving)
+    elif isinstance(weights, WeightSource):
         with _reader.reading(weights) as found:
             yield iter(found.items())
     else:
@@ -74,7 +82,9 @@ class Copy:
         self._hand_over = hand_over
         self._forget = forget
         self._base: Weights | None = None
-        """Where the weights of vLLM's base can be read again. None: it has none yet."""
+        """Where the weights of vLLM's base can be read again. None: nowhere, or it has none yet."""
+        self._is_half_loaded = False
+        """Whether a delivery ended early. vLLM reloads layer by layer, and cannot begin anew."""
         self.is_empty = False
         """Whether vLLM has dropped its weights and has no others yet."""
         self._text = text_of([range(model.config.get_text_config().vocab_size)], self._longest)
@@ -88,7 +98,7 @@ class Copy:
     def _longest(self) -> int:
         return int(self._vllm.vllm_config.model_config.max_model_len)
 
-    def load(self, given: WeightSource | Mapping[str, Tensor] | None = None) -> None:
+    def load(self, given: WeightSource | Delivery | Mapping[str, Tensor] | None = None) -> None:
         """Bring weights into vLLM: those that `given` has of the trained parameters, or if it is
         None the module's or the folder's. The base of adapters is brought once. Raises
         `EngineError` if vLLM cannot take them or does not compute what a module with memory
@@ -102,7 +112,8 @@ class Copy:
             if self._base is None:
                 self._load_base(own)
             probe = Probe()
-            with opened(given or adapter_weights(self._model)) as named:
+            adapter = given or adapter_weights(self._model)
+            with opened(adapter, 0, self._model.device) as named:
                 load_adapter(self._model, self._vllm, dict(probe.of(named)))
             self.probe = probe.hexdigest()
         self._changed = self.probe != before
@@ -119,10 +130,15 @@ class Copy:
     def _load_base(self, weights: Weights) -> str:
         """Bring all weights but the adapter's into vLLM, which then drops its adapter. Returns a
         hash of what it got."""
+        if self._is_half_loaded:
+            raise EngineError("vLLM stopped half-way through an update of its weights")
         found = self._vllm.collective_rpc("receive_weights", args=(weights,))
         for error in (one for _, one in found if one is not None):
+            if isinstance(weights, Delivery):
+                self._is_half_loaded = True
+                raise UndeliveredError(error)
             raise StaleWeightsError(error)
-        self._base = weights
+        self._base = None if isinstance(weights, Delivery) else weights
         return str(found[0][0])
 
     def _settle(self) -> None:

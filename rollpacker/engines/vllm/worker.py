@@ -17,6 +17,7 @@ from rollpacker.engines.vllm.setup import pack_output_layer
 from rollpacker.engines.vllm.verify import watch
 from rollpacker.engines.vllm.weights import Weights, opened
 from rollpacker.weights.buffer import StaleWeightsError
+from rollpacker.weights.delivery import UndeliveredError
 from rollpacker.weights.probe import Probe
 
 logging.getLogger("vllm").setLevel(logging.ERROR)
@@ -51,12 +52,12 @@ class Extension:
 
     def receive_weights(self: Any, weights: Weights) -> tuple[str, str | None]:
         """Load this worker's part of these weights. Returns a hash of what was read
-        (`weight_probe`), and a sentence if another version of the weights is there by now."""
+        (`weight_probe`), and a sentence if another version is there, or they did not arrive."""
         probe = Probe()
         try:
-            with opened(weights) as named:
+            with opened(weights, self.rank, self.device) as named:
                 self.reload_weights(weights_iterator=probe.of(named))
-        except StaleWeightsError as error:
+        except (StaleWeightsError, UndeliveredError) as error:
             return "", str(error)
         self.apply_model(pack_output_layer)
         return probe.hexdigest(), None

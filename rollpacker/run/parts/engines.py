@@ -3,6 +3,7 @@ own, each of which calls `make_engine`."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -21,7 +22,10 @@ if TYPE_CHECKING:
     from rollpacker.engines.messages import EngineSetup
     from rollpacker.run.parts.hosts import Hosts
     from rollpacker.run.parts.policy import LoadedPolicy
+    from rollpacker.run.ports.deliveries import Deliveries
     from rollpacker.trainer.trainer import ModelConfig
+
+logger = logging.getLogger(__name__)
 
 
 def build_engines(
@@ -66,7 +70,40 @@ def build_engines(
         )
 
     first = [make(number, 0, planner.initial) for number in range(count)]
-    return Engines(first, make, planner.initial)
+    return Engines(first, make, planner.initial, deliveries_of(config, hosts, shares_pools))
+
+
+def deliveries_of(config: RunConfig, hosts: Hosts, shares_pools: bool) -> Deliveries | None:
+    """Returns what brings weights straight to engines in processes of their own, as
+    `rollout.weights_carrier` says. None: they read them from host memory. Raises `ValueError` for a
+    carrier that does not go with the rest of the config."""
+    from rollpacker.run.ports.deliveries import Deliveries
+    from rollpacker.trainer.launch import store_at
+    from rollpacker.trainer.model import model_device
+
+    on_cuda = model_device(config.model.device).type == "cuda"
+    carrier, why_not = config.rollout.weights_carrier, None
+    if config.train.colocate or shares_pools:
+        why_not = "engines and trainer have their devices by turns"
+    elif config.model.lora is not None:
+        why_not = "of adapters there is little to carry"
+    elif len(hosts.by_name) > 1:
+        why_not = "engines are on several machines" if carrier != "broadcast" else None
+    elif on_cuda and carrier == "ipc":
+        why_not = "each process sees the memory of its own GPUs alone"
+    elif carrier == "auto" and not on_cuda and (config.train.processes or 1) == 1:
+        why_not = "one process of the trainer writes as fast"
+    if carrier == "auto" and why_not is None:
+        carrier = "broadcast" if on_cuda else "ipc"
+    if carrier == "auto" or carrier == "host":
+        logger.info("weights go to engines through host memory: %s", why_not or "as configured")
+        return None
+    if why_not is not None:
+        raise ValueError(
+            f"rollout.weights_carrier={carrier} cannot be had, since {why_not}: leave it at auto"
+        )
+    logger.info("weights go to engines by %s", carrier)
+    return Deliveries(carrier, hosts.address, store_at)
 
 
 def open_engines(

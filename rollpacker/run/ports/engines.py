@@ -36,6 +36,7 @@ from rollpacker.engines.engine import (
     GenerationRequest,
     Response,
 )
+from rollpacker.run.ports.deliveries import Deliveries
 from rollpacker.run.ports.held import (
     AssignedSample,
     Ending,
@@ -103,17 +104,27 @@ class Weights:
     hand_over: HandOver | None
     """The trainer's weights for engines to copy. None if the trainer has not written them yet."""
 
+    @property
+    def is_delivered(self) -> bool:
+        """Whether the weights went straight to the engines that lived, and nobody can read them."""
+        return self.hand_over is not None and self.hand_over.is_delivered
+
 
 class Engines:
     """The engines of a run by number, and the samples that the core has assigned to each. Methods
     are called under the bus's lock, except for `close`."""
 
     def __init__(
-        self, engines: Sequence[Engine], make: MakeEngine | None = None, tensor_parallel: int = 1
+        self,
+        engines: Sequence[Engine],
+        make: MakeEngine | None = None,
+        tensor_parallel: int = 1,
+        deliveries: Deliveries | None = None,
     ) -> None:
         """`make`: makes an engine to replace a lost one; None: lost engines are not replaced, and
-        the run ends. `tensor_parallel`: number of devices of each engine."""
-        self.make = make
+        the run ends. `tensor_parallel`: number of devices of each engine. `deliveries`: brings
+        weights straight to engines; None: these read them from host memory."""
+        self.make, self.deliveries = make, deliveries
         self.handles = {number: Handle(number, 0, engine) for number, engine in enumerate(engines)}
         """The latest engine of each number, alive or lost."""
         self.layout = EngineLayout(0, tensor_parallel)

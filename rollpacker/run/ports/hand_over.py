@@ -72,8 +72,9 @@ class HandingOver:
 
     async def _hand_over(self, version: int) -> None:
         with self.bus.lock:
-            self.engines.expect(Weights(version, None))
-        weights = Weights(version, await self.trainer.hand_over())
+            living = self.engines.expect(Weights(version, None))
+        within_s = None if self.engines.make is None else self.watch.deadlines.sync_s / 2
+        weights = await _from(self.trainer, self.engines, version, living, within_s)
         if self.publish is not None:
             await _bring_to_hosts(self.publish, weights)
             with self.bus.lock:
@@ -82,7 +83,6 @@ class HandingOver:
         await self.devices.to_engines()
         with self.bus.lock:
             living = self.engines.expect(weights)
-        within_s = None if self.engines.make is None else self.watch.deadlines.sync_s / 2
         for handle, error in (await _bring_all(living, weights, within_s)).items():
             if self.engines.make is None:
                 raise error
@@ -138,6 +138,12 @@ class HandingOver:
         weights = engines.weights
         if weights.hand_over is None and not engines.is_closed:
             return False
+        if weights.is_delivered:
+            assert engines.deliveries is not None
+            if engines.deliveries.asked is not weights:
+                engines.deliveries.asked = weights
+                self.main.later(partial(self._write, weights))
+            return engines.is_closed
         try:
             bring_up_to_date(handle.engine, weights)
         except (EngineError, TrainerError):
@@ -153,6 +159,15 @@ class HandingOver:
             engines.join(handle)
         return True
 
+    async def _write(self, weights: Weights) -> None:
+        """Have the trainer write weights that were delivered, for engines that missed that; unless
+        it has newer ones by now, which come to all engines anyway."""
+        if self.engines.weights is weights and self.trainer.version == weights.version:
+            written = Weights(weights.version, await self.trainer.hand_over())
+            with self.bus.lock:
+                if self.engines.weights is weights:
+                    self.engines.weights = written
+
 
 async def _close_all(engines: Sequence[Engine]) -> None:
     await asyncio.gather(*(engine.close() for engine in engines), return_exceptions=True)
@@ -160,10 +175,27 @@ async def _close_all(engines: Sequence[Engine]) -> None:
 
 async def hand_over_weights(trainer: Trainer, engines: Engines, version: int) -> None:
     """Bring the trainer's weights to all engines before a run begins. Raises an engine's error."""
-    weights = Weights(version, await trainer.hand_over())
+    weights = await _from(trainer, engines, version, engines.living, None)
     await take_all_back(trainer, engines)
     for error in (await _bring_all(engines.expect(weights), weights)).values():
         raise error
+
+
+async def _from(
+    trainer: Trainer,
+    engines: Engines,
+    version: int,
+    living: Sequence[Handle],
+    within_s: float | None,
+) -> Weights:
+    """Return the trainer's weights, which the living engines have by then if they go straight to
+    engines. `within_s`: most seconds that an engine may take for that; None: no limit."""
+    if engines.deliveries is None or not living:
+        return Weights(version, await trainer.hand_over())
+    size = engines.layout.tensor_parallel
+    return Weights(
+        version, await engines.deliveries.bring(trainer, living, version, size, within_s)
+    )
 
 
 async def publish_weights(
@@ -202,13 +234,15 @@ async def _bring_all(
 
 
 def bring_up_to_date(engine: Engine, weights: Weights) -> None:
-    """Load the trainer's weights into an engine, and check that they arrived. This runs in a thread
+    """Load the trainer's weights into an engine, unless they were delivered, and check that they
+    arrived. This runs in a thread
     of its own, so that a copy that hangs does not stop the event loop. Raises `EngineError`, also
     for an engine that computes with others (`Engine.compare`), and `TrainerError` if a hash of the
     engine's weights differs from the trainer's."""
     hand_over = weights.hand_over
     assert hand_over is not None
-    asyncio.run(engine.update_weights(weights.version, hand_over.weights))
+    if not weights.is_delivered:
+        asyncio.run(engine.update_weights(weights.version, hand_over.weights))
     if hand_over.probe is None:  # the engine's tensors are the trainer's
         return
     found = engine.weight_probe()
