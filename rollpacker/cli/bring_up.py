@@ -33,16 +33,19 @@ if TYPE_CHECKING:
     from rollpacker.engines.process_engine import ProcessEngine
     from rollpacker.run.parts.hosts import Hosts
     from rollpacker.run.parts.policy import LoadedPolicy
+    from rollpacker.run.ports.deliveries import Deliveries
     from rollpacker.trainer.launch import Ranks
-    from rollpacker.trainer.trainer import Trainer
+    from rollpacker.trainer.trainer import HandOver, Trainer
     from rollpacker.workers.child import Child
     from rollpacker.workers.line import Line
 
 T = TypeVar("T")
 Device = Literal["cuda", "cpu"]
 
-CARRIERS = ("host",)
-"""Ways in which weights go from the trainer to an engine. Each is tried."""
+Carrier = Literal["host", "broadcast", "ipc"]
+CARRIERS: tuple[Carrier, ...] = ("host", "broadcast", "ipc")
+"""Ways in which weights go from the trainer to an engine (`rollout.weights_carrier`). Each is tried
+where a run could take it."""
 ATTENTION = ("varlen", "flex", "grouped")
 SAMPLES = {"cuda": (64, 512), "cpu": (16, 64)}
 """Number of responses by which engine and trainer are compared, and the tokens of each."""
@@ -105,12 +108,18 @@ class BringUp:
     takes_turns: bool = True
     """Whether engine and trainer have the same devices by turns."""
     engine: ProcessEngine | None = None
+    degree: int = 1
+    """Number of devices of the engine."""
     ranks: Ranks | None = None
     trainer: Trainer | None = None
     responses: Sequence[Response] = ()
     """Responses of the engine under the present weights."""
     moved_nats: float = math.inf
     """How far the first update moved log-probs, on average. Infinite before it."""
+    weight_bytes: int = 0
+    """Bytes of the weights that go from the trainer to an engine. 0: not known yet."""
+    deliveries: dict[str, Deliveries] = field(default_factory=dict)
+    """By carrier, what brings weights straight to the engine."""
     is_new: bool = False
     """Whether the trainer has weights that no engine has got yet."""
     children: list[tuple[Child, Line]] = field(default_factory=list)
@@ -269,13 +278,13 @@ class BringUp:
         from rollpacker.run.parts.engines import engine_setup
 
         config, policy = _there(self.config, "plan"), _there(self.policy, "plan")
-        degree = config.parallelism_planner.initial
-        host, environment = _there(self.hosts, "plan").of_engine(0, degree)
+        self.degree = config.parallelism_planner.initial
+        host, environment = _there(self.hosts, "plan").of_engine(0, self.degree)
         setup = engine_setup(
             config.model,
             config.rollout.engine,
             threads=policy.threads,
-            tensor_parallel=degree,
+            tensor_parallel=self.degree,
             sleeps=self.takes_turns,
         )
         began = time.perf_counter()
@@ -443,14 +452,20 @@ class BringUp:
         self.is_new = True
         return sum(len(one.prompt_tokens) + len(one.tokens) for one in responses)
 
-    def _bring(self, carrier: str) -> list[Finding]:
+    def _bring(self, carrier: Carrier) -> list[Finding]:
         """Bring new weights to the engine by this carrier, twice: the first time memory is made and
         pinned and kernels are compiled, so that the second counts."""
+        if self.device == "cuda" and (carrier == "ipc" or (self.takes_turns and carrier != "host")):
+            why = "taking turns" if self.takes_turns else "each with its own GPUs"
+            return [
+                Finding("ok", "weights", f"by {carrier}: not tried: engine and trainer are {why}")
+            ]
         if not self.is_new:
             self._train()
-        first, (size, written_s, read_s, away_s, back_s) = self._hand_over(), self._hand_over()
+        first = self._hand_over(carrier)
+        size, written_s, read_s, away_s, back_s = self._hand_over(carrier)
         self.is_new, found = False, []
-        if self.takes_turns:
+        if self.takes_turns and carrier == "host":
             text = f"the trainer left in {away_s:.2f} s, the engine came back in {back_s:.2f} s"
             found.append(Finding("ok", "wake", text))
         seconds = written_s + read_s
@@ -463,29 +478,52 @@ class BringUp:
         found.append(Finding("ok", "weights", text, details=details))
         return [*found, self._mismatch(f"after {carrier}")] if self.responses else found
 
-    def _hand_over(self) -> _HandOver:
+    def _hand_over(self, carrier: Carrier) -> _HandOver:
         """Bring the trainer's weights to the engine, and have it generate with them. If both use
-        the same devices, the trainer has them before and afterwards."""
+        the same devices, the trainer has them before and afterwards; but what goes straight to the
+        engine goes while both are there."""
         from rollpacker.run.ports.engines import Weights
         from rollpacker.run.ports.hand_over import bring_up_to_date
         from rollpacker.weights.buffer import WeightSource
 
         engine, trainer = _there(self.engine, "engine"), _there(self.trainer, "trainer")
-        hand_over, written_s = _timed(trainer.hand_over())
         away_s = back_s = 0.0
-        if self.takes_turns:
-            _, away_s = _timed(trainer.offload())
-            _, back_s = _timed(engine.reload())
+        if carrier == "host":
+            hand_over, written_s = _timed(trainer.hand_over())
+            if self.takes_turns:
+                _, away_s = _timed(trainer.offload())
+                _, back_s = _timed(engine.reload())
+        else:
+            if self.takes_turns:
+                _timed(engine.reload())
+            hand_over, written_s = _timed(self._deliver(carrier, engine, trainer))
+            if not hand_over.is_delivered:
+                raise RuntimeError("they did not arrive, and went through host memory: see above")
         began = time.perf_counter()
         bring_up_to_date(engine, Weights(trainer.version, hand_over))
         read_s = time.perf_counter() - began
         self.responses = self._generate(len(self.responses), LATER_TOKENS)
         if self.takes_turns:
             _timed(engine.offload())
-            _timed(trainer.reload())
-        source = hand_over.weights
-        size = source.layout.size_bytes if isinstance(source, WeightSource) else 0
-        return _HandOver(size, written_s, read_s, away_s, back_s)
+            if carrier == "host":
+                _timed(trainer.reload())
+        if isinstance(hand_over.weights, WeightSource):
+            self.weight_bytes = hand_over.weights.layout.size_bytes
+        return _HandOver(self.weight_bytes, written_s, read_s, away_s, back_s)
+
+    async def _deliver(
+        self, carrier: Literal["broadcast", "ipc"], engine: ProcessEngine, trainer: Trainer
+    ) -> HandOver:
+        """Have the trainer send its weights straight to the engine."""
+        from rollpacker.run.ports.deliveries import Deliveries
+        from rollpacker.run.ports.held import Handle
+        from rollpacker.trainer.launch import store_at
+
+        if carrier not in self.deliveries:
+            address = _there(self.hosts, "plan").address
+            self.deliveries[carrier] = Deliveries(carrier, address, store_at)
+        handles, version = [Handle(0, 0, engine)], trainer.version
+        return await self.deliveries[carrier].bring(trainer, handles, version, self.degree, None)
 
     # -- the end ---------------------------------------------------------------------------
 
