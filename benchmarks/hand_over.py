@@ -106,7 +106,7 @@ def ways_of() -> dict[str, Deliveries | None]:
 
 
 def timed(path: Path, ranks: int, repetitions: int) -> dict[str, Any]:
-    """Seconds of a hand-over by carrier, without each one's first, which makes groups and memory."""
+    """Seconds of hand-overs by carrier, without each one's first, which makes groups and memory."""
     seconds: dict[str, list[float]] = {carrier: [] for carrier in CARRIERS}
     host_bytes = dict.fromkeys(CARRIERS, 0)
     ways = ways_of()
