@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lab import ROOT, markdown, write_result
@@ -63,14 +64,19 @@ def rows() -> list[dict[str, Any]]:
     ]
 
 
+def table(rows: Iterable[Mapping[str, Any]]) -> str:
+    """The rows as the page has them."""
+    head = ("setting", "step", "busy", "price of 1,000 prompts")
+    cells = [
+        (row["setting"], f"{row['step_s']:.1f} s", f"{row['busy_s']:.1f} s", price)
+        for row in rows
+        for price in [f"{row['price_per_1k_prompts']:.2f}"]
+    ]
+    return markdown(head, cells)
+
+
 if __name__ == "__main__":
     found = rows()
     settings = {"scenario": SCENARIO, "cluster": CLUSTER, "settings": SETTINGS}
     write_result("plan_shared", {**settings, "seeds": SEEDS, "steps": STEPS, "rows": found})
-    head = ("setting", "step", "busy", "price of 1,000 prompts")
-    cells = [
-        (f"{row['setting']}", f"{row['step_s']:.1f} s", f"{row['busy_s']:.1f} s", price)
-        for row in found
-        for price in [f"{row['price_per_1k_prompts']:.2f}"]
-    ]
-    print(markdown(head, cells))
+    print(table(found))
