@@ -135,7 +135,7 @@ def test_a_folder_that_cannot_be_written_to(
 def test_an_adapter_that_vllm_did_not_take_is_noticed_before_anything_is_generated(
     engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_weights, "load_adapter", lambda model, vllm: None)
+    monkeypatch.setattr(vllm_weights, "load_adapter", lambda model, vllm, tensors: None)
     with pytest.raises(EngineError, match="does not compute what the model does"):
         asyncio.run(engine.update_weights(9, trained(engine._model, 9)))
 
