@@ -25,8 +25,6 @@ from rollpacker.endpoints.http import (
 Kind = Literal["vllm", "sglang"]
 
 CONNECT_S = 10.0
-KEEP_IDLE_S = 2.0
-"""Seconds that an idle connection is kept: fewer than the 5 after which these servers close it."""
 REFUSED = (400, 413, 422)
 """HTTP statuses by which a server says that the request itself is wrong."""
 NOT_TAKEN = (429, 502, 503, 504)
@@ -98,7 +96,8 @@ class Wire:
         self._client = http.AsyncClient(
             headers=headers | ({"Authorization": f"Bearer {token}"} if token else {}),
             timeout=http.Timeout(silence_s, connect=CONNECT_S, pool=None),
-            limits=http.Limits(max_connections=None, keepalive_expiry=KEEP_IDLE_S),
+            # An idle connection saves little, and breaks when the server closes it just then.
+            limits=http.Limits(max_connections=None, max_keepalive_connections=0),
             follow_redirects=False,
             trust_env=False,  # no proxy and no password file of this machine's user
         )

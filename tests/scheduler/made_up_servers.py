@@ -14,7 +14,7 @@ from typing import Any
 
 VOCABULARY = 1000
 MAX_TOKENS = 200
-TICK_S, TOKENS_A_TICK = 0.003, 16
+TICK_S, TOKENS_A_TICK = 0.004, 32
 
 Drawn = tuple[tuple[int, ...], tuple[float, ...], str]
 """Tokens, their log-probs, and the reason of the end."""
@@ -76,11 +76,11 @@ class MadeUpServer:
     async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections.add(writer)
         try:
-            while head := await reader.readuntil(b"\r\n\r\n"):
-                lines = head.decode().lower().split("\r\n")
-                fields = dict(line.split(": ", 1) for line in lines[1:] if line)
-                body = await reader.readexactly(int(fields.get("content-length", 0)))
-                await self.answer(lines[0].split()[1], body, reader, writer)
+            lines = (await reader.readuntil(b"\r\n\r\n")).decode().lower().split("\r\n")
+            fields = dict(line.split(": ", 1) for line in lines[1:] if line)
+            body = await reader.readexactly(int(fields.get("content-length", 0)))
+            await self.answer(lines[0].split()[1], body, reader, writer)
+            writer.close()
         except (Cut, EOFError, OSError):
             writer.transport.abort()
         finally:
@@ -131,8 +131,7 @@ class MadeUpServer:
         most = settings["max_tokens" if vllm else "max_new_tokens"]
         drawn = policy(prompt, seed, most, endless=settings.get("ignore_eos", False))
         if self.junk:
-            write(writer, 200, self.junk, kind="text/event-stream", close=True)
-            raise Cut
+            return write(writer, 200, self.junk, kind="text/event-stream")
         if vllm:
             await self.stream(drawn, fault, reader, writer)
         else:
@@ -190,15 +189,7 @@ class MadeUpServer:
 
 
 def write(
-    writer: asyncio.StreamWriter,
-    status: int,
-    body: bytes = b"{}",
-    *,
-    kind: str = "application/json",
-    close: bool = False,
+    writer: asyncio.StreamWriter, status: int, body: bytes = b"{}", kind: str = "application/json"
 ) -> None:
-    length = "connection: close" if close else f"content-length: {len(body)}"
-    head = f"HTTP/1.1 {status} made up\r\ncontent-type: {kind}\r\n{length}\r\n\r\n"
-    writer.write(head.encode() + body)
-    if close:
-        writer.write_eof()
+    head = f"HTTP/1.1 {status} made up\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}"
+    writer.write(head.encode() + b"\r\n\r\n" + body)
