@@ -128,8 +128,8 @@ class Wire:
             async with self._client.stream("POST", url + path, content=content) as answer:
                 was_taken = answer.status_code not in NOT_TAKEN
                 if answer.status_code in REFUSED:
-                    why, _ = await read_bounded(answer, MAX_ERROR_BYTES)
-                    raise ValueError(f"it refuses: {why.decode(errors='replace')}")
+                    text, _ = await read_bounded(answer, MAX_ERROR_BYTES)
+                    raise ValueError(f"it refuses: {text.decode(errors='replace')}")
                 if answer.status_code != 200:
                     raise Lost(f"it answered {answer.status_code}", was_taken=was_taken)
                 refuse_compressed(answer)
@@ -174,7 +174,7 @@ class _Reply(msgspec.Struct):
 
 
 def _vllm(draw: Draw, sampling: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    wanted = {"stream": True, "return_token_ids": True, "logprobs": 0}
+    wanted = {"n": 1, "echo": False, "stream": True, "return_token_ids": True, "logprobs": 0}
     own = {"prompt": draw.prompt, "seed": draw.seed, "max_tokens": draw.max_tokens}
     return "/v1/completions", {**sampling, **own, **wanted}
 

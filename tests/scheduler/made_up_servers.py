@@ -130,6 +130,13 @@ class MadeUpServer:
             seed = random.getrandbits(62)
         most = settings["max_tokens" if vllm else "max_new_tokens"]
         drawn = policy(prompt, seed, most, endless=settings.get("ignore_eos", False))
+        if self.flaw == "silence":
+            await reader.read()  # as long as somebody waits
+            raise Cut
+        if self.flaw == "redirect":
+            return write(writer, 302, kind="text/html\r\nlocation: /elsewhere")
+        if self.flaw == "compressed":
+            return write(writer, 200, kind="text/event-stream\r\ncontent-encoding: gzip")
         if self.junk:
             return write(writer, 200, self.junk, kind="text/event-stream")
         if vllm:

@@ -14,9 +14,11 @@ import pytest
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.job.config import JobConfig
 from rollpacker.core.rounds.tail_batching import TailBatchingConfig
+from rollpacker.engines.engine import Response
 from rollpacker.scheduler import Counted, Request, Scheduler
 from rollpacker.scheduler.servers import NoServer, Servers
 from rollpacker.scheduler.wire import Lost
+from tests.docs.blocks import PAGES, blocks
 from tests.scheduler.made_up_servers import (
     MAX_TOKENS,
     VOCABULARY,
@@ -48,15 +50,18 @@ def scheduler_of(servers: Servers, num_prompts: int, *, enabled: bool = True) ->
         left[0] -= found
         return found
 
-    config = JobConfig(
+    servers.scheduler = Scheduler(config(enabled), servers, Counted(fetch))
+    return servers.scheduler
+
+
+def config(enabled: bool = True) -> JobConfig:
+    return JobConfig(
         prompts_per_step=PROMPTS,
         samples_per_prompt=SAMPLES,
         max_steps=None,
         max_response_tokens=MAX_TOKENS,
         tail_batching=TailBatchingConfig(enabled=enabled, prompt_factor=1.5, carry="none"),
     )
-    servers.scheduler = Scheduler(config, servers, Counted(fetch))
-    return servers.scheduler
 
 
 def run(work: Awaitable[None]) -> None:
@@ -252,6 +257,21 @@ def test_a_server_that_comes_back_is_used_again() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_silent_server_is_lost(kind: str) -> None:
+    async def work() -> None:
+        async with MadeUpServer(kind, flaw="silence") as one, MadeUpServer(kind) as other:
+            servers = servers_of(kind, [one.url, other.url], silence_s=0.05, pause_s=LIMIT_S)
+            host = told(servers)
+            servers.start([request(3)])
+            await until(lambda: bool(host.ends))
+            assert host.ends[request(3).id] == ("stop", list(policy(prompt_of(3), 300)[0]))
+            assert one.seen == other.seen == [(prompt_of(3), 300)]
+            await servers.close()
+
+    run(work())
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_no_server_left_is_one_sentence(kind: str) -> None:
     async def work() -> None:
         async with MadeUpServer(kind) as server:
@@ -286,6 +306,9 @@ FLAWS = {
     ("vllm", "stream"): "cannot be used: it does not stream, so that a response cannot be stopped",
     ("sglang", "abort"): "does not stop a response",
     ("sglang", "path"): "cannot be used: it answered 404",
+    ("vllm", "redirect"): "cannot be used: it answered 302",
+    ("vllm", "compressed"): r"cannot be used: it sent a compressed reply \(gzip\)",
+    ("sglang", "compressed"): r"cannot be used: it sent a compressed reply \(gzip\)",
 }
 
 
@@ -368,6 +391,25 @@ def test_an_error_within_a_stream_is_a_lost_server() -> None:
             await servers.close()
 
     run(work())
+
+
+def test_the_example_of_the_page() -> None:
+    page = next(one for one in PAGES if one.name == "scheduler.md")
+    example: dict[str, Any] = {}
+    exec(next(one.text for one in blocks(page) if one.language == "python"), example)
+    trained = []
+
+    async def train_on(groups: list[list[Response]]) -> None:
+        trained.append([[len(one.log_probs) == len(one.tokens) > 0 for one in g] for g in groups])
+
+    async def work() -> None:
+        for kind in KINDS:
+            async with MadeUpServer(kind) as server:
+                prompts = [prompt_of(number) for number in range(20)]
+                await example["run"](config(), kind, [server.url], prompts, train_on)
+
+    run(work())
+    assert trained == [[[True] * SAMPLES] * PROMPTS] * 2 * len(KINDS)
 
 
 def test_the_trainer_may_be_in_another_thread() -> None:
