@@ -83,7 +83,8 @@ class Servers:
     ) -> None:
         """`urls`: addresses of the servers, such as "http://node1:8000", which all hold the same
         weights. `prompts` gives the tokens of a prompt by its number (`Request.prompt`). Tokens are
-        numbers below `vocab_size`. `sampling`: the server's own sampling settings, such as
+        numbers below `vocab_size`, and a response has at most `max_response_tokens`, which is that
+        of the scheduler's config. `sampling`: the server's own sampling settings, such as
         {"temperature": 1.0, "stop_token_ids": [2]}. `loop`: where all of it runs, by default the
         event loop that runs now. `token_env` names the environment variable with a bearer token.
 

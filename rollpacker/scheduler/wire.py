@@ -135,7 +135,7 @@ class Wire:
                 refuse_compressed(answer)
                 await read(answer, draw)
         except self._errors as error:
-            why = f"it cannot be reached ({error or type(error).__name__})"
+            why = f"it cannot be reached ({str(error) or type(error).__name__})"
             raise Lost(why, was_taken=was_taken) from None
         except CompressedAnswer as error:
             raise ValueError(f"it sent {error}") from None

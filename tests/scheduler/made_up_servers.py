@@ -58,7 +58,9 @@ class MadeUpServer:
         return f"http://127.0.0.1:{self.port}"
 
     async def __aenter__(self) -> MadeUpServer:
-        self.server = await asyncio.start_server(self.connected, "127.0.0.1", self.port)
+        self.server = await asyncio.start_server(
+            self.connected, "127.0.0.1", self.port, backlog=2048
+        )
         self.port = self.server.sockets[0].getsockname()[1]
         return self
 
