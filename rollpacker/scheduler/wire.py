@@ -4,7 +4,6 @@ are checked, and redirects and compressed answers are refused."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -101,8 +100,6 @@ class Wire:
             follow_redirects=False,
             trust_env=False,  # no proxy and no password file of this machine's user
         )
-        # SGLang aborts every request whose id begins with the one that it is given: hence the dot.
-        self._ids = (f"{uuid.uuid4().hex}-{number}." for number in itertools.count())
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -119,7 +116,8 @@ class Wire:
     async def ask(self, url: str, draw: Draw, **sampling: Any) -> None:
         """Have a server draw a response, up to its end, or until it aborts it. Raises `Lost`, or
         `ValueError` if it refuses, or sends what cannot be right."""
-        draw.id = next(self._ids)
+        # SGLang aborts all whose ids begin with the one given: none is the beginning of another.
+        draw.id = uuid.uuid4().hex
         draw.tokens, draw.log_probs, draw.finish = [], [], ""
         ask, read = (_vllm, _read_stream) if self.kind == "vllm" else (_sglang, _read_reply)
         path, body = ask(draw, {**self._sampling, **sampling})

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import socket
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -51,6 +52,7 @@ class MadeUpServer:
         """Number of responses that are generated now."""
         self.aborted: set[str] = set()
         self.port = 0
+        self.num_aborts = 0
         self.connections: set[asyncio.StreamWriter] = set()
 
     @property
@@ -58,20 +60,28 @@ class MadeUpServer:
         return f"http://127.0.0.1:{self.port}"
 
     async def __aenter__(self) -> MadeUpServer:
+        if not self.port:  # kept from others while the server is down
+            self.holder = socket.socket()
+            self.holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            self.holder.bind(("127.0.0.1", 0))
+            self.port = self.holder.getsockname()[1]
         self.server = await asyncio.start_server(
-            self.connected, "127.0.0.1", self.port, backlog=2048
+            self.connected, "127.0.0.1", self.port, backlog=2048, reuse_port=True
         )
-        self.port = self.server.sockets[0].getsockname()[1]
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self.holder.close()
+        self.die()
+
+    def die(self) -> None:
         self.server.close()
         for writer in self.connections:
             writer.transport.abort()
 
     async def restart_after(self, seconds: float) -> None:
         """Die with all that runs, and come back at the same address."""
-        await self.__aexit__()
+        self.die()
         await asyncio.sleep(seconds)
         await self.__aenter__()
 
@@ -93,7 +103,8 @@ class MadeUpServer:
         if path == "/health":
             write(writer, 200)
         elif path == "/abort_request" and self.flaw != "abort":
-            if self.flaw != "slow abort":
+            self.num_aborts += 1
+            if self.flaw != "slow abort" and (self.flaw != "first abort" or self.num_aborts > 1):
                 self.aborted.add(json.loads(body)["rid"])
             write(writer, 200)
         elif path == {"vllm": "/v1/completions", "sglang": "/generate"}[self.kind]:
@@ -109,7 +120,7 @@ class MadeUpServer:
         """The fault that a request meets, or none."""
         if self.faults is None or self.faults.random() > 0.1:
             return ""
-        names = ("cut", "cut", "cut", "late", "late", "500", "503", "kill")
+        names = ("cut", "cut", "late", "late", "abort", "500", "503", "kill")
         fault = self.faults.choice(names)
         self.met[fault] += 1
         return fault
@@ -167,12 +178,14 @@ class MadeUpServer:
                 choice["token_ids"] = tokens[at:end]
             if self.flaw != "log-probs":
                 choice["logprobs"] = {"token_logprobs": log_probs[at:end]}
-            if end >= len(tokens):
-                choice["finish_reason"] = finish
+            if end >= len(tokens) or fault == "abort":
+                choice["finish_reason"] = "abort" if fault == "abort" else finish
             event = b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
             half = len(event) // 2  # the boundaries of events are not those of the network
             for part in (event[:half], event[half:]):
                 writer.write(b"%x\r\n%s\r\n" % (len(part), part))
+            if fault == "abort":
+                break
         event = b"data: [DONE]\n\n"
         writer.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(event), event))
 
@@ -187,7 +200,7 @@ class MadeUpServer:
             done += TOKENS_A_TICK
             if fault == "late":  # deaf to an abort: it ends whole, or is given up
                 await asyncio.sleep(10 * TICK_S)
-            elif any(rid.startswith(name) for name in self.aborted):
+            elif fault == "abort" or any(rid.startswith(name) for name in self.aborted):
                 finish = "abort"
                 break
         meta: dict[str, Any] = {"finish_reason": {"type": finish}}

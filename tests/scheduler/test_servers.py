@@ -16,6 +16,7 @@ from rollpacker.core.job.config import JobConfig
 from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 from rollpacker.engines.engine import Response
 from rollpacker.scheduler import Counted, Request, Scheduler
+from rollpacker.scheduler import servers as servers_module
 from rollpacker.scheduler.servers import NoServer, Servers
 from rollpacker.scheduler.wire import Lost
 from tests.docs.blocks import PAGES, blocks
@@ -124,7 +125,7 @@ def test_nothing_is_lost_or_doubled_by_faults(kind: str) -> None:
             trained = await train(servers, scheduler_of(servers, 160))
             await servers.close()
             met = sum((one.met for one in made), Counter())
-            assert met.total() >= 50 and len(met) == 5, met
+            assert met.total() >= 50 and len(met) == 6, met
             assert trained.total() == 160 * SAMPLES and set(trained.values()) == {1}
             assert len({(prompt, place) for prompt, place, *_ in trained}) == 160 * SAMPLES
             await until(lambda: not any(one.open for one in made))
@@ -198,6 +199,23 @@ def test_a_slow_abort_is_given_up_and_a_late_answer_counts() -> None:
     run(work())
 
 
+def test_an_abort_that_came_too_early_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers_module, "ABORT_AGAIN_S", 0.002)
+
+    async def work() -> None:
+        async with MadeUpServer("sglang", flaw="first abort") as server:
+            servers = servers_of("sglang", [server.url], abort_s=LIMIT_S, **ENDLESS)
+            host = told(servers)
+            servers.start([request(3)])
+            await until(lambda: server.open == 1)
+            servers.stop([request(3)])
+            await until(lambda: bool(host.ends))
+            assert host.ends[request(3).id][0] == "stopped" and server.num_aborts > 1
+            await servers.close()
+
+    run(work())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_abort_ends_that_response_alone(kind: str) -> None:
     """SGLang's abort takes an id for the beginning of ids."""
@@ -213,6 +231,7 @@ def test_an_abort_ends_that_response_alone(kind: str) -> None:
             await until(lambda: len(host.ends) == 12)
             reasons = [host.ends[one.id][0] for one in many]
             assert reasons == ["stopped"] * 2 + ["length"] * 10
+            assert len(server.seen) == 12  # none was started again
             await servers.close()
 
     run(work())
