@@ -99,7 +99,7 @@ test-vllm: $(VLLM_VENV)/.installed
 	  tests/engines/test_vllm_life.py tests/engines/test_vllm_parallel.py \
 	  tests/engines/test_vllm_hybrid.py tests/engines/test_vllm_no_copy.py tests/engines/test_memory.py \
 	  tests/engines/test_vllm_adapters.py tests/engines/test_vllm_adapters_apart.py \
-	  tests/engines/test_vllm_runners.py \
+	  tests/engines/test_vllm_runners.py tests/scheduler/test_vllm_server.py \
 	  tests/engines/test_conformance.py tests/cli/test_vllm_bad_input.py
 	TRITON_INTERPRET=1 $(VLLM_BIN)/python -m pytest tests/engines/test_vllm_noise.py \
 	  tests/engines/test_vllm_native.py

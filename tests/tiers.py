@@ -270,6 +270,7 @@ MOVED: dict[str, tuple[Tier, str]] = {
         "tests/engines/test_vllm_noise.py::test_vllm_draws_what_is_written_down_here",
         "tests/engines/test_vllm_parallel.py",
         "tests/engines/test_vllm_runners.py",
+        "tests/scheduler/test_vllm_server.py",
     ),
     **_rows(
         "nightly",

@@ -74,11 +74,16 @@ def is_private(url: str) -> bool:
         return host == "localhost"
 
 
-async def read_bounded(response: Any, max_bytes: int) -> tuple[bytes, bool]:
-    """Return a body up to `max_bytes`, and whether it is whole. Raises `CompressedAnswer`."""
+def refuse_compressed(response: Any) -> None:
+    """Raise `CompressedAnswer` if the response's headers say that its body is compressed."""
     encoding = response.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         raise CompressedAnswer(f"a compressed reply ({encoding[:20]}), which nobody asked for")
+
+
+async def read_bounded(response: Any, max_bytes: int) -> tuple[bytes, bool]:
+    """Return a body up to `max_bytes`, and whether it is whole. Raises `CompressedAnswer`."""
+    refuse_compressed(response)
     body = bytearray()
     async for chunk in response.aiter_raw():
         body += chunk

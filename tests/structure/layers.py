@@ -78,7 +78,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "sandbox": ("endpoints", "workers"),
     "scheduler": (
-        *("bus", "core", "data.dataset", "engines.engine", "report.accounting"),
+        *("bus", "core", "data.dataset", "endpoints", "engines.engine", "report.accounting"),
         *("report.step_summary", "run.errors", "run.ports.carried", "run.ports.clock"),
     ),
     "serving": (*NOUNS, "dialogue", "engines"),

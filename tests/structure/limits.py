@@ -62,7 +62,7 @@ BUDGETS = {
     "run.parts": 3_050,
     "run.ports": 5_650,
     "sandbox": 3_750,
-    "scheduler": 600,
+    "scheduler": 1_100,
     "serving": 1_150,
     "sim": 8_300,
     "trackers": 650,
