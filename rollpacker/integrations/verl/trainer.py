@@ -99,6 +99,8 @@ class RollPackerTrainer(PPOTrainerSync):  # type: ignore[misc]
         """Check verl's config, and set its hooks to the classes here. Raises `ValueError` for what
         does not go with tail batching."""
         _check(config)
+        # One that does nothing, so that what the scheduler refuses is refused before models load.
+        Scheduler(_job(config), self, Counted(lambda _: 0))
         with open_dict(config):
             config.trainer.v1.sampler.custom_sampler = {
                 "path": f"pkg://{__name__}",
@@ -113,24 +115,20 @@ class RollPackerTrainer(PPOTrainerSync):  # type: ignore[misc]
 
     def on_train_begin(self) -> None:
         super().on_train_begin()
-        sampler, data = self.replay_buffer, self.config.data
+        sampler = self.replay_buffer
         sampler.manager = self.agent_loop_manager
         trained = self.global_steps - 1
         cursor = Prompts(self._fetch)
-        cursor.num_fetched = trained * data.train_batch_size  # unless saved state says more
+        cursor.num_fetched = (
+            trained * self.config.data.train_batch_size
+        )  # unless saved state says more
         folder = self._checkpoint(trained) if trained else None
         if folder is not None and (folder / FOLDER / "state.json").exists():
             sampler.rows = torch.load(folder / FOLDER / ROWS, weights_only=False)
         if held := (transfer_queue.kv_list(PARTITION) or {}).get(PARTITION):
             transfer_queue.kv_clear(keys=list(held), partition_id=PARTITION)  # of the saved step
         sampler.scheduler = Scheduler(
-            JobConfig(
-                prompts_per_step=data.train_batch_size,
-                samples_per_prompt=self.config.actor_rollout_ref.rollout.n,
-                max_steps=None,
-                max_response_tokens=data.max_response_length,
-                tail_batching=_tail_batching(self.config),
-            ),
+            _job(self.config),
             self,
             cursor,
             seed=self.config.actor_rollout_ref.rollout.seed,
@@ -181,20 +179,26 @@ class RollPackerTrainer(PPOTrainerSync):  # type: ignore[misc]
         super()._save_checkpoint()  # last: it says that the checkpoint is complete
 
 
-def _tail_batching(config: Any) -> TailBatchingConfig:
-    """Return the settings of tail batching, `trainer.v1.rollpacker_sync.*`."""
+def _job(config: Any) -> JobConfig:
+    """Return what the scheduler is to know of verl's config: the sizes of a step, and the settings
+    of tail batching, `trainer.v1.rollpacker_sync.*`."""
     given = OmegaConf.to_container(config.trainer.v1.get(MODE) or OmegaConf.create(), resolve=True)
     tree: dict[str, Any] = {"carry": "none", **given}  # type: ignore[dict-item]
     if tree["carry"] != "none":
         raise ValueError(
             f"{MODE}.carry={tree['carry']}: verl's engines take no tokens up, leave it out"
         )
-    return config_of(tree, (), TailBatchingConfig, where=f"trainer.v1.{MODE}")
+    return JobConfig(
+        prompts_per_step=config.data.train_batch_size,
+        samples_per_prompt=config.actor_rollout_ref.rollout.n,
+        max_steps=None,  # `_fetch` decides where the prompts end
+        max_response_tokens=config.data.max_response_length,
+        tail_batching=config_of(tree, (), TailBatchingConfig, where=f"trainer.v1.{MODE}"),
+    )
 
 
 def _check(config: Any) -> None:
     """Raise `ValueError` for settings of verl that do not go with tail batching."""
-    _tail_batching(config)
     rollout, sampler = config.actor_rollout_ref.rollout, config.trainer.v1.sampler
     refused = {
         f"actor_rollout_ref.rollout.name={rollout.name}: vLLM's responses alone can be stopped": (
