@@ -18,8 +18,8 @@ from rollpacker.trackers.by_name import TRACKERS
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
-NOT_IN_ALL = {"quantized", "ray", "trl", "verl", "vllm", "wandb", "mlflow", "trackio", "swanlab"} | {
-    *("gem", "openenv", "verifiers"),
+NOT_IN_ALL = {"quantized", "ray", "trl", "vllm", "wandb", "mlflow", "trackio", "swanlab"} | {
+    *("gem", "openenv", "verifiers", "verl"),
 }
 """What is large and most do without; another framework; trackers, of which one wants one's own;
 environments that do not go with the rest."""
