@@ -125,7 +125,7 @@ PURE = ("core", "cluster.decide", "pipeline.plan")
 IMPURE = {"asyncio", "logging", "os", "socket", "subprocess", "threading", "time", "random"}
 LIBRARIES_OF_PURE = {"numpy", "msgspec"}
 
-RAY = ("workers.hosts", "cluster.on_ray")
+RAY = ("workers.hosts", "cluster.on_ray", "integrations.verl")
 """Only modules below these prefixes import ray."""
 
 

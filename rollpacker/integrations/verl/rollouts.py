@@ -193,6 +193,8 @@ class Manager(AgentLoopManagerTQ):  # type: ignore[misc]
         self.agent_loop_workers_class = ray.remote(Worker)
         self._polls: dict[Any, Any] = {}
         """For each worker a call that returns when a request has ended."""
+        self._calls: set[Any] = set()
+        """Calls of workers that are under way, whose errors must not be lost."""
 
     def start(self, requests: Sequence[Request], rows: dict[int, Any], step: int) -> None:
         """Start requests. `rows` has the row of each prompt, of a single one in its batch. `step`:
@@ -206,7 +208,7 @@ class Manager(AgentLoopManagerTQ):  # type: ignore[misc]
         for worker, found in by_worker.items():
             batch = tensordict_utils.concat_tensordict(found)
             tensordict_utils.assign_non_tensor_data(batch, "global_steps", step)
-            self.agent_loop_workers[worker].generate_sequences.remote(batch)
+            self._calls.add(self.agent_loop_workers[worker].generate_sequences.remote(batch))
 
     def stop(self, requests: Sequence[Request]) -> None:
         """Stop requests. Each is reported by `ends` when it has."""
@@ -214,17 +216,19 @@ class Manager(AgentLoopManagerTQ):  # type: ignore[misc]
         for request in requests:
             by_worker.setdefault(self._worker_of(request.prompt), []).append(request.id)
         for worker, ids in by_worker.items():
-            self.agent_loop_workers[worker].stop.remote(ids)
+            self._calls.add(self.agent_loop_workers[worker].stop.remote(ids))
 
     def ends(self) -> Iterator[End]:
-        """Wait until a request has ended, and yield all that have. Raises the error of a worker
-        that was lost."""
+        """Wait for a worker, and yield the requests that have ended, or none. Raises the error of
+        a worker that was lost, or that could not start or stop."""
         for worker in set(self.agent_loop_workers) - set(self._polls.values()):
             self._polls[worker.ends.remote()] = worker
-        ready, _ = ray.wait(list(self._polls), num_returns=1)
-        for poll in ready:
-            del self._polls[poll]
-            yield from ray.get(poll)
+        ready, _ = ray.wait([*self._polls, *self._calls], num_returns=1)
+        for call in ready:
+            found = ray.get(call)
+            if self._polls.pop(call, None) is not None:
+                yield from found
+            self._calls.discard(call)
 
     def _worker_of(self, prompt: int) -> int:
         return prompt % len(self.agent_loop_workers)

@@ -183,7 +183,7 @@ def _job(config: Any) -> JobConfig:
     """Return what the scheduler is to know of verl's config: the sizes of a step, and the settings
     of tail batching, `trainer.v1.rollpacker_sync.*`."""
     given = OmegaConf.to_container(config.trainer.v1.get(MODE) or OmegaConf.create(), resolve=True)
-    tree: dict[str, Any] = {"carry": "none", **given}  # type: ignore[dict-item]
+    tree: dict[str, Any] = {"carry": "none", **given}
     if tree["carry"] != "none":
         raise ValueError(
             f"{MODE}.carry={tree['carry']}: verl's engines take no tokens up, leave it out"
