@@ -25,7 +25,7 @@ from verl.utils import tensordict_utils
 
 from rollpacker.integrations import verl as integration
 from rollpacker.integrations.verl.rollouts import End
-from rollpacker.integrations.verl.trainer import RollPackerTrainer, Sampler
+from rollpacker.integrations.verl.trainer import RollPackerTrainer, Sampler, held
 from rollpacker.scheduler import Request
 
 PROMPTS, SAMPLES, STEPS = 4, 2, 8
@@ -158,10 +158,6 @@ def train_on(self: Trainer, metrics: dict[str, float], timing_raw: object) -> An
     return batch
 
 
-def held() -> list[str]:
-    return list((transfer_queue.kv_list("train") or {}).get("train", {}))
-
-
 EXPECTED = {f"p{prompt}_{place}_0" for prompt in range(PROMPTS * STEPS) for place in range(SAMPLES)}
 
 
@@ -181,7 +177,7 @@ def no_models(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(PPOTrainer, "step", train_on)
     monkeypatch.setattr(PPOTrainer, "_save_checkpoint", lambda self: None)
     yield
-    if keys := held():
+    if keys := list(held()):
         transfer_queue.kv_clear(keys=keys, partition_id="train")
 
 
@@ -215,8 +211,11 @@ def test_a_resumed_run_goes_on_as_the_one_that_was_not_killed(tmp_path: Path) ->
         killed.run(1)
     killed.global_steps -= 1  # verl saves before it counts the step
     killed._save_checkpoint()
-    put("orphan_0_0", 7)  # verl's queue brings back the rows of the step that was saved
     resumed = Trainer(config_of(tmp_path / "killed", prompt_factor=2.0), done=3)
+    put("orphan_0_0", 7)  # verl's queue brings back the rows of the step that was saved
+    pending = {"is_prompt": True, "status": "pending", "global_steps": 3}
+    transfer_queue.kv_put(key="fetched", partition_id="train", tag=pending)  # by another mode
+    assert resumed._reissue_inflight_prompts() == 0 and not held()
     resumed.on_train_begin()
     resumed.run(STEPS - 3)
     assert killed.trained + resumed.trained == whole.trained

@@ -76,7 +76,7 @@ class Sampler(ReplayBuffer):  # type: ignore[misc]  # verl is not typed
             raise RuntimeError(
                 f"step {global_steps} has no prompts left: too many of them failed, see above"
             )
-        tags = (transfer_queue.kv_list(PARTITION) or {}).get(PARTITION, {})
+        tags = held()
         by_response: dict[str, list[str]] = {}
         for key in sorted(tags, key=lambda key: int(key.rpartition("_")[2])):
             by_response.setdefault(key.rpartition("_")[0], []).append(key)
@@ -125,8 +125,6 @@ class RollPackerTrainer(PPOTrainerSync):  # type: ignore[misc]
         folder = self._checkpoint(trained) if trained else None
         if folder is not None and (folder / FOLDER / "state.json").exists():
             sampler.rows = torch.load(folder / FOLDER / ROWS, weights_only=False)
-        if held := (transfer_queue.kv_list(PARTITION) or {}).get(PARTITION):
-            transfer_queue.kv_clear(keys=list(held), partition_id=PARTITION)  # of the saved step
         sampler.scheduler = Scheduler(
             _job(self.config),
             self,
@@ -156,6 +154,13 @@ class RollPackerTrainer(PPOTrainerSync):  # type: ignore[misc]
         """Stop requests of the scheduler (`Host`)."""
         self.agent_loop_manager.stop(requests)
 
+    def _reissue_inflight_prompts(self, partition_id: str = PARTITION) -> int:
+        """Remove what verl's queue has from a checkpoint: responses that its step trained on, and
+        prompts under way if another mode saved it. verl would start those."""
+        if keys := list(held()):
+            transfer_queue.kv_clear(keys=keys, partition_id=PARTITION)
+        return 0
+
     def _fetch(self, count: int) -> int:
         rows, size = self.replay_buffer.rows, self.config.data.train_batch_size
         left = (self.total_training_steps - self.global_steps + 1) * size - len(rows)
@@ -177,6 +182,11 @@ class RollPackerTrainer(PPOTrainerSync):  # type: ignore[misc]
         self.replay_buffer.scheduler.save(folder)
         torch.save(self.replay_buffer.rows, folder / FOLDER / ROWS)
         super()._save_checkpoint()  # last: it says that the checkpoint is complete
+
+
+def held() -> dict[str, Any]:
+    """Return the tags of all that verl's queue has to train on, by its keys."""
+    return (transfer_queue.kv_list(PARTITION) or {}).get(PARTITION, {})  # type: ignore[no-any-return]
 
 
 def _job(config: Any) -> JobConfig:
