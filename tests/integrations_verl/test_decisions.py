@@ -252,14 +252,15 @@ def test_metrics_are_among_verls(tmp_path: Path) -> None:
 def test_more_steps_than_at_first(tmp_path: Path) -> None:
     """A run that ended goes on where its number of steps is raised."""
     trainer = Trainer(config_of(tmp_path, prompt_factor=2.0))
-    trainer.total_training_steps = 4
+    trainer.total_training_steps = 3
     trainer.on_train_begin()
-    trainer.run(4)
+    trainer.run(3)
+    assert trainer._cursor.ended
     trainer.global_steps -= 1
     trainer._save_checkpoint()
-    resumed = Trainer(config_of(tmp_path, prompt_factor=2.0), done=4)
+    resumed = Trainer(config_of(tmp_path, prompt_factor=2.0), done=3)
     resumed.on_train_begin()
-    resumed.run(STEPS - 4)
+    resumed.run(STEPS - 3)
     assert trainer.trained + resumed.trained == dict.fromkeys(EXPECTED, 1)
 
 

@@ -46,7 +46,8 @@ class Server:
         return SimpleNamespace(token_ids=[1, 2, 3], stop_reason=reason, extra_fields={})
 
     async def _call(self, function: Callable[..., Any], *args: Any) -> None:
-        function(self, *args)
+        self.output_handler = asyncio.current_task()  # vLLM's task, by which its loop is found
+        await asyncio.to_thread(function, self, *args)  # as ray does
 
     async def abort(self, request_ids: list[str]) -> None:
         for one in request_ids:

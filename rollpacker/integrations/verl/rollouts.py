@@ -114,16 +114,12 @@ class Client(LLMServerClient):  # type: ignore[misc]  # verl is not typed
 
 
 def _abort(server: Any, engine_ids: list[str]) -> None:
-    """Abort requests of a vLLM server, in whose process and event loop this runs. verl's own
-    `abort_request` looks for names that vLLM does not use, and its `abort_all_requests` passes an
-    argument that newer versions of vLLM have no more."""
-    task = asyncio.get_running_loop().create_task(server.engine.abort(engine_ids))
-    task.add_done_callback(_report)
-
-
-def _report(task: asyncio.Task[None]) -> None:
-    if (error := task.exception()) is not None:
-        logger.error("vLLM did not abort requests that were stopped", exc_info=error)
+    """Abort requests of a vLLM server, in whose process this runs. verl's own `abort_request` looks
+    for names that vLLM does not use, and its `abort_all_requests` passes an argument that newer
+    versions of vLLM have no more."""
+    # Ray calls this in a thread of its own, without the event loop of the engine.
+    loop = server.engine.output_handler.get_loop()
+    asyncio.run_coroutine_threadsafe(server.engine.abort(engine_ids), loop)
 
 
 class Worker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type: ignore[misc]
