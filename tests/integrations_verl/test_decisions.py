@@ -271,6 +271,10 @@ def test_more_steps_than_at_first(tmp_path: Path) -> None:
         ("trainer.v1.rollpacker_sync.carry=exact", "verl's engines take no tokens up"),
         ("trainer.v1.rollpacker_sync.prompt_faktor=2", "prompt_factor"),
         ("trainer.v1.sampler.custom_sampler.name=Mine", "the scheduler chooses what is trained on"),
+        (
+            "actor_rollout_ref.rollout.agent.agent_loop_manager_class=a.Mine",
+            "responses are started by RollPacker's",
+        ),
         ("algorithm.adv_estimator=remax", "it needs a greedy response beside the others"),
         ("algorithm.filter_groups.enable=True", "it replaces prompts"),
         ("trainer.v1.rollpacker_sync.debias=moments", "debias needs sample weights"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import groupby
@@ -119,7 +120,13 @@ def _abort(server: Any, engine_ids: list[str]) -> None:
     versions of vLLM have no more."""
     # Ray calls this in a thread of its own, without the event loop of the engine.
     loop = server.engine.output_handler.get_loop()
-    asyncio.run_coroutine_threadsafe(server.engine.abort(engine_ids), loop)
+    abort = asyncio.run_coroutine_threadsafe(server.engine.abort(engine_ids), loop)
+    abort.add_done_callback(_report)
+
+
+def _report(abort: Future[None]) -> None:
+    if (error := abort.exception()) is not None:
+        logger.error("vLLM did not abort responses that were stopped", exc_info=error)
 
 
 class Worker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type: ignore[misc]

@@ -34,6 +34,7 @@ from rollpacker.scheduler import Counted, Request, Scheduler, Step
 logger = logging.getLogger(__name__)
 
 MODE = "rollpacker_sync"
+MANAGER = f"{Manager.__module__}.{Manager.__name__}"
 PARTITION = "train"
 """Partition of verl's queue with responses to train on."""
 FOLDER = "rollpacker"
@@ -102,12 +103,9 @@ class RollPackerTrainer(PPOTrainerSync):  # type: ignore[misc]
         # One that does nothing, so that what the scheduler refuses is refused before models load.
         Scheduler(_job(config), self, Counted(lambda _: 0))
         with open_dict(config):
-            config.trainer.v1.sampler.custom_sampler = {
-                "path": f"pkg://{__name__}",
-                "name": Sampler.__name__,
-            }
-            agent = config.actor_rollout_ref.rollout.agent
-            agent.agent_loop_manager_class = f"{Manager.__module__}.{Manager.__name__}"
+            own = {"path": f"pkg://{__name__}", "name": Sampler.__name__}
+            config.trainer.v1.sampler.custom_sampler = own
+            config.actor_rollout_ref.rollout.agent.agent_loop_manager_class = MANAGER
         super().__init__(config)
 
     def get_llm_client(self) -> Any:
@@ -224,7 +222,10 @@ def _check(config: Any) -> None:
             config.algorithm.adv_estimator == "remax"
         ),
         "trainer.v1.sampler.custom_sampler: the scheduler chooses what is trained on": (
-            (sampler.get("custom_sampler") or {}).get("name") not in (None, Sampler.__name__)
+            (sampler.get("custom_sampler") or {}).get("name") is not None
+        ),
+        "rollout.agent.agent_loop_manager_class: responses are started by RollPacker's": (
+            rollout.agent.get("agent_loop_manager_class") is not None
         ),
     }
     for what, found in refused.items():
