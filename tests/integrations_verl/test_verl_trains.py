@@ -29,7 +29,7 @@ NOT_REPEATED = (
     *("rollout_corr/", "training/rollout_probs", "training/rollout_actor", "/cpu_memory"),
 )
 """Parts of the names of metrics that depend on seconds, on memory, on how far stopped responses had
-come, on the steps since the process began or, in the seventh digit, on which responses vLLM computed
+come, on the steps since the process began or, in the seventh digit, on what vLLM computed
 together."""
 
 
