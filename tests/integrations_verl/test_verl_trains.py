@@ -21,12 +21,16 @@ RACING = (
     "+trainer.v1.rollpacker_sync.prompt_factor=2",
 )
 WAITING = ("trainer.v1.trainer_mode=rollpacker_sync", "+trainer.v1.rollpacker_sync.enabled=False")
-LEARNS = ("actor_rollout_ref.actor.optim.lr=1e-3", f"trainer.total_training_steps={STEPS}")
+LEARNS = (
+    "actor_rollout_ref.actor.optim.lr=1e-3",
+    f"trainer.total_training_steps={STEPS}",
+    f"trainer.test_freq={SAVED}",
+)
 FROZEN = ("actor_rollout_ref.actor.optim.lr=0", f"trainer.total_training_steps={STEPS}")
 NOT_REPEATED = (
     *("timing_", "perf/", "rollpacker/decode", "rollpacker/tail", "rollpacker/training"),
     *("rollpacker/between", "rollpacker/controller", "rollpacker/generated", "rollpacker/length"),
-    *("rollout_corr/", "training/rollout_probs", "training/rollout_actor", "/cpu_memory"),
+    *("val-", "rollout_corr/", "training/rollout_probs", "training/rollout_actor", "/cpu_memory"),
 )
 """Parts of the names of metrics that depend on seconds, on memory, on how far stopped responses had
 come, on the steps since the process began or, in the seventh digit, on what vLLM computed
@@ -61,6 +65,8 @@ def test_it_trains_on_each_prompt_once(whole: tuple[Training, Path]) -> None:
     deferred = sum(one["rollpacker/prompts_deferred"] for one in training.metrics.values())
     assert deferred == sum(launched) - STEPS * PROMPTS
     assert "rollpacker: 6 steps in" in training.output
+    validated = [step for step, one in training.metrics.items() if any("val-" in n for n in one)]
+    assert validated == [SAVED, STEPS]
 
 
 def test_a_resumed_run_repeats_the_one_that_was_not_killed(

@@ -55,7 +55,7 @@ actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=16
 reward.custom_reward_function.name=share_of_digits reward.num_workers=1
 transfer_queue.backend.SimpleStorage.num_data_storage_units=1
 trainer.device=cpu trainer.n_gpus_per_node=1 trainer.nnodes=1 trainer.val_before_train=False
-trainer.test_freq=-1 trainer.total_epochs=1
+data.val_max_samples=4 trainer.total_epochs=1
 ray_kwargs.ray_init.num_cpus=16 +ray_kwargs.ray_init.num_gpus=1
 +ray_kwargs.ray_init.include_dashboard=False
 """
