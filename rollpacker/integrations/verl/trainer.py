@@ -1,0 +1,233 @@
+"""verl's synchronous trainer with RollPacker's scheduler between its steps.
+
+    prepare_step          Scheduler.begin_step, which starts requests by the workers
+    ReplayBuffer.sample   reports their ends to the scheduler, until the step's groups are known
+    step                  Scheduler.trained, whose metrics go into verl's own
+    _save_checkpoint      which prompts wait, and their rows, before verl says it is complete
+
+Loss, weights, validation and checkpoints stay verl's. Any trainer mode but "sync" makes verl fetch
+single prompts, which over-starting needs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import transfer_queue
+from omegaconf import OmegaConf, open_dict
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+from verl.trainer.ppo.v1.trainer_base import register_trainer
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+
+from rollpacker.config.load import config_of
+from rollpacker.core.job.config import JobConfig
+from rollpacker.core.rounds.tail_batching import TailBatchingConfig
+from rollpacker.integrations.verl.rollouts import Client, Manager
+from rollpacker.scheduler import Counted, Request, Scheduler, Step
+
+logger = logging.getLogger(__name__)
+
+MODE = "rollpacker_sync"
+MANAGER = f"{Manager.__module__}.{Manager.__name__}"
+PARTITION = "train"
+"""Partition of verl's queue with responses to train on."""
+FOLDER = "rollpacker"
+"""Folder in verl's checkpoint, in which the scheduler saves as well."""
+ROWS = "prompts.pt"
+POLL_S = 0.05
+"""Seconds between looks at verl's queue in a validation. verl's own trainers take 2 seconds."""
+
+
+class Prompts(Counted):
+    """verl's prompts. Its loader begins anew where the data end, so that the number of steps, which
+    a resumed run may raise, decides where they end."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        super().restore({**state, "ended": False})
+
+
+class Sampler(ReplayBuffer):  # type: ignore[misc]  # verl is not typed
+    """Gives verl's trainer the groups that the scheduler chose."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.poll_interval = POLL_S
+        self.manager: Manager
+        self.scheduler: Scheduler
+        self.rows: dict[int, Any] = {}
+        """Row of each prompt that was fetched and not trained on yet, with a batch of one."""
+        self.step: Future[Step | None] = Future()
+
+    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[Any, Any]:
+        """Wait for the step's groups, and return their keys in verl's queue. What else is there is
+        of prompts that were deferred, and is removed. Raises `RuntimeError` if the data ended."""
+        if partition_id != PARTITION:
+            return super().sample(global_steps, partition_id, batch_size)  # type: ignore[no-any-return]
+        while not self.step.done():
+            for end in self.manager.ends():
+                self.scheduler.ended(end.id, end.num_tokens, end.reason, why=end.why)  # type: ignore[arg-type]
+        step = self.step.result()
+        if step is None:
+            raise RuntimeError(
+                f"step {global_steps} has no prompts left: too many of them failed, see above"
+            )
+        tags = held()
+        by_response: dict[str, list[str]] = {}
+        for key in sorted(tags, key=lambda key: int(key.rpartition("_")[2])):
+            by_response.setdefault(key.rpartition("_")[0], []).append(key)
+        keys: list[str] = []
+        for group in step.groups:
+            uid = self.rows.pop(group[0].prompt)["uid"][0]
+            for request in group:
+                keys += by_response.get(f"{uid}_{request.place}", [])
+        if others := sorted(tags.keys() - set(keys)):
+            transfer_queue.kv_clear(keys=others, partition_id=PARTITION)
+        batch = KVBatchMeta(partition_id=PARTITION, keys=keys, tags=[tags[key] for key in keys])
+        return batch, {}
+
+
+@register_trainer(MODE)
+class RollPackerTrainer(PPOTrainerSync):  # type: ignore[misc]
+    """verl's synchronous trainer, with tail batching."""
+
+    def __init__(self, config: Any) -> None:
+        """Check verl's config, and set its hooks to the classes here. Raises `ValueError` for what
+        does not go with tail batching."""
+        _check(config)
+        # One that does nothing, so that what the scheduler refuses is refused before models load.
+        Scheduler(_job(config), self, Counted(lambda _: 0))
+        with open_dict(config):
+            own = {"path": f"pkg://{__name__}", "name": Sampler.__name__}
+            config.trainer.v1.sampler.custom_sampler = own
+            config.actor_rollout_ref.rollout.agent.agent_loop_manager_class = MANAGER
+        super().__init__(config)
+
+    def get_llm_client(self) -> Any:
+        return self.llm_server_manager.get_client(client_cls=Client)
+
+    def on_train_begin(self) -> None:
+        super().on_train_begin()
+        sampler = self.replay_buffer
+        sampler.manager = self.agent_loop_manager
+        trained = self.global_steps - 1
+        cursor = Prompts(self._fetch)
+        cursor.num_fetched = (
+            trained * self.config.data.train_batch_size
+        )  # unless saved state says more
+        folder = self._checkpoint(trained) if trained else None
+        if folder is not None and (folder / FOLDER / "state.json").exists():
+            sampler.rows = torch.load(folder / FOLDER / ROWS, weights_only=False)
+        sampler.scheduler = Scheduler(
+            _job(self.config),
+            self,
+            cursor,
+            seed=self.config.actor_rollout_ref.rollout.seed,
+            resume=folder,
+        )
+        self._cursor = cursor
+
+    def prepare_step(self) -> dict[str, float]:
+        self.replay_buffer.step = self.replay_buffer.scheduler.begin_step()
+        return {}
+
+    def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> Any:
+        batch = super().step(metrics, timing_raw)
+        found = self.replay_buffer.scheduler.trained()
+        metrics.update({f"rollpacker/{name}": value for name, value in found.items()})
+        if self.global_steps >= self.total_training_steps:
+            logger.warning(self.replay_buffer.scheduler.report())
+        return batch
+
+    def start(self, requests: Sequence[Request]) -> None:
+        """Start requests of the scheduler (`Host`)."""
+        self.agent_loop_manager.start(requests, self.replay_buffer.rows, self.global_steps)
+
+    def stop(self, requests: Sequence[Request]) -> None:
+        """Stop requests of the scheduler (`Host`)."""
+        self.agent_loop_manager.stop(requests)
+
+    def _reissue_inflight_prompts(self, partition_id: str = PARTITION) -> int:
+        """Remove what verl's queue has from a checkpoint: responses that its step trained on, and
+        prompts under way if another mode saved it. verl would start those."""
+        if keys := list(held()):
+            transfer_queue.kv_clear(keys=keys, partition_id=PARTITION)
+        return 0
+
+    def _fetch(self, count: int) -> int:
+        rows, size = self.replay_buffer.rows, self.config.data.train_batch_size
+        left = (self.total_training_steps - self.global_steps + 1) * size - len(rows)
+        if (count := min(count, left)) <= 0:
+            return 0
+        batch, first = self._next_train_batch(count), self._cursor.num_fetched
+        rows.update({first + index: batch[index : index + 1] for index in range(count)})
+        return count
+
+    def _checkpoint(self, step: int) -> Path:
+        """Return verl's folder of the checkpoint of that step, from which the run goes on."""
+        trainer = self.config.trainer
+        if trainer.resume_mode == "resume_path" and step == self.global_steps - 1:
+            return Path(trainer.resume_from_path)
+        return Path(trainer.default_local_dir, f"global_step_{step}")
+
+    def _save_checkpoint(self) -> None:
+        folder = Path(self.config.trainer.default_local_dir, f"global_step_{self.global_steps}")
+        self.replay_buffer.scheduler.save(folder)
+        torch.save(self.replay_buffer.rows, folder / FOLDER / ROWS)
+        super()._save_checkpoint()  # last: it says that the checkpoint is complete
+
+
+def held() -> dict[str, Any]:
+    """Return the tags of all that verl's queue has to train on, by its keys."""
+    return (transfer_queue.kv_list(PARTITION) or {}).get(PARTITION, {})  # type: ignore[no-any-return]
+
+
+def _job(config: Any) -> JobConfig:
+    """Return what the scheduler is to know of verl's config: the sizes of a step, and the settings
+    of tail batching, `trainer.v1.rollpacker_sync.*`."""
+    given = OmegaConf.to_container(config.trainer.v1.get(MODE) or OmegaConf.create(), resolve=True)
+    tree: dict[str, Any] = {"carry": "none", **given}
+    if tree["carry"] != "none":
+        raise ValueError(
+            f"{MODE}.carry={tree['carry']}: verl's engines take no tokens up, leave it out"
+        )
+    return JobConfig(
+        prompts_per_step=config.data.train_batch_size,
+        samples_per_prompt=config.actor_rollout_ref.rollout.n,
+        max_steps=None,  # `_fetch` decides where the prompts end
+        max_response_tokens=config.data.max_response_length,
+        tail_batching=config_of(tree, (), TailBatchingConfig, where=f"trainer.v1.{MODE}"),
+    )
+
+
+def _check(config: Any) -> None:
+    """Raise `ValueError` for settings of verl that do not go with tail batching."""
+    rollout, sampler = config.actor_rollout_ref.rollout, config.trainer.v1.sampler
+    refused = {
+        f"actor_rollout_ref.rollout.name={rollout.name}: vLLM's responses alone can be stopped": (
+            rollout.name != "vllm"
+        ),
+        "actor_rollout_ref.rollout.disaggregation: its servers' requests cannot be stopped": (
+            (rollout.get("disaggregation") or {}).get("enabled", False)
+        ),
+        "algorithm.filter_groups: it replaces prompts that the scheduler has chosen": (
+            (config.algorithm.get("filter_groups") or {}).get("enable", False)
+        ),
+        "algorithm.adv_estimator=remax: it needs a greedy response beside the others": (
+            config.algorithm.adv_estimator == "remax"
+        ),
+        "trainer.v1.sampler.custom_sampler: the scheduler chooses what is trained on": (
+            (sampler.get("custom_sampler") or {}).get("name") is not None
+        ),
+        "rollout.agent.agent_loop_manager_class: responses are started by RollPacker's": (
+            rollout.agent.get("agent_loop_manager_class") is not None
+        ),
+    }
+    for what, found in refused.items():
+        if found:
+            raise ValueError(f"trainer_mode={MODE} does not go with {what}")
