@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from rollpacker.run.ports.deliveries import Deliveries
     from rollpacker.trainer.launch import Ranks
     from rollpacker.trainer.trainer import HandOver, Trainer
+    from rollpacker.weights.delivery import Carrier as Straight
     from rollpacker.workers.child import Child
     from rollpacker.workers.line import Line
 
@@ -455,11 +456,11 @@ class BringUp:
     def _bring(self, carrier: Carrier) -> list[Finding]:
         """Bring new weights to the engine by this carrier, twice: the first time memory is made and
         pinned and kernels are compiled, so that the second counts."""
-        if self.device == "cuda" and (carrier == "ipc" or (self.takes_turns and carrier != "host")):
-            why = "taking turns" if self.takes_turns else "each with its own GPUs"
-            return [
-                Finding("ok", "weights", f"by {carrier}: not tried: engine and trainer are {why}")
-            ]
+        try:
+            if carrier != "host" and carrier not in self.deliveries:
+                self.deliveries[carrier] = self._deliveries(carrier)
+        except ValueError as error:
+            return [Finding("ok", "weights", f"by {carrier}: not tried: {error}")]
         if not self.is_new:
             self._train()
         first = self._hand_over(carrier)
@@ -511,17 +512,26 @@ class BringUp:
             self.weight_bytes = hand_over.weights.layout.size_bytes
         return _HandOver(self.weight_bytes, written_s, read_s, away_s, back_s)
 
+    def _deliveries(self, carrier: Straight) -> Deliveries:
+        """Return what brings weights straight to the engine in a run. Raises `ValueError`, with the
+        reason, if no run with this config has that. On a CPU the engine is there all the time,
+        though it is asked to take turns."""
+        from rollpacker.run.parts.engines import deliveries_of
+
+        config, hosts = _there(self.config, "plan"), _there(self.hosts, "plan")
+        rollout = replace(config.rollout, weights_carrier=carrier)
+        colocate = config.train.colocate and self.device == "cuda"
+        config = replace(config, rollout=rollout, train=replace(config.train, colocate=colocate))
+        found = deliveries_of(config, hosts, shares_pools=False)
+        assert found is not None, "a carrier other than host"
+        return found
+
     async def _deliver(
-        self, carrier: Literal["broadcast", "ipc"], engine: ProcessEngine, trainer: Trainer
+        self, carrier: Straight, engine: ProcessEngine, trainer: Trainer
     ) -> HandOver:
         """Have the trainer send its weights straight to the engine."""
-        from rollpacker.run.ports.deliveries import Deliveries
         from rollpacker.run.ports.held import Handle
-        from rollpacker.trainer.launch import store_at
 
-        if carrier not in self.deliveries:
-            address = _there(self.hosts, "plan").address
-            self.deliveries[carrier] = Deliveries(carrier, address, store_at)
         handles, version = [Handle(0, 0, engine)], trainer.version
         return await self.deliveries[carrier].bring(trainer, handles, version, self.degree, None)
 

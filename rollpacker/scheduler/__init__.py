@@ -1,6 +1,14 @@
 """Tail batching between the steps of a trainer that is not RollPacker's. docs/scheduler.md has the
 page."""
 
-from rollpacker.scheduler.scheduler import Counted, Host, Request, Scheduler, Step
+from rollpacker.scheduler.scheduler import (
+    FOLDER,
+    Counted,
+    Host,
+    Request,
+    Scheduler,
+    Step,
+    has_state,
+)
 
-__all__ = ["Counted", "Host", "Request", "Scheduler", "Step"]
+__all__ = ["FOLDER", "Counted", "Host", "Request", "Scheduler", "Step", "has_state"]

@@ -80,10 +80,14 @@ Reason = Literal["stop", "length", "stopped", "failed"]
 
 FOLDER = "rollpacker"
 """Name of the folder in the host's checkpoints with what `Scheduler.save` saves."""
+STATE = "state.json"
+"""Name of the file there that has all but the tokens."""
 SOURCE = "train"
 """Source of the prompts that a host's data loader gives (`PromptId.source`)."""
 TOKENIZER = "that of the checkpoint"
+"""Stands for the tokenizer's fingerprint in saved tokens, as a host's tokenizer is not known."""
 LIMIT = "limit_s"
+"""Name of the limit that a passed deadline is told with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +209,6 @@ class Scheduler:
         self._ended: dict[SampleId, Request] = {}
         """Requests of this step that ended by themselves."""
         self._step: Future[Step | None] = Future()
-        self._is_trained = False
         self._accounting = Accounting(max_response_tokens=config.max_response_tokens)
         self._accounting.history.last_step = job.step
         self._bus = Bus(job, RealClock(0.0), sinks=[self._account])
@@ -229,8 +232,7 @@ class Scheduler:
                     f"step {job.step + 1} was begun and is not trained on yet: call trained() when "
                     "it is"
                 )
-            self._step, self._is_trained = Future(), False
-            step = self._step  # the next lines may complete it, and an error in them is the host's
+            step = self._step = Future()
             if job.phase is Phase.NEW:
                 self._bus.take(RunStarted(time_s=0.0))
             else:
@@ -364,7 +366,7 @@ class Scheduler:
             folder.mkdir(parents=True)
             write_carried(folder, self._waiting, TOKENIZER)
             state = {"job": self._bus.job.state(), "cursor": self._cursor.state()}
-            (folder / "state.json").write_text(json.dumps(state) + "\n")
+            (folder / STATE).write_text(json.dumps(state) + "\n")
 
     # -- the core's commands -------------------------------------------------------------------
 
@@ -418,13 +420,12 @@ class Scheduler:
 
     def _train_on(self, command: TrainOn) -> None:
         groups = tuple(tuple(self._ended[s] for s in group) for group in command.groups)
-        self._is_trained = True
         self._step.set_result(Step(self._bus.job.step + 1, groups))
 
     def _commit(self, command: Commit) -> None:
         self._waiting = self._carried.settle()
         self._ended.clear()
-        if not self._is_trained:  # all of the step's prompts were dropped: on with the next
+        if not self._step.done():  # all of the step's prompts were dropped: on with the next
             self._bus.take(Committed(time_s=0.0, step=command.step, checkpointed=True))
 
     def _output(
@@ -475,11 +476,12 @@ CAUSES = {
     "tail_idle": ("tail_idle",),
     "training": ("training",),
     "between_steps": ("checkpoint",),
-    "controller": ("controller", "sync"),
+    "controller": ("controller", "sync", "reward_wait", "startup"),
 }
 """What seconds went into, with the causes (`report/time_book.py`) that each name adds up. decode:
 slots that generated; tail_idle: slots that stood empty until the rest of the round had ended;
-training: from a step's groups to `trained`; between_steps: from there to the next step."""
+training: from a step's groups to `trained`; between_steps: from there to the next step; controller:
+decisions, here and in the host's answers to them."""
 
 
 def counts_of(step: StepSummary) -> dict[str, float]:
@@ -506,24 +508,30 @@ def _check(config: JobConfig) -> None:
 
 def _restored(folder: Path, config: JobConfig, cursor: Cursor) -> tuple[Job, Any]:
     """Return the job that `Scheduler.save` saved, and the tokens of its prompts that wait."""
-    folder = folder / FOLDER
-    try:
-        state: Mapping[str, Any] = json.loads((folder / "state.json").read_text())
-    except FileNotFoundError:
+    path = folder / FOLDER / STATE
+    if not has_state(folder):
         logger.warning(
             "%s is not there: the run goes on with the next prompts of the data, and those that "
             "waited for a later step at this checkpoint are not trained on",
-            folder,
+            path,
         )
         return Job(config), None
-    except ValueError as error:
-        raise ValueError(f"{folder / 'state.json'} cannot be read: {error}") from error
-    cursor.restore(state["cursor"])
-    job = Job.restore(config, state["job"], data_ended=cursor.ended)
+    try:
+        state = json.loads(path.read_text())
+        of_job, of_cursor = state["job"], state["cursor"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
+    cursor.restore(of_cursor)
+    job = Job.restore(config, of_job, data_ended=cursor.ended)
     queues = job.queues
     waits = [*queues.long, *(one for tier in queues.tiers for one in tier)]
     expected = {one.prompt: [carried.tokens for carried in one.carried] for one in waits}
-    return job, read_carried(folder, TOKENIZER, expected)
+    return job, read_carried(path.parent, TOKENIZER, expected)
+
+
+def has_state(checkpoint: Path) -> bool:
+    """Whether this folder of a checkpoint has what `Scheduler.save` saves."""
+    return (checkpoint / FOLDER / STATE).exists()
 
 
 def _parsed(name: str) -> SampleId:

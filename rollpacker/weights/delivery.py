@@ -50,7 +50,8 @@ BUCKET_BYTES = {
     ("ipc", "cuda"): 512 << 20,
 }
 """Most bytes of a bucket, by carrier and type of device. Small ones stay in a CPU's cache, and all
-processes have to meet once for each that is shared."""
+processes have to meet once for each that is shared (`benchmarks/hand_over.py`). Those of a GPU were
+never measured."""
 ROOMS: dict[Carrier, int] = {"broadcast": 4, "ipc": 2}
 """Number of buckets that are on their way at once."""
 JOIN_S = 30.0

@@ -201,6 +201,18 @@ def test_a_cursor_goes_on_where_it_was() -> None:
         other.restore(cut.state())
 
 
+def test_a_cursor_leaves_out_what_was_trained_on() -> None:
+    def cursor() -> SamplerCursor:
+        return SamplerCursor(11, prompts_per_step=3, num_steps=6, shuffle=True, seed=4)
+
+    whole, cut = cursor(), cursor()
+    cut.skip(12)
+    for _ in range(2):  # an epoch of 9, which take does not go beyond, and 3 of the next
+        whole.take(9 if whole.state()["epoch"] == 0 else 3)
+    assert cut.state() == whole.state()
+    assert cut.take(3) == whole.take(3)
+
+
 class Arguments:
     def __init__(self, accumulation: int, per_generation: int, iterations: int) -> None:
         self.gradient_accumulation_steps = accumulation

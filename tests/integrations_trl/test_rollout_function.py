@@ -4,6 +4,7 @@ TRL, no fakes of it."""
 from __future__ import annotations
 
 import re
+import shutil
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -313,6 +314,22 @@ def test_a_resumed_training_trains_on_the_same(model_folder: Path, tmp_path: Pat
         own = trainer(model_folder, tmp_path / "cut", rollout, again, **changes)
         own.train(resume_from_checkpoint=str(tmp_path / "cut" / f"checkpoint-{step}"))
         assert again.steps == whole.steps[step:]
+
+
+def test_without_saved_state_a_training_goes_on_with_the_next_rows(
+    model_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    changes = {"save_strategy": "steps", "save_steps": 3}
+    rollout = rollout_function(Dataset.from_list(ROWS), enabled=False)
+    seen, again = Seen(), Seen()
+    trainer(model_folder, tmp_path, rollout, seen, **changes).train()
+    checkpoint = tmp_path / "checkpoint-6"
+    shutil.rmtree(checkpoint / "rollpacker")
+    rollout = rollout_function(Dataset.from_list(ROWS), enabled=False)
+    own = trainer(model_folder, tmp_path, rollout, again, **changes)
+    own.train(resume_from_checkpoint=str(checkpoint))
+    assert "goes on with the next prompts of the data" in caplog.text
+    assert again.steps == seen.steps[6:]
 
 
 def test_with_peft_adapters(model_folder: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ seed says; verl's data loader, which counts; and all that verl's trainer does wi
 from __future__ import annotations
 
 import heapq
+import pickle
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,14 @@ from verl.utils import tensordict_utils
 
 from rollpacker.integrations import verl as integration
 from rollpacker.integrations.verl.rollouts import End
-from rollpacker.integrations.verl.trainer import RollPackerTrainer, Sampler, held
+from rollpacker.integrations.verl.trainer import (
+    RollPackerTrainer,
+    Sampler,
+    check_row,
+    held,
+    plain_row,
+    read_rows,
+)
 from rollpacker.scheduler import Request
 
 PROMPTS, SAMPLES, STEPS = 4, 2, 8
@@ -309,3 +317,42 @@ def test_a_validation_is_verls_own(tmp_path: Path) -> None:
     batch, _ = sampler.sample(1, "val", 1)
     assert batch.keys == ["v0_0_0"]
     transfer_queue.kv_clear(keys=batch.keys, partition_id="val")
+
+
+class Opens:
+    """What a file must not do when it is read."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path("opened"),)
+
+
+def test_rows_of_prompts_come_back_and_their_file_executes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    batch = tensordict_utils.get_tensordict(
+        {
+            "raw_prompt": [
+                [{"role": "user", "content": "1+2="}],
+                [{"role": "user", "content": ""}],
+            ],
+            "reward_model": [{"ground_truth": "3", "style": "rule"}, {"ground_truth": "0"}],
+            "uid": ["a", "b"],
+            "dummy": torch.arange(2),
+        },
+        {"global_steps": 4},
+    )
+    rows = {7: batch[:1], 9: batch[1:]}
+    torch.save({prompt: plain_row(row) for prompt, row in rows.items()}, tmp_path / "rows")
+    found = read_rows(tmp_path / "rows")
+    for prompt, row in rows.items():
+        assert list(found[prompt].batch_size) == [1]
+        assert plain_row(found[prompt]) == plain_row(row)
+        check_row(row)
+    torch.save({7: {"raw_prompt": (True, [Opens()])}}, tmp_path / "rows")
+    with pytest.raises(pickle.UnpicklingError):
+        read_rows(tmp_path / "rows")
+    assert not Path("opened").exists()
+    odd = tensordict_utils.get_tensordict({"images": [[Path("a.png")]]})
+    with pytest.raises(ValueError, match="the field images of a prompt holds a PosixPath"):
+        check_row(odd)

@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from msgspec import structs
@@ -40,10 +41,12 @@ from rollpacker.engines.engine import (
 from rollpacker.report.log import EventLog
 from rollpacker.run.driver import Controller
 from rollpacker.run.errors import EnginesLost
+from rollpacker.run.ports.deliveries import Deliveries
 from rollpacker.run.ports.engines import Engines
 from rollpacker.run.ports.held import Handle
 from rollpacker.run.replay import replay
-from rollpacker.trainer.trainer import NonFiniteError
+from rollpacker.trainer.trainer import HandOver, NonFiniteError
+from rollpacker.weights.delivery import Delivery
 from tests.run.fakes import FakeEngine, FakeTrainer, Recorder, drive, make, run_config
 
 
@@ -345,6 +348,36 @@ def test_a_new_engine_has_the_weights_that_came_while_it_was_made(tmp_path: Path
     (lost,), (ready,) = events(recorder, EngineLost), events(recorder, EngineReady)
     assert lost.time_s < ready.time_s and ready.version >= 5
     assert [e for e in events(recorder, SampleGenerated) if e.incarnation]
+
+
+def test_an_engine_that_missed_a_delivery_reads_what_the_trainer_then_writes(
+    tmp_path: Path,
+) -> None:
+    told: list[tuple[int, bool]] = []
+
+    class Sending(FakeTrainer):
+        holders = (1,)
+
+        async def hand_over(self, delivery: Delivery | None = None) -> HandOver:
+            told.append((self.version, delivery is not None))
+            probe = f"version {self.version}"
+            return HandOver(weights=None, probe=probe, is_delivered=delivery is not None)
+
+    fleet = Fleet()
+    fleet.engines.deliveries = Deliveries(
+        "broadcast", "127.0.0.1", lambda address: cast(Any, SimpleNamespace(port=1))
+    )
+    controller, recorder = make(
+        tmp_path, several(steps=1000), engines=fleet.engines, trainer=Sending()
+    )
+    when(recorder, generated(5), lambda: fleet.newest(1).kill())
+    stop_when(controller, recorder, from_a_new_engine)
+    assert drive(controller) == "shown"
+    is_whole(tmp_path, controller)
+    (ready,) = events(recorder, EngineReady)
+    written = [version for version, delivered in told if not delivered]
+    assert written and max(written) >= ready.version, "it waits for weights that can be read"
+    assert (1, True) in told and len(written) < len(told)
 
 
 def test_what_a_dead_engine_still_says_changes_nothing(tmp_path: Path) -> None:

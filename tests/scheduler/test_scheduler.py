@@ -77,6 +77,8 @@ def test_metrics_with_races_and_without() -> None:
         assert metrics["prompts_launched"] == (12 if enabled else PROMPTS)
         assert metrics["prompts_deferred"] == (4 if enabled else 0)
         assert "tail idle" in host.scheduler.report()
+        wall = host.scheduler._accounting.time.wall_s
+        assert sum(host.scheduler.seconds().values()) == pytest.approx(wall), "a cause is left out"
 
 
 def test_a_seed_belongs_to_the_prompt_and_the_place() -> None:
@@ -144,9 +146,10 @@ def test_without_saved_state_it_goes_on_and_says_so(
     assert host.trained.total() == 16 * SAMPLES
 
 
-def test_state_that_cannot_be_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["{", "{}", "null"])
+def test_state_that_cannot_be_read(text: str, tmp_path: Path) -> None:
     (tmp_path / "rollpacker").mkdir()
-    (tmp_path / "rollpacker" / "state.json").write_text("{")
+    (tmp_path / "rollpacker" / "state.json").write_text(text)
     with pytest.raises(ValueError, match=r"state\.json cannot be read"):
         MadeUp(num_prompts=16, resume=tmp_path)
 

@@ -54,6 +54,12 @@ class SamplerCursor:
             self._begin_epoch()
         return prompts, epoch_ended or self.ended, self.ended
 
+    def skip(self, count: int) -> None:
+        """Leave out this number of prompts, which were trained on before."""
+        while count > 0 and not self.ended:
+            prompts, _, _ = self.take(count)
+            count -= len(prompts)
+
     @property
     def ended(self) -> bool:
         """Whether the prompts of all steps have been taken."""

@@ -23,6 +23,7 @@ from rollpacker.integrations.trl.cursor import SamplerCursor
 from rollpacker.integrations.trl.late_rows import LateDataset, Row
 from rollpacker.integrations.trl.policy import LentModel, close, prompt_tokens
 from rollpacker.integrations.trl.rollouts import Groups, Rollouts, collect
+from rollpacker.scheduler import has_state
 
 ALL_THREE = (
     "GRPOTrainer(..., train_dataset=rollout.dataset, rollout_func=rollout, callbacks=[rollout])"
@@ -135,6 +136,10 @@ class RolloutFunction(TrainerCallback):
             shuffle=args.shuffle_dataset,
             seed=args.seed,
         )
+        resume = _checkpoint(args, state.global_step) if state.global_step else None
+        if resume is not None and not has_state(resume):
+            batches = len(self._rows) // per_step
+            cursor.skip(per_step * num_generations(args, state.global_step, batches))
         self._rollouts = Rollouts(
             config,
             engine=self._engine(parts["model"], tokenizer),
@@ -142,7 +147,7 @@ class RolloutFunction(TrainerCallback):
             prompts=prompts,
             sampling=_sampling(args),
             generation_s=self._generation_s,
-            resume=_checkpoint(args, state.global_step) if state.global_step else None,
+            resume=resume,
         )
 
     def _decide(self) -> list[Row]:

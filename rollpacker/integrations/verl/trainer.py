@@ -24,12 +24,13 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.utils import tensordict_utils
 
 from rollpacker.config.load import config_of
 from rollpacker.core.job.config import JobConfig
 from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 from rollpacker.integrations.verl.rollouts import Client, Manager
-from rollpacker.scheduler import Counted, Request, Scheduler, Step
+from rollpacker.scheduler import FOLDER, Counted, Request, Scheduler, Step, has_state
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +38,8 @@ MODE = "rollpacker_sync"
 MANAGER = f"{Manager.__module__}.{Manager.__name__}"
 PARTITION = "train"
 """Partition of verl's queue with responses to train on."""
-FOLDER = "rollpacker"
-"""Folder in verl's checkpoint, in which the scheduler saves as well."""
 ROWS = "prompts.pt"
+"""Name of the file with the rows of prompts that wait, beside what the scheduler saves."""
 POLL_S = 0.05
 """Seconds between looks at verl's queue in a validation. verl's own trainers take 2 seconds."""
 
@@ -117,12 +117,11 @@ class RollPackerTrainer(PPOTrainerSync):  # type: ignore[misc]
         sampler.manager = self.agent_loop_manager
         trained = self.global_steps - 1
         cursor = Prompts(self._fetch)
-        cursor.num_fetched = (
-            trained * self.config.data.train_batch_size
-        )  # unless saved state says more
+        # Unless saved state says more.
+        cursor.num_fetched = trained * self.config.data.train_batch_size
         folder = self._checkpoint(trained) if trained else None
-        if folder is not None and (folder / FOLDER / "state.json").exists():
-            sampler.rows = torch.load(folder / FOLDER / ROWS, weights_only=False)
+        if folder is not None and has_state(folder):
+            sampler.rows = read_rows(folder / FOLDER / ROWS)
         sampler.scheduler = Scheduler(
             _job(self.config),
             self,
@@ -165,7 +164,10 @@ class RollPackerTrainer(PPOTrainerSync):  # type: ignore[misc]
         if (count := min(count, left)) <= 0:
             return 0
         batch, first = self._next_train_batch(count), self._cursor.num_fetched
-        rows.update({first + index: batch[index : index + 1] for index in range(count)})
+        found = {first + index: batch[index : index + 1] for index in range(count)}
+        for row in found.values():
+            check_row(row)
+        rows.update(found)
         return count
 
     def _checkpoint(self, step: int) -> Path:
@@ -178,8 +180,53 @@ class RollPackerTrainer(PPOTrainerSync):  # type: ignore[misc]
     def _save_checkpoint(self) -> None:
         folder = Path(self.config.trainer.default_local_dir, f"global_step_{self.global_steps}")
         self.replay_buffer.scheduler.save(folder)
-        torch.save(self.replay_buffer.rows, folder / FOLDER / ROWS)
+        rows = {prompt: plain_row(row) for prompt, row in self.replay_buffer.rows.items()}
+        torch.save(rows, folder / FOLDER / ROWS)
         super()._save_checkpoint()  # last: it says that the checkpoint is complete
+
+
+def plain_row(row: Any) -> dict[str, tuple[bool, Any]]:
+    """Return a prompt's row of verl as a dict, for a file: by its fields, whether the value is one
+    of the batch's, and the value, a tensor or what Python is made of."""
+    return {
+        key: (
+            not isinstance(row.get(key), tensordict_utils.NonTensorData),
+            tensordict_utils.get(row, key),
+        )
+        for key in row.keys()  # noqa: SIM118  # a TensorDict iterates over its batch
+    }
+
+
+def read_rows(path: Path) -> dict[int, Any]:
+    """Return verl's rows of prompts from a file of `plain_row`s. Nothing in the file is executed:
+    what is neither a tensor nor made of Python's own types is refused."""
+    saved = torch.load(path, weights_only=True)
+    return {
+        prompt: tensordict_utils.get_tensordict(
+            {key: value for key, (is_of_batch, value) in row.items() if is_of_batch},
+            {key: value for key, (is_of_batch, value) in row.items() if not is_of_batch},
+        )
+        for prompt, row in saved.items()
+    }
+
+
+def check_row(row: Any) -> None:
+    """Raise `ValueError` if a row of verl holds what a checkpoint's file cannot have."""
+    for key, (_, value) in plain_row(row).items():
+        if (strange := _strange(value)) is not None:
+            raise ValueError(
+                f"the field {key} of a prompt holds a {strange}, which waits in no checkpoint: "
+                f"leave it out of the data, or train without trainer_mode={MODE}"
+            )
+
+
+def _strange(value: Any) -> str | None:
+    """Return the name of a type in this value that is neither a tensor's nor Python's own."""
+    if isinstance(value, dict | list | tuple):
+        inside = [*value, *value.values()] if isinstance(value, dict) else value
+        return next((found for one in inside if (found := _strange(one)) is not None), None)
+    known = (str, int, float, bool, bytes, type(None), torch.Tensor)
+    return None if type(value) in known or isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def held() -> dict[str, Any]:

@@ -34,7 +34,8 @@ class Deliveries:
         self._store: TCPStore | None = None
         """The key-value store by which they find each other, served by this process."""
         self.asked: object = None
-        """The weights that were asked for last by an engine which missed their delivery."""
+        """The weights that were asked for last by an engine which missed their delivery. None: no
+        engine has asked."""
 
     async def bring(
         self,

@@ -235,10 +235,9 @@ async def _bring_all(
 
 def bring_up_to_date(engine: Engine, weights: Weights) -> None:
     """Load the trainer's weights into an engine, unless they were delivered, and check that they
-    arrived. This runs in a thread
-    of its own, so that a copy that hangs does not stop the event loop. Raises `EngineError`, also
-    for an engine that computes with others (`Engine.compare`), and `TrainerError` if a hash of the
-    engine's weights differs from the trainer's."""
+    arrived. This runs in a thread of its own, so that a copy that hangs does not stop the event
+    loop. Raises `EngineError`, also for an engine that computes with others (`Engine.compare`), and
+    `TrainerError` if a hash of the engine's weights differs from the trainer's."""
     hand_over = weights.hand_over
     assert hand_over is not None
     if not weights.is_delivered:
