@@ -16,8 +16,11 @@ import json
 import math
 import random
 import socket
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 VOCABULARY = 1000
@@ -260,6 +263,19 @@ def write(
 ) -> None:
     head = f"HTTP/1.1 {status} made up\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}"
     writer.write(head.encode() + b"\r\n\r\n" + body)
+
+
+@contextmanager
+def processes(kind: str, count: int, token_s: float) -> Iterator[list[str]]:
+    """Servers in processes of their own: their addresses."""
+    command = [sys.executable, "-m", __name__, "--kind", kind, "--token-s", str(token_s)]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(count)]
+    try:
+        yield [server.stdout.readline().strip() for server in started if server.stdout]
+    finally:
+        for server in started:
+            server.kill()
+            server.communicate()
 
 
 async def serve(kind: str, token_s: float) -> None:
