@@ -13,7 +13,7 @@ from rollpacker.report.history import iterate_steps
 from rollpacker.report.log import EventLog
 from rollpacker.report.spans import Excerpt, read_steps
 from rollpacker.report.step_history import Outcome, StepHistory
-from rollpacker.report.writing import replacing
+from rollpacker.writing import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

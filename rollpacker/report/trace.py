@@ -19,7 +19,7 @@ from rollpacker.report.log import EventLog
 from rollpacker.report.step_history import Outcome, Phase, StepHistory
 from rollpacker.report.time_book import POOL_CAUSES
 from rollpacker.report.turn_book import ENVIRONMENT
-from rollpacker.report.writing import replacing
+from rollpacker.writing import replacing
 
 _RUN, _SAMPLES = 1, 2
 _TRACKS = {

@@ -16,9 +16,9 @@ from rollpacker.pipeline.sim.show import (
     pipelines_of,
 )
 from rollpacker.report.timeline import PHASE_COLOURS
-from rollpacker.report.writing import replacing
 from rollpacker.sim.result import StepResult, SystemResult
 from rollpacker.sim.table import STAGES
+from rollpacker.writing import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -16,7 +16,10 @@ CONTRACTS = (
 
 NOUNS = tuple(f"core.{noun}" for noun in ("ids", "events", "commands", "lifecycle"))
 
-FOR_ALL = ("bounds", "chat_template", "codec", "did_you_mean", "imports", "spans", "warn_once")
+FOR_ALL = (
+    *("bounds", "chat_template", "codec", "did_you_mean", "imports", "spans", "warn_once"),
+    "writing",
+)
 """Free to all parts but the pure ones."""
 
 _TRAINER = (*NOUNS, "core.packs", "algo", "pipeline", "workers", "weights")
@@ -102,6 +105,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "weights": ("workers",),
     "workers": ("weights",),
     "workers.hosts": ("weights", "workers", "cluster.decide.nodes"),
+    "writing": (),
 }
 """What of rollpacker the modules below each dotted prefix may import, besides what is below that
 prefix; the longest prefix of a module counts. Imports inside functions and those for type checking
