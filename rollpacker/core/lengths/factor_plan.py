@@ -90,11 +90,6 @@ class Choice:
         """Share of `baseline_step_s` that this choice saves."""
         return 1.0 - self.step_s / self.baseline_step_s
 
-    def standard_error_s(self, num_steps: int) -> float:
-        """Standard deviation, in seconds, of the mean of `num_steps` measured steps: how far it may
-        be from `step_s` by chance. Errors of the fitted lengths and times are left out."""
-        return self.step_sd_s / math.sqrt(num_steps)
-
 
 class FactorPlanner:
     """Chooses the factors (launched over needed numbers) of prompts and of samples per prompt in
