@@ -31,6 +31,7 @@ from rollpacker.algo.row import (
     Row,
 )
 from rollpacker.algo.table import ALGORITHMS
+from rollpacker.bounds import check_at_least
 
 Name = Literal[
     "grpo",
@@ -322,12 +323,8 @@ class AlgorithmConfig:
         self._check_range("mismatch_min", 0, math.inf)
         for name in ("clip_high", "entropy_coef", "kl_coef", "overlong_penalty"):
             self._check_range(name, 0, math.inf)
-        if self.overlong_buffer_tokens < 0:
-            raise ValueError(
-                f"overlong_buffer_tokens must not be negative, not {self.overlong_buffer_tokens}"
-            )
-        if self.fixed_length is not None and self.fixed_length < 1:
-            raise ValueError(f"fixed_length must be at least 1, not {self.fixed_length}")
+        check_at_least(self, 0, "overlong_buffer_tokens")
+        check_at_least(self, 1, "fixed_length")
         for name, least in (("clip_dual", 1), ("mismatch_max", 0), ("value_clip", 0)):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > least):

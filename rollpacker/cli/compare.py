@@ -26,8 +26,8 @@ def run(args: argparse.Namespace) -> int:
     from rollpacker.report.compare import MAX_RUNS, read_compared, render_comparison
     from rollpacker.report.log import EventLog, events_path
     from rollpacker.report.summary import summarize_entries
-    from rollpacker.report.writing import printable
     from rollpacker.run import output
+    from rollpacker.writing import printable
 
     if not 2 <= len(args.runs) <= MAX_RUNS:
         raise ValueError(f"compare takes 2 to {MAX_RUNS} runs, not {len(args.runs)}")

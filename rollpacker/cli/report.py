@@ -61,9 +61,9 @@ def run(args: argparse.Namespace) -> int:
     from rollpacker.report.summary import summarize
     from rollpacker.report.summary_table import render
     from rollpacker.report.timeline import draw_comparison
-    from rollpacker.report.writing import printable
     from rollpacker.run import output
     from rollpacker.run.error_messages import naming
+    from rollpacker.writing import printable
 
     console = output.console()
     if args.samples is not None:

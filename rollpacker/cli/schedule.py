@@ -26,10 +26,10 @@ def write_schedule(args: argparse.Namespace) -> int:
     import json
 
     from rollpacker.pipeline.plan.order import orders_to_csv
-    from rollpacker.report.writing import replacing
     from rollpacker.run.error_messages import naming
     from rollpacker.sim.scenario import load_scenario
     from rollpacker.sim.simulate import simulate
+    from rollpacker.writing import replacing
 
     _check(args)
     scenario = load_scenario(args.target, args.overrides)

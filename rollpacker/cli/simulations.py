@@ -58,9 +58,9 @@ def _one(
 def _log_file(scenario: Scenario, path: Path) -> Iterator[Callable[[Entry], None]]:
     """Yields a function that writes a log entry to `path`, which ends up complete or not there."""
     from rollpacker.core.records import Session, encode
-    from rollpacker.report.writing import replacing
     from rollpacker.sim.latency import Calibration
     from rollpacker.sim.simulate import job_config, machine_of
+    from rollpacker.writing import replacing
 
     config = job_config(scenario, machine_of(scenario, Calibration()))
     begin = Session(started_at=VIRTUAL_EPOCH, time_s=0.0, step=0, job=config.to_plain())

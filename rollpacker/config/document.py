@@ -4,9 +4,7 @@ scalars are YAML 1.2's (`no` is a text, `1e-6` a number), not YAML 1.1's surpris
 
 from __future__ import annotations
 
-import os
 import re
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from rollpacker.did_you_mean import did_you_mean, did_you_mean_file
+from rollpacker.writing import replacing
 
 MAX_FILE_BYTES = 1 << 20
 MAX_NODES = 20_000
@@ -229,19 +228,9 @@ def _kind(value: object) -> str:
 
 def write_document(value: dict[str, Any], path: str | Path, *, comment: str = "") -> None:
     """Write the value as YAML below a comment: the whole file or none. Raises `OSError`."""
-    path = Path(path)
     text = yaml.dump(
         value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False
     )
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.writelines(f"# {line}\n" for line in comment.splitlines())
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    head = "".join(f"# {line}\n" for line in comment.splitlines())
+    with replacing(Path(path), durable=True) as temporary:
+        temporary.write_text(head + text, "utf-8")

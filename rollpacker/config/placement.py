@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from rollpacker.bounds import check_at_least
 from rollpacker.config.rollout import RolloutConfig
 from rollpacker.core.fleet.parallelism import ParallelismConfig
 from rollpacker.trainer.trainer import TrainConfig
@@ -135,8 +136,7 @@ class RewardHostsConfig:
     """Number of processes on each host that check responses, with all rewards and sandboxes."""
 
     def __post_init__(self) -> None:
-        if self.per_host < 1:
-            raise ValueError(f"per_host must be at least 1, not {self.per_host}")
+        check_at_least(self, 1, "per_host")
 
 
 def devices_of(line: int | str) -> Literal["all"] | int | tuple[int, ...]:

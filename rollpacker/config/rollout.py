@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rollpacker.bounds import check_at_least, check_within
 from rollpacker.core.fleet.fleet import FleetConfig
 from rollpacker.core.fleet.parallelism import ParallelismConfig
 from rollpacker.core.fleet.routing import Routing
@@ -51,17 +52,13 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         counts = ("prompts_per_step", "samples_per_prompt", "max_response_tokens", "engines")
-        for name in counts:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        check_at_least(self, 1, *counts)
         if not (math.isfinite(self.temperature) and self.temperature > 0):
             raise ValueError(
                 "temperature must be more than 0: greedy responses of one prompt are all the same"
             )
-        if not 0 < self.top_p <= 1:
-            raise ValueError("top_p must lie in (0, 1]")
-        if self.top_k < 0:
-            raise ValueError("top_k must not be negative (0 is off)")
+        check_within(self, "(0, 1]", "top_p")
+        check_at_least(self, 0, "top_k")
 
     @property
     def max_slots(self) -> int | None:

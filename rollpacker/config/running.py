@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from rollpacker.bounds import check_at_least, check_positive
 from rollpacker.core.checks.reward_schedule import RewardKindConfig, RewardScheduleConfig
 
 
@@ -28,8 +29,7 @@ class RewardSchedulerConfig:
     the sample has no verdict."""
 
     def __post_init__(self) -> None:
-        if self.max_retries < 0:
-            raise ValueError(f"max_retries must not be negative, not {self.max_retries}")
+        check_at_least(self, 0, "max_retries")
 
     def schedule(self, race: str, kinds: Mapping[str, RewardKindConfig]) -> RewardScheduleConfig:
         """The scheduling core's config of checks. `race`, the value of `tail_batching.race`, says
@@ -64,17 +64,13 @@ class EvalConfig:
     """Least reward with which a response counts as passed."""
 
     def __post_init__(self) -> None:
-        for name in ("every_steps", "samples_per_prompt", "max_prompts", "max_response_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                off = (
-                    "; null evaluates only before the first and after the last step,"
-                    " data.eval=null with data.eval_fraction=0 never"
-                )
-                more = off if name == "every_steps" else ""
-                raise ValueError(f"{name} must be at least 1, not {value}{more}")
-        if self.temperature is not None and not self.temperature >= 0:
-            raise ValueError("temperature must not be negative")
+        off = (
+            "null (only before the first and after the last step; data.eval=null with"
+            " data.eval_fraction=0: never)"
+        )
+        check_at_least(self, 1, "every_steps", otherwise=off)
+        check_at_least(self, 1, "samples_per_prompt", "max_prompts", "max_response_tokens")
+        check_at_least(self, 0, "temperature")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +82,7 @@ class CheckpointConfig:
     keep_last: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("every_steps", "keep_last"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        check_at_least(self, 1, "every_steps", "keep_last")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +106,4 @@ class DeadlineConfig:
     may need more."""
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be more than 0")
+        check_positive(self, *self.__slots__)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
+from rollpacker.bounds import check_at_least, check_positive, check_within
 from rollpacker.trainer.trainer import ModelConfig
 
 
@@ -41,8 +41,7 @@ class WarmupConfig:
             )
         if not self.stages:
             raise ValueError("stages must have at least one entry")
-        if self.threads != "auto" and self.threads < 1:
-            raise ValueError("threads must be at least 1, or auto")
+        check_at_least(self, 1, "threads", otherwise="auto")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,14 +75,7 @@ class WarmupStage:
     def __post_init__(self) -> None:
         if (self.path is None) == (self.function is None):
             raise ValueError("set path (a file) or function (which makes the rows)")
-        for name in ("rows", "steps", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
-            raise ValueError(f"learning_rate must be a positive number, not {self.learning_rate}")
-        if not 0 <= self.final_learning_rate_ratio <= 1:
-            raise ValueError("final_learning_rate_ratio must lie between 0 and 1")
-        if self.warmup_steps < 0:
-            raise ValueError("warmup_steps must not be negative")
-        if not self.max_grad_norm > 0:
-            raise ValueError("max_grad_norm must be more than 0")
+        check_at_least(self, 1, "rows", "steps", "batch_size")
+        check_positive(self, "learning_rate", "max_grad_norm")
+        check_within(self, "[0, 1]", "final_learning_rate_ratio")
+        check_at_least(self, 0, "warmup_steps")

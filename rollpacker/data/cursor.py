@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from rollpacker.bounds import check_at_least
 from rollpacker.core.ids import PromptId
 from rollpacker.data.dataset import DataError
 
@@ -32,8 +33,7 @@ class PromptCursor:
     def __post_init__(self) -> None:
         if self.num_rows < 1:
             raise DataError(f"{self.name}: there are no rows to draw prompts from.")
-        if self.max_epochs is not None and self.max_epochs < 1:
-            raise ValueError(f"max_epochs must be at least 1, not {self.max_epochs}")
+        check_at_least(self, 1, "max_epochs")
         self._order = self._order_of(0)
 
     def take(self, count: int) -> tuple[tuple[PromptId, ...], bool, bool]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from rollpacker.bounds import check_at_least, check_positive, check_within
 from rollpacker.core.ids import PromptId
 
 TRAIN = "train"
@@ -28,8 +28,7 @@ class TaskConfig:
     """Options of the reasoning-gym task, such as min_terms."""
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.weight) and self.weight > 0):
-            raise ValueError(f"weight must be more than 0, not {self.weight}")
+        check_positive(self, "weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +91,7 @@ class DatasetConfig:
             raise ValueError(f"path must say where the data is (kind {self.kind})")
         elif self.tasks:
             raise ValueError("tasks is for kind reasoning_gym only")
-        if self.size is not None and self.size < 1:
-            raise ValueError(f"size must be at least 1, not {self.size}")
+        check_at_least(self, 1, "size")
         if self.prompt_template is not None and self.prompt_function is not None:
             raise ValueError("prompt_template and prompt_function exclude each other")
         if self.chat is False and self.system_prompt is not None:
@@ -120,8 +118,7 @@ class DataConfig:
     shuffle: bool = True
 
     def __post_init__(self) -> None:
-        if not 0 <= self.eval_fraction < 1:
-            raise ValueError("eval_fraction must lie in [0, 1)")
+        check_within(self, "[0, 1)", "eval_fraction")
         if self.eval is not None and self.eval_fraction:
             raise ValueError("set data.eval or data.eval_fraction, not both")
         if self.eval is not None and self.eval.kind == "environment":
@@ -129,10 +126,8 @@ class DataConfig:
                 "data.eval cannot be of kind environment: an environment brings one set of rows."
                 " Hold some of them out by data.eval_fraction"
             )
-        if self.max_prompt_tokens < 1:
-            raise ValueError("max_prompt_tokens must be at least 1")
-        if not 0 <= self.max_dropped_fraction <= 1:
-            raise ValueError("max_dropped_fraction must lie in [0, 1]")
+        check_at_least(self, 1, "max_prompt_tokens")
+        check_within(self, "[0, 1]", "max_dropped_fraction")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from rollpacker.bounds import check_at_least, check_positive
 from rollpacker.core.commands import LIMITS
 from rollpacker.core.events import SampleAborted, SampleFailed, SampleGenerated
 from rollpacker.core.ids import SampleId
@@ -333,12 +334,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.name not in ENGINES:
             raise ValueError(f"name must be one of {', '.join(ENGINES)}, not {self.name}")
-        if self.max_slots is not None and self.max_slots < 1:
-            raise ValueError("max_slots must be at least 1")
-        if self.kv_cache_gib is not None and not self.kv_cache_gib > 0:
-            raise ValueError("kv_cache_gib must be more than 0")
-        if self.draft_tokens < 0:
-            raise ValueError("draft_tokens must be at least 0")
+        check_at_least(self, 1, "max_slots")
+        check_positive(self, "kv_cache_gib")
+        check_at_least(self, 0, "draft_tokens")
         if self.batch_invariant is True and self.name != "vllm":
             raise ValueError(
                 f"batch_invariant=true asks for kernels of vLLM, and name is {self.name}: set "

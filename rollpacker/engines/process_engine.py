@@ -127,11 +127,6 @@ class ProcessEngine:
     def child(self) -> Process:
         return self._served.child
 
-    @property
-    def last_answer_s(self) -> float:
-        """Time of the latest message from the process, on the monotonic clock, in seconds."""
-        return self._served.heard_s
-
     # -- the protocol ----------------------------------------------------------------------
 
     async def ready(self) -> None:

@@ -6,11 +6,11 @@ controller -> Environments (all of a run) -> a process of environments -> a user
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from rollpacker.bounds import check_at_least, check_positive
 from rollpacker.core.events import ToolCall
 from rollpacker.core.ids import SampleId
 
@@ -85,23 +85,15 @@ class EnvironmentConfig:
             )
         if self.arguments and self.function is None:
             raise ValueError("arguments are those of function, which is not set")
-        for name in ("max_turns", "max_trajectory_tokens", "memory_mb"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
-        for name in ("max_environment_s", "timeout_s"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name} must be more than 0, not {value}")
-        if self.workers != "auto" and self.workers < 1:
-            raise ValueError(f"workers must be at least 1, or auto, not {self.workers}")
+        check_at_least(self, 1, "max_turns", "max_trajectory_tokens", "memory_mb")
+        check_positive(self, "max_environment_s", "timeout_s")
+        check_at_least(self, 1, "workers", otherwise="auto")
         if self.per_host is not None and (self.per_host < 1 or self.workers != "auto"):
             raise ValueError(
                 f"per_host must be at least 1, and takes the place of workers, not {self.per_host}"
                 f" with workers={self.workers}"
             )
-        if self.max_result_chars < 100:
-            raise ValueError(f"max_result_chars must be at least 100, not {self.max_result_chars}")
+        check_at_least(self, 100, "max_result_chars")
 
 
 class Environment(Protocol):

@@ -16,7 +16,7 @@ from rollpacker.report.page.settings import Setting, read_settings
 from rollpacker.report.summary import with_paths
 from rollpacker.report.table import cell, table, text
 from rollpacker.report.time_book import CAUSES
-from rollpacker.report.writing import clock, printable
+from rollpacker.writing import clock, printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

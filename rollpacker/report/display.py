@@ -17,7 +17,7 @@ from rollpacker.report.accounting import Accounting
 from rollpacker.report.history import History
 from rollpacker.report.step_summary import StepSummary
 from rollpacker.report.time_book import STEP_CAUSES
-from rollpacker.report.writing import clock
+from rollpacker.writing import clock
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -19,7 +19,7 @@ from rollpacker.report.carrying import carry_metrics
 from rollpacker.report.checks import check_metrics
 from rollpacker.report.step_summary import LengthStats, StepSummary
 from rollpacker.report.time_book import RARE_CAUSES
-from rollpacker.report.writing import replacing
+from rollpacker.writing import replacing
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from rollpacker.report.accounting import Accounting
 from rollpacker.report.display import State, doing, elapsed, learned, numbered
 from rollpacker.report.step_summary import StepSummary
 from rollpacker.report.time_book import STEP_CAUSES
-from rollpacker.report.writing import clock
+from rollpacker.writing import clock
 
 REFRESH_S = 1.0
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, overload
 
 from rollpacker.imports import require
-from rollpacker.report.writing import printable
+from rollpacker.writing import printable
 
 NUM_SHOWN = 5
 """Number of first rows, and of last rows, of a table that a notebook shows."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollpacker.report.writing import printable
+from rollpacker.writing import printable
 
 Row = Mapping[str, Any]
 Line = tuple[str, str]

@@ -97,8 +97,6 @@ class Lengths:
     trained: LengthStats | None
     finished: LengthStats | None
     """Statistics of all completed responses, trained on or not. None: there were none."""
-    censored: tuple[int, ...]
-    """Numbers of tokens of the samples stopped before their end, fewer than they would have had."""
     bias: Mapping[str, float]
     """Metrics `length/...` and `debias/...`: how trained lengths differ from the policy's."""
 
@@ -190,7 +188,6 @@ def summarize_step(
         lengths=Lengths(
             trained=_length_stats(trained),
             finished=_length_stats(finished),
-            censored=tuple(sample.num_tokens for sample in stopped),
             bias=length_bias,
         ),
         carry=step_carrying(step),

@@ -19,7 +19,7 @@ from rollpacker.report.log import EventLog, events_path
 from rollpacker.report.step_history import StepHistory
 from rollpacker.report.step_summary import StepSummary
 from rollpacker.report.time_book import RARE_CAUSES, ROLLOUT_CAUSES
-from rollpacker.report.writing import replacing
+from rollpacker.writing import replacing
 
 SUMMARY_FILE = "summary.json"
 LAST_STEPS = 5

@@ -9,7 +9,7 @@ from rollpacker.report.carrying import why_awaited
 from rollpacker.report.summary import LAST_STEPS
 from rollpacker.report.table import MAX_WIDTH, cell, table, table_of
 from rollpacker.report.time_book import CAUSES
-from rollpacker.report.writing import clock, printable
+from rollpacker.writing import clock, printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

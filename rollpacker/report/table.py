@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rollpacker.report.writing import printable
+from rollpacker.writing import printable
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -3,7 +3,7 @@ below for the other phases of the run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from rollpacker.report.history import iterate_steps
 from rollpacker.report.log import EventLog
 from rollpacker.report.spans import Excerpt, read_steps
 from rollpacker.report.step_history import Outcome, StepHistory
-from rollpacker.report.writing import replacing
+from rollpacker.writing import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,7 +42,9 @@ _CHARACTER = 0.0055
 """Width of a character in a label, as a share of the picture's width."""
 _LINE = 1.8
 """Height of a line in a label, as a multiple of a character's width."""
-_INK, _FAINT = "#333333", "#777777"
+_CUT_OUT = ("evaluation", "callbacks", "startup", "checkpoint")
+"""Phases that are cut out of the time axis."""
+INK, FAINT = "#333333", "#777777"
 NUM_STEPS = 6
 """Number of steps in a picture of one run, if the caller names none."""
 _NUM_COMPARED = 10
@@ -69,7 +71,7 @@ def draw_steps(steps: Sequence[StepHistory], out_png: str | Path) -> list[int]:
     _draw_samples(axes, shown, clock, lanes)
     _draw_band(band, shown, clock)
     _label_steps(axes, shown, clock, lanes)
-    axes.set_ylabel("samples, longest at the bottom", color=_FAINT, fontsize=9)
+    axes.set_ylabel("samples, longest at the bottom", color=FAINT, fontsize=9)
     _title(axes, "Every sample of the rounds, from launch to its end")
     axes.set_xlim(0, clock.end_s)
     _finish(figure, band, shown, Path(out_png))
@@ -103,9 +105,9 @@ def draw_comparison(
         _draw_band(band, shown, clock)
         _label_steps(panel, shown, clock, lanes[row], short=True)
         _title(panel, f"{name}: {len(shown)} steps in {clock.end_s:.2f} s")
-        panel.set_ylabel("samples", color=_FAINT, fontsize=9)
+        panel.set_ylabel("samples", color=FAINT, fontsize=9)
         for one in (panel, band):
-            one.axvline(clock.end_s, color=_INK, linewidth=1, linestyle=(0, (2, 2)))
+            one.axvline(clock.end_s, color=INK, linewidth=1, linestyle=(0, (2, 2)))
         panel.set_xlim(0, end * 1.005)
     _finish(figure, axes[-1], [step for shown in both for step in shown], Path(out))
 
@@ -146,7 +148,7 @@ class _Clock:
             (phase.start_s, phase.end_s)
             for step in steps
             for phase in step.phases
-            if phase.name in ("evaluation", "callbacks", "startup", "checkpoint")
+            if phase.name in _CUT_OUT
         )
         self.cuts = _union(self.cuts)
         self.end_s = self(steps[-1].end_s)
@@ -177,22 +179,51 @@ def _figure(
 ) -> tuple[Figure, list[Axes]]:
     """Returns a figure and its rows (`Axes`), which have these `heights` in inches and share the
     time axis. The row with the number `blank` is hidden and not returned; None: all rows are."""
-    # The object interface: no display, no global state of pyplot.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, sum(heights) + 1.15 + 0.35 * (panels - 1)), dpi=150)
-    FigureCanvasAgg(figure)
-    figure.set_layout_engine("constrained", h_pad=0.02, hspace=0.0)
-    rows = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
+    around = 1.15 + 0.35 * (panels - 1)
+    figure, rows = bare_rows(heights, 12, around, sharex=True, h_pad=0.02, hspace=0.0)
     for axes in rows:
-        for side in ("top", "right", "left", "bottom"):
-            axes.spines[side].set_visible(False)
-        axes.tick_params(length=0, labelcolor=_FAINT, labelsize=9)
         axes.set_yticks([])
     if blank is not None:
         rows[blank].set_visible(False)
     return figure, [axes for row, axes in enumerate(rows) if row != blank]
+
+
+def bare_rows(
+    heights: list[float], width: float, around: float, *, sharex: bool = False, **padding: float
+) -> tuple[Figure, list[Axes]]:
+    """Returns a figure and its rows (`Axes`) without frames, of these `heights` in inches. `width`
+    is the figure's, `around` what it is higher than its rows; `padding` goes to matplotlib's
+    constrained layout."""
+    # The object interface: no display, no global state of pyplot.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, sum(heights) + around), dpi=150)
+    FigureCanvasAgg(figure)
+    figure.set_layout_engine("constrained", **padding)
+    rows = figure.subplots(len(heights), 1, sharex=sharex, height_ratios=heights)
+    for axes in rows:
+        for side in ("top", "right", "left", "bottom"):
+            axes.spines[side].set_visible(False)
+        axes.tick_params(length=0, labelcolor=FAINT, labelsize=9)
+    return figure, list(rows)
+
+
+def add_legend(figure: Figure, colours: Mapping[str, str], num_columns: int) -> None:
+    """Add a legend below a figure, with a patch of its colour for each name."""
+    from matplotlib.patches import Patch
+
+    figure.legend(
+        handles=[Patch(color=colour, label=name) for name, colour in colours.items()],
+        loc="outside lower left",
+        ncols=num_columns,
+        frameon=False,
+        fontsize=9,
+        labelcolor=INK,
+        handlelength=1.0,
+        handleheight=1.0,
+        columnspacing=1.4,
+    )
 
 
 def _draw_samples(axes: Axes, steps: Sequence[StepHistory], clock: _Clock, lanes: int) -> None:
@@ -258,41 +289,22 @@ def _label_steps(
             fontsize=8,
             va="bottom",
             ha="left",
-            color=OUTCOME_COLOURS[Outcome.DEFERRED] if long else _FAINT,
+            color=OUTCOME_COLOURS[Outcome.DEFERRED] if long else FAINT,
             clip_on=False,
         )
 
 
 def _title(axes: Axes, text: str) -> None:
-    axes.set_title(text, loc="left", fontsize=11.5, color=_INK, pad=18, fontweight="bold")
+    axes.set_title(text, loc="left", fontsize=11.5, color=INK, pad=18, fontweight="bold")
 
 
 def _finish(figure: Figure, bottom: Axes, steps: Sequence[StepHistory], out: Path) -> None:
-    from matplotlib.patches import Patch
-
-    bottom.set_xlabel("seconds", color=_FAINT, fontsize=9)
+    bottom.set_xlabel("seconds", color=FAINT, fontsize=9)
     seen = {span.outcome for step in steps for span in step.samples.values()}
     phases = {phase.name for step in steps for phase in step.phases}
-    handles = [
-        Patch(color=colour, label=str(outcome))
-        for outcome, colour in OUTCOME_COLOURS.items()
-        if outcome in seen
-    ]
-    handles += [
-        Patch(color=colour, label=name.replace("_", " "))
-        for name, colour in PHASE_COLOURS.items()
-        if name in phases and name not in ("evaluation", "callbacks", "startup", "checkpoint")
-    ]
-    figure.legend(
-        handles=handles,
-        loc="outside lower left",
-        ncols=len(handles),
-        frameon=False,
-        fontsize=9,
-        labelcolor=_INK,
-        handlelength=1.0,
-        handleheight=1.0,
-        columnspacing=1.4,
-    )
+    shown = phases.difference(_CUT_OUT)
+    names = {str(one): colour for one, colour in OUTCOME_COLOURS.items() if one in seen}
+    names |= {n.replace("_", " "): colour for n, colour in PHASE_COLOURS.items() if n in shown}
+    add_legend(figure, names, len(names))
     with replacing(out) as temporary:
         figure.savefig(temporary, format=out.suffix.lstrip(".") or "png", facecolor="white")

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollpacker.report.history import iterate_steps
-from rollpacker.report.log import EventLog
 from rollpacker.report.step_history import Outcome, Phase, StepHistory
 from rollpacker.report.time_book import POOL_CAUSES
 from rollpacker.report.turn_book import ENVIRONMENT
-from rollpacker.report.writing import replacing
+from rollpacker.writing import replacing
 
 _RUN, _SAMPLES = 1, 2
 _TRACKS = {
@@ -48,24 +45,9 @@ _COLOURS = {
 ignores these colours and goes by the span's name."""
 
 
-def write_trace(events_path: str | Path, out: str | Path, *, last_steps: int = 50) -> int:
-    """Write the last `last_steps` steps of a log as a trace to `out`; returns their number.
-
-    Every sample takes about 200 bytes: 50 steps of 100 samples make 1 MB. Raises `LogError` if the
-    file is no event log and `ValueError` if `last_steps` is less than one."""
-    if last_steps < 1:
-        raise ValueError(f"a trace needs at least one step, not {last_steps}")
-    steps: deque[StepHistory] = deque(maxlen=last_steps)
-    num = 0
-    for step in iterate_steps(EventLog(events_path)):
-        steps.append(step)
-        num += 1
-    write_steps_trace(list(steps), out, num_steps=num)
-    return len(steps)
-
-
 def write_steps_trace(steps: Sequence[StepHistory], out: str | Path, *, num_steps: int) -> None:
-    """Write these steps, the last ones of the run's `num_steps` steps, as a trace to `out`."""
+    """Write these steps, the last ones of the run's `num_steps` steps, as a trace to `out`. Every
+    sample takes about 200 bytes: 50 steps of 100 samples make 1 MB."""
     held = steps_held(steps, num_steps)
     with replacing(Path(out)) as temporary, temporary.open("w", encoding="utf-8") as file:
         told = json.dumps({"steps": held}, separators=(",", ":"))

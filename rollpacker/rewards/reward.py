@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple, Protocol
 
+from rollpacker.bounds import check_at_least, check_positive
 from rollpacker.core.checks.deadlines import AdaptiveDeadlineConfig
 from rollpacker.environments.environment import Episode
 
@@ -224,11 +225,8 @@ class RewardConfig:
     def __post_init__(self) -> None:
         if not math.isfinite(self.weight):
             raise ValueError(f"weight must be a number, not {self.weight}")
-        if not self.timeout_s > 0:
-            raise ValueError("timeout_s must be more than 0")
-        if self.workers != "auto" and self.workers < 1:
-            raise ValueError(f"workers must be at least 1, or auto, not {self.workers}")
-        if self.max_failed_calls is not None and self.max_failed_calls < 1:
-            raise ValueError(f"max_failed_calls must be at least 1, not {self.max_failed_calls}")
+        check_positive(self, "timeout_s")
+        check_at_least(self, 1, "workers", otherwise="auto")
+        check_at_least(self, 1, "max_failed_calls")
         if self.tasks is not None and not self.tasks:
             raise ValueError("tasks must name at least one task; leave it out to judge every row")

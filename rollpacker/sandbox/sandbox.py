@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, Protocol
+
+from rollpacker.bounds import check_at_least, check_positive
 
 
 class SandboxUnavailable(RuntimeError):
@@ -41,9 +42,7 @@ class SandboxConfig:
     file is then marked. None: not permitted."""
 
     def __post_init__(self) -> None:
-        for name in ("memory_mb", "disk_mb", "output_kb"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        check_at_least(self, 1, "memory_mb", "disk_mb", "output_kb")
         if self.backend == "http" and self.url is None:
             raise ValueError("backend http needs a url")
         if self.allow_unsandboxed_code not in (None, I_ACCEPT):
@@ -111,13 +110,8 @@ class Limits:
     max_files: int = 1024
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.wall_s) and self.wall_s > 0):
-            raise ValueError(f"wall_s must be more than 0, not {self.wall_s}")
-        if self.cpu_s is not None and not self.cpu_s > 0:
-            raise ValueError(f"cpu_s must be more than 0, not {self.cpu_s}")
-        for name in ("memory_bytes", "output_bytes", "disk_bytes", "max_files"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        check_positive(self, "wall_s", "cpu_s")
+        check_at_least(self, 1, "memory_bytes", "output_bytes", "disk_bytes", "max_files")
 
 
 class Status(StrEnum):

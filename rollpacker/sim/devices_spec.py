@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from rollpacker.bounds import check_at_least
 from rollpacker.sim.hardware import GPUS, GpuSpec
-from rollpacker.sim.scenario_checks import TRAINED_PARAMETER_BYTES, at_least_one, check_known
+from rollpacker.sim.scenario_checks import TRAINED_PARAMETER_BYTES, check_known
 
 MIN_SPEC, MAX_SPEC = 1e-6, 1e9
 """Smallest and largest value that a number of a GPU's datasheet may have."""
@@ -30,9 +31,7 @@ class Cluster:
     `train_gpu` is set, else the trainer shares the engines' devices."""
 
     def __post_init__(self) -> None:
-        at_least_one(self, "gpus", "gpus_per_node")
-        if self.train_gpus is not None:
-            at_least_one(self, "train_gpus")
+        check_at_least(self, 1, "gpus", "gpus_per_node", "train_gpus")
         self._check_count("gpus", self.gpus)
         self._check_count("train_gpus", self.trainer_gpus)
         for key, gpu in (("gpu", self.gpu), ("train_gpu", self.train_gpu)):

@@ -4,11 +4,11 @@ speed-up of the engine. Both change only the time of a step, not the tokens."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
+from rollpacker.bounds import check_at_least, check_within
 from rollpacker.core.commands import RoundKind
-from rollpacker.sim.scenario_checks import at_least_one, check_known
+from rollpacker.sim.scenario_checks import check_known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,15 +27,9 @@ class Drafts:
     """Share by which a decode step takes longer when it verifies guessed tokens."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.acceptance < 1:
-            raise ValueError(
-                f"acceptance must be at least 0 and less than 1, not {self.acceptance}"
-            )
-        if not 0 <= self.overhead < 10:
-            raise ValueError(f"overhead must be at least 0 and less than 10, not {self.overhead}")
-        for name in ("max_depth", "max_positions"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        check_within(self, "[0, 1)", "acceptance")
+        check_within(self, "[0, 10)", "overhead")
+        check_at_least(self, 1, "max_depth", "max_positions")
 
     def tokens_per_step(self, num_running: int) -> float:
         """Mean tokens of a sequence in a step of `num_running` ones: 1, and more with guesses."""
@@ -66,8 +60,6 @@ class Speculation:
     """Kinds of round (`RoundKind`) in which speculation makes decode steps faster."""
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.speedup) and self.speedup >= 1):
-            raise ValueError(f"speedup must be at least 1, not {self.speedup}")
-        at_least_one(self, "max_live")
+        check_at_least(self, 1, "speedup", "max_live")
         for kind in self.kinds:
             check_known("kinds", kind, [known.value for known in RoundKind])

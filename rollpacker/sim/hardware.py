@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
+
+from rollpacker.bounds import check_positive
 
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
 """Mapping from the name of a number format to the bytes of one number."""
@@ -32,10 +33,7 @@ class ModelShape:
     """Number format of the weights and of the KV cache while generating; a key of `DTYPE_BYTES`."""
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "kv_heads", "head_dim", "params"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name} of a model must be more than 0, not {value}")
+        check_positive(self, "layers", "hidden", "kv_heads", "head_dim", "params")
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, not {self.dtype!r}")
 
@@ -66,10 +64,7 @@ class GpuSpec:
     """Where the numbers of this GPU come from."""
 
     def __post_init__(self) -> None:
-        for name in ("memory_gb", "bandwidth_tb_s", "tflops", "nvlink_gb_s"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name} of a GPU must be more than 0, not {value}")
+        check_positive(self, "memory_gb", "bandwidth_tb_s", "tflops", "nvlink_gb_s")
 
 
 def read_tables(name: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
+from rollpacker.bounds import check_at_least, check_within
 from rollpacker.core.portable import power
 from rollpacker.sim.drafts import Drafts, Speculation
 from rollpacker.sim.hardware import GpuSpec, ModelShape
@@ -38,10 +39,7 @@ class StepCost:
     replace every field above but `per_cached_token_s`."""
 
     def __post_init__(self) -> None:
-        for name in ("launch_s", "bytes_s", "per_cached_token_s", "per_sequence_s"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} must be 0 or more, not {value}")
+        check_at_least(self, 0, "launch_s", "bytes_s", "per_cached_token_s", "per_sequence_s")
         if not self.empty_step_s(1) > 0:
             raise ValueError("a decode step must take time: launch_s, bytes_s or per_sequence_s")
 
@@ -163,16 +161,9 @@ class Calibration:
     come as one batch after the rollout."""
 
     def __post_init__(self) -> None:
-        for constant in fields(self):
-            value = getattr(self, constant.name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{constant.name} must be 0 or more, not {value}")
-        for name in (
-            *("bandwidth_share", "prefill_utilization", "train_utilization"),
-            "synchronous_judge_share",
-        ):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name} must lie above 0 and not above 1")
+        check_at_least(self, 0, *(constant.name for constant in fields(self)))
+        check_within(self, "(0, 1]", "bandwidth_share", "synchronous_judge_share")
+        check_within(self, "(0, 1]", "prefill_utilization", "train_utilization")
 
     def constants(self) -> dict[str, tuple[float, str, str]]:
         """Mapping from the name of each constant to (value, unit, what it was fitted to)."""
@@ -212,12 +203,8 @@ class DatasheetModel:
     """Seconds to bring new weights into the engines. None: estimated from the size of `model`."""
 
     def __post_init__(self) -> None:
-        if self.prompt_tokens < 1:
-            raise ValueError(f"prompt_tokens must be at least 1, not {self.prompt_tokens}")
-        for name in ("train_fixed_given_s", "sync_given_s"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} must be 0 or more, not {value}")
+        check_at_least(self, 1, "prompt_tokens")
+        check_at_least(self, 0, "train_fixed_given_s", "sync_given_s")
 
     @property
     def train_fixed_s(self) -> float:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from rollpacker.bounds import check_at_least
 from rollpacker.config.check import Checker
 from rollpacker.config.document import ConfigError, parse_document, read_text
 from rollpacker.config.fields import field_types
@@ -27,7 +28,6 @@ from rollpacker.sim.hardware import MODELS, ModelShape
 from rollpacker.sim.latency import DatasheetModel
 from rollpacker.sim.presets import SWITCHES, SYSTEMS
 from rollpacker.sim.scenario_checks import (
-    at_least_one,
     check_known,
     check_seconds,
     listed,
@@ -70,20 +70,15 @@ class RolloutSpec:
     away from engines whose devices are released."""
 
     def __post_init__(self) -> None:
-        at_least_one(self, "prompts_per_step", "max_response_tokens", "tensor_parallel")
-        at_least_one(self, "prompt_tokens")
-        if self.samples_per_prompt < 2:
-            raise ValueError(
-                f"samples_per_prompt must be at least 2, not {self.samples_per_prompt}"
-            )
+        check_at_least(self, 1, "prompts_per_step", "max_response_tokens", "tensor_parallel")
+        check_at_least(self, 1, "prompt_tokens", "max_running")
+        check_at_least(self, 2, "samples_per_prompt")
         samples = self.prompts_per_step * self.samples_per_prompt
         if samples > MAX_SAMPLES:
             raise ValueError(
                 f"prompts_per_step x samples_per_prompt are {samples:,} samples of a step, more "
                 f"than can be simulated ({MAX_SAMPLES:,}): lower one of them"
             )
-        if self.max_running is not None:
-            at_least_one(self, "max_running")
         if self.speculation is not None and self.drafts is not None:
             raise ValueError("speculation and drafts are two models of the same: set one of them")
 
@@ -153,10 +148,7 @@ class OracleSpec:
     """Number of steps whose prompts are sorted together by longest response; 0: no sorting."""
 
     def __post_init__(self) -> None:
-        if self.reorder_window < 0:
-            raise ValueError(
-                f"reorder_window must not be negative (0 is off), not {self.reorder_window}"
-            )
+        check_at_least(self, 0, "reorder_window")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +186,7 @@ class Scenario:
     """Seed of prompts, lengths, verdicts and faults."""
 
     def __post_init__(self) -> None:
-        at_least_one(self, "steps")
+        check_at_least(self, 1, "steps")
         check_seconds("sync_s", self.sync_s)
         if isinstance(self.model, str):
             check_known("model", self.model, MODELS)

@@ -14,12 +14,6 @@ TRAINED_PARAMETER_BYTES = 18
 weight and Adam's two moments."""
 
 
-def at_least_one(owner: object, *names: str) -> None:
-    for name in names:
-        if getattr(owner, name) < 1:
-            raise ValueError(f"{name} must be at least 1, not {getattr(owner, name)}")
-
-
 def check_seconds(name: str, value: float | None) -> None:
     if value is not None and not (math.isfinite(value) and value >= 0):
         raise ValueError(f"{name} must be 0 or more seconds, not {value}")

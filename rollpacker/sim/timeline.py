@@ -15,10 +15,10 @@ from rollpacker.pipeline.sim.show import (
     longest_s,
     pipelines_of,
 )
-from rollpacker.report.timeline import PHASE_COLOURS
-from rollpacker.report.writing import replacing
+from rollpacker.report.timeline import FAINT, INK, PHASE_COLOURS, add_legend, bare_rows
 from rollpacker.sim.result import StepResult, SystemResult
 from rollpacker.sim.table import STAGES
+from rollpacker.writing import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,7 +34,6 @@ STAGE_COLOURS = {
 }
 _LONG = (RoundKind.LONG, RoundKind.FLUSH)
 _LONG_COLOUR = "#e76f51"
-_INK, _FAINT = "#333333", "#777777"
 _MIN_STEPS, _MAX_STEPS = 5, 12
 """Fewest and most consecutive steps to show in a picture."""
 
@@ -98,24 +97,13 @@ def _cycle(steps: Sequence[StepResult]) -> range:
 def _figure(num_systems: int, lanes: Sequence[int]) -> tuple[Figure, list[Axes]]:
     """A figure and its panels: one of steps and one of means, with a row for each system, then one
     for each trainer with pipeline stages, of which `lanes` has the numbers of stages."""
-    # The object interface: no display, no global state of pyplot.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     heights = [0.52 * num_systems + 0.2, 0.36 * num_systems + 0.2]
-    room = 1.7 + 0.45 * len(lanes)
     heights += [LANE_INCHES * count + 0.1 for count in lanes]
-    figure = Figure(figsize=(9, sum(heights) + room), dpi=150)
-    FigureCanvasAgg(figure)
-    figure.set_layout_engine("constrained", h_pad=0.06)
-    rows = figure.subplots(len(heights), 1, height_ratios=heights)
+    figure, rows = bare_rows(heights, 9, 1.7 + 0.45 * len(lanes), h_pad=0.06)
     for axes in rows:
-        for side in ("top", "right", "left", "bottom"):
-            axes.spines[side].set_visible(False)
-        axes.tick_params(length=0, labelcolor=_FAINT, labelsize=9)
         axes.set_ylim(num_systems - 0.5, -0.5)
-        axes.set_xlabel("seconds", color=_FAINT, fontsize=9)
-    return figure, list(rows)
+        axes.set_xlabel("seconds", color=FAINT, fontsize=9)
+    return figure, rows
 
 
 def _draw_steps(axes: Axes, results: Mapping[str, SystemResult], shown: range) -> None:
@@ -129,7 +117,7 @@ def _draw_steps(axes: Axes, results: Mapping[str, SystemResult], shown: range) -
             if left:
                 axes.plot([left] * 2, [row - 0.26, row + 0.26], color="white", linewidth=1.6)
             if step.kind != RoundKind.PLAIN and step.total_s > 0.045 * room:
-                colour = _LONG_COLOUR if step.kind in _LONG else _FAINT
+                colour = _LONG_COLOUR if step.kind in _LONG else FAINT
                 _text(axes, left + 0.003 * room, row - 0.28, step.kind, 7.5, colour, va="bottom")
             left += step.total_s
         _text(axes, left, row, f"  {_seconds(left)} s", 9)
@@ -166,7 +154,7 @@ def _stack(
     for stage, duration in seconds.items():
         axes.barh(row, duration, left=left, height=height, color=STAGE_COLOURS[stage], linewidth=0)
         if duration >= label_from:
-            colour = "white" if stage in ("rollout", "training") else _INK
+            colour = "white" if stage in ("rollout", "training") else INK
             _text(axes, left + duration / 2, row, _seconds(duration), 8, colour, ha="center")
         left += duration
 
@@ -177,7 +165,7 @@ def _text(
     y: float,
     text: str,
     size: float,
-    colour: str = _INK,
+    colour: str = INK,
     *,
     ha: str = "left",
     va: str = "center",
@@ -191,26 +179,15 @@ def _seconds(value: float) -> str:
 
 def _label_rows(axes: Axes, results: Mapping[str, SystemResult]) -> None:
     axes.set_yticks(range(len(results)), list(results))
-    axes.tick_params(axis="y", labelcolor=_INK, labelsize=10)
+    axes.tick_params(axis="y", labelcolor=INK, labelsize=10)
 
 
 def _title(axes: Axes, text: str) -> None:
-    axes.set_title(text, loc="left", fontsize=11, color=_INK, pad=8, fontweight="bold")
+    axes.set_title(text, loc="left", fontsize=11, color=INK, pad=8, fontweight="bold")
 
 
 def _legend(figure: Figure, *, ops: bool) -> None:
-    from matplotlib.patches import Patch
-
     more = {OP_WORDS[kind]: colour for kind, colour in OP_COLOURS.items()} if ops else {}
     names = {"reward": "reward, after the last response"}
-    figure.legend(
-        handles=[Patch(color=c, label=names.get(s, s)) for s, c in (STAGE_COLOURS | more).items()],
-        loc="outside lower left",
-        ncols=len(STAGE_COLOURS),
-        frameon=False,
-        fontsize=9,
-        labelcolor=_INK,
-        handlelength=1.0,
-        handleheight=1.0,
-        columnspacing=1.4,
-    )
+    shown = {names.get(stage, stage): c for stage, c in (STAGE_COLOURS | more).items()}
+    add_legend(figure, shown, len(STAGE_COLOURS))

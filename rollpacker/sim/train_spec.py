@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rollpacker.bounds import check_at_least
 from rollpacker.pipeline.sim.spec import PipelineSpec
-from rollpacker.sim.scenario_checks import at_least_one, check_seconds
+from rollpacker.sim.scenario_checks import check_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +28,7 @@ class TrainSpec:
     the GPUs, and no stage waits."""
 
     def __post_init__(self) -> None:
-        at_least_one(self, "tensor_parallel", "pipeline_parallel", "context_parallel")
+        check_at_least(self, 1, "tensor_parallel", "pipeline_parallel", "context_parallel")
         check_seconds("fixed_s", self.fixed_s)
 
     @property

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rollpacker.bounds import check_at_least
 from rollpacker.core.checks.acting import ActingConfig, TurnLimits
 from rollpacker.core.checks.deadlines import AdaptiveDeadlineConfig
 from rollpacker.core.checks.schedule import KindConfig
-from rollpacker.sim.scenario_checks import MAX_SECONDS, at_least_one, check_quantiles
+from rollpacker.sim.scenario_checks import MAX_SECONDS, check_quantiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +43,7 @@ class TurnsSpec:
     that is taken to be free for others. False: the cache is computed anew for each turn."""
 
     def __post_init__(self) -> None:
-        at_least_one(self, "max_tokens")
-        for name in ("max_turns", "workers"):
-            if getattr(self, name) is not None:
-                at_least_one(self, name)
+        check_at_least(self, 1, "max_tokens", "max_turns", "workers")
         for name in ("messages_quantiles", "given_tokens_quantiles"):
             check_quantiles(name, getattr(self, name), smallest=1)
         check_quantiles(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from rollpacker.bounds import check_at_least, check_within
 from rollpacker.sim.presets import LENGTH_LAWS, PROMPTS, REWARD_KINDS
 from rollpacker.sim.scenario_checks import MAX_SECONDS, check_known, check_quantiles
 
@@ -98,8 +99,7 @@ class RewardStage:
     """Law of these prompts' response lengths; None: the scenario's `lengths`."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
-            raise ValueError(f"share must be more than 0 and at most 1, not {self.share}")
+        check_within(self, "(0, 1]", "share")
         pool = ("seconds_quantiles", "workers", "slowest_correct_s")
         meant = {"math": pool, "code": pool, "judge": ("calls_per_s",), "none": ()}[self.kind]
         for name in (*pool, "calls_per_s"):
@@ -108,10 +108,7 @@ class RewardStage:
                 raise ValueError(
                     f"{name} means nothing for kind={self.kind} ({takes}): leave it out"
                 )
-        if self.workers is not None and self.workers < 1:
-            raise ValueError(
-                f"workers must be at least 1, not {self.workers}, or nothing is ever checked"
-            )
+        check_at_least(self, 1, "workers")
         if self.seconds_quantiles is not None:
             check_quantiles(
                 "seconds_quantiles", self.seconds_quantiles, smallest=0, largest=MAX_SECONDS

@@ -28,6 +28,7 @@ from rollpacker.callbacks import Callback, Metrics, RunningRun
 from rollpacker.imports import missing
 from rollpacker.trackers.samples_table import SamplesTable, samples_table
 from rollpacker.trackers.tracker import TrackerConfig
+from rollpacker.writing import replacing
 
 logger = logging.getLogger(__name__)
 
@@ -213,9 +214,8 @@ class Tracker(Callback):
 
     def _write_record(self, run_id: str, sent: list[int]) -> None:
         self._record = {"run_id": run_id, "sent": sent}
-        temporary = self._record_file.with_suffix(".json.tmp")
-        temporary.write_text(json.dumps(self._record) + "\n")
-        temporary.replace(self._record_file)
+        with replacing(self._record_file) as temporary:
+            temporary.write_text(json.dumps(self._record) + "\n")
 
     def _send_row(self, place: list[int], metrics: Metrics) -> None:
         if place > self._record["sent"]:

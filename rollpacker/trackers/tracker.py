@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rollpacker.bounds import check_at_least
+
 TrackerName = Literal["wandb", "mlflow", "trackio", "swanlab"]
 
 
@@ -24,7 +26,4 @@ class TrackerConfig:
     """Further arguments for the library's call that opens a run, such as `entity` or `tags`."""
 
     def __post_init__(self) -> None:
-        if self.samples_every_steps is not None and self.samples_every_steps < 1:
-            raise ValueError(
-                f"samples_every_steps must be at least 1, not {self.samples_every_steps}"
-            )
+        check_at_least(self, 1, "samples_every_steps")

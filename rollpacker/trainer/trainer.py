@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from rollpacker.bounds import check_at_least, check_positive, check_within
 from rollpacker.core.ids import SampleId
 from rollpacker.pipeline.plan.choosers import check_order_name
 from rollpacker.spans import Rewritten, Spans, num_outside
@@ -97,10 +97,8 @@ class LoraConfig:
     linear layer but the output layer."""
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"rank must be at least 1, not {self.rank}")
-        if not (math.isfinite(self.alpha) and self.alpha > 0):
-            raise ValueError(f"alpha must be a positive number, not {self.alpha}")
+        check_at_least(self, 1, "rank")
+        check_positive(self, "alpha")
         if not self.target_modules:
             raise ValueError("target_modules must name at least one module, or all-linear")
 
@@ -120,12 +118,9 @@ class CriticConfig:
     everything else, such as the policy's schedule."""
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
-            raise ValueError(f"learning_rate must be a positive number, not {self.learning_rate}")
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise ValueError("max_grad_norm must be more than 0, or null for none")
-        if self.warmup_steps < 0:
-            raise ValueError("warmup_steps must not be negative")
+        check_positive(self, "learning_rate")
+        check_positive(self, "max_grad_norm", otherwise="null for none")
+        check_at_least(self, 0, "warmup_steps")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,11 +157,9 @@ class PipelineConfig:
     log. do: the processes are started anew with it between two steps. never: nothing."""
 
     def __post_init__(self) -> None:
-        if self.stages < 1:
-            raise ValueError(f"stages must be at least 1, not {self.stages}")
+        check_at_least(self, 1, "stages")
         check_order_name(self.order)
-        if self.live_tokens != "auto" and self.live_tokens < 1:
-            raise ValueError(f"live_tokens must be at least 1, or auto, not {self.live_tokens}")
+        check_at_least(self, 1, "live_tokens", otherwise="auto")
         if self.layers != "auto" and len(self.layers) != self.stages:
             raise ValueError(
                 f"layers={list(self.layers)} must have a number for each of the {self.stages} "
@@ -248,10 +241,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.steps is None and self.epochs is None:
             raise ValueError("set train.steps or train.epochs")
-        for name in ("steps", "epochs", "micro_batch_tokens", "processes", "updates_per_round"):
-            value = getattr(self, name)
-            if value not in (None, "auto") and value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
+        check_at_least(self, 1, "steps", "epochs", "micro_batch_tokens", "processes")
+        check_at_least(self, 1, "updates_per_round")
         if self.replicas < 1 or (self.processes or 1) % self.replicas:
             raise ValueError(
                 f"replicas ({self.replicas}) must divide train.processes "
@@ -267,20 +258,13 @@ class TrainConfig:
             raise ValueError(
                 f"schedule={self.schedule} needs to know where it ends: set train.steps"
             )
-        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
-            raise ValueError(f"learning_rate must be a positive number, not {self.learning_rate}")
-        if self.warmup_steps < 0:
-            raise ValueError("warmup_steps must not be negative")
-        if not 0 <= self.min_learning_rate_ratio <= 1:
-            raise ValueError("min_learning_rate_ratio must lie between 0 and 1")
-        if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
-            raise ValueError("weight_decay must be a number from 0 upwards")
+        check_positive(self, "learning_rate")
+        check_at_least(self, 0, "warmup_steps", "weight_decay")
+        check_within(self, "[0, 1]", "min_learning_rate_ratio")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError("betas must lie in [0, 1)")
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise ValueError("max_grad_norm must be more than 0, or null for none")
-        if self.threads != "auto" and self.threads < 1:
-            raise ValueError("threads must be at least 1, or auto")
+        check_positive(self, "max_grad_norm", otherwise="null for none")
+        check_at_least(self, 1, "threads", otherwise="auto")
 
     @property
     def keeps_whole_gradients(self) -> bool:

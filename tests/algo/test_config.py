@@ -58,7 +58,7 @@ def test_grpo_keeps_its_defaults():
         ({"mismatch_correction": "token-mask", "old_logprobs": "rollout"}, "difference twice"),
         ({"mismatch_min": 0.5}, "without mismatch_correction"),
         ({"mismatch_correction": "token-mask", "mismatch_min": 3.0}, "less than mismatch_max"),
-        ({"overlong_buffer_tokens": -1}, "overlong_buffer_tokens must not be negative"),
+        ({"overlong_buffer_tokens": -1}, "overlong_buffer_tokens must be at least 0"),
         ({"clip_low": 1.5}, "clip_low must be a number from 0 to 1"),
         ({"clip_high": -0.1}, "clip_high must be a number from 0 upwards"),
         ({"clip_high": float("nan")}, "clip_high must be a number"),

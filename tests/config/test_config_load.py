@@ -106,7 +106,7 @@ def test_every_way_to_write_a_number(tmp_path: Path, number: str) -> None:
         ("tail_batching.enabled=1", ["tail_batching.enabled", "true or false"]),
         ("train.learning_rate=nan", ["train.learning_rate", "nan", "a number"]),
         ("train.learning_rate=.inf", ["train.learning_rate", "inf", "a number"]),
-        ("train.learning_rate=-1", ["train.learning_rate", "positive", "-1"]),
+        ("train.learning_rate=-1", ["train.learning_rate", "more than 0", "-1"]),
         ("data.train.kind=json", ["data.train.kind", '"jsonl"', "reasoning_gym"]),
         ("train.threads=atuo", ["train.threads", 'Did you mean "auto"?']),
         ("train.betas=[1, 2, 3]", ["train.betas", "a list of 2"]),

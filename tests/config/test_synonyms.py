@@ -190,8 +190,8 @@ def test_a_key_of_a_list_is_found_from_outside() -> None:
 
 def test_how_evaluation_is_switched_off_is_said(tmp_path: Path) -> None:
     message = refusal(tmp_path, "eval.every_steps=0")
-    assert "must be at least 1, not 0; null evaluates only before the first and after" in message
-    assert "data.eval=null with data.eval_fraction=0 never" in message
+    assert "must be at least 1, or null (only before the first and after the last step" in message
+    assert "data.eval=null with data.eval_fraction=0: never)" in message
     path = tmp_path / "run.yaml"
     load_config(
         path, ["data.eval=null", "data.eval_fraction=0", "eval.every_steps=null"], RunConfig

@@ -97,5 +97,5 @@ def test_streaming_never_begins_a_group_without_signal() -> None:
 
 
 def test_a_negative_bound_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_refills must not be negative"):
+    with pytest.raises(ValueError, match="max_refills must be at least 0"):
         DynamicSamplingConfig(max_refills=-1)

@@ -10,7 +10,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = (
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
+    *(
+        ROOT / name
+        for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "benchmarks/README.md")
+    ),
     *sorted((ROOT / "docs").glob("*.md")),
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,15 @@ def test_there_are_commands_and_blocks() -> None:
     assert len(COMMANDS) > 25
     assert len(YAML) > 8
     assert {words[0] for _, words in COMMANDS} >= {"init", "train", "eval", "report", "doctor"}
+
+
+def test_what_assistants_are_sent_to_exists() -> None:
+    page = (ROOT / "AGENTS.md").read_text("utf-8")
+    named = set(re.findall(r"`((?:rollpacker|tests|docs)/[\w./]+)`", page))
+    assert len(named) > 10
+    assert not [one for one in sorted(named) if not (ROOT / one).exists()]
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+    assert set(re.findall(r"\bmake ([a-z-]+)\b", page)) <= targets
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,6 @@ def test_a_hand_made_step():
     assert (step.tokens.generated, step.tokens.trained) == (5 + 15 + 25 + 50, 20)
     assert step.samples.no_verdict == {"timeout": 1}
     assert step.rewards.zero_std_ratio == 1.0
-    assert step.lengths.censored == (50,)
 
 
 def test_fewer_slots_than_samples_are_not_idle_until_a_slot_is():

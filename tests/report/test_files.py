@@ -14,6 +14,7 @@ from rollpacker.core.events import Committed, WeightsSynced
 from rollpacker.core.records import LogError, Note, Record, Session, encode
 from rollpacker.report.accounting import Accounting
 from rollpacker.report.files import write_reports
+from rollpacker.report.history import iterate_steps
 from rollpacker.report.log import EventLog, events_path
 from rollpacker.report.spans import read_steps
 from rollpacker.report.step_history import Outcome
@@ -21,7 +22,7 @@ from rollpacker.report.summary import summarize, summarize_entries
 from rollpacker.report.summary_table import render
 from rollpacker.report.time_book import CAUSES, RARE_CAUSES
 from rollpacker.report.timeline import choose_steps, draw_comparison, draw_steps
-from rollpacker.report.trace import write_trace
+from rollpacker.report.trace import write_steps_trace
 from tests.report.fake_run import FakeRun, write
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -50,7 +51,8 @@ def test_spans_tell_what_became_of_every_sample(run):
 
 
 def test_the_trace_is_what_viewers_expect(run):
-    assert write_trace(run / "events.jsonl", run / "trace.json", last_steps=4) == 4
+    steps = list(iterate_steps(EventLog(run / "events.jsonl")))
+    write_steps_trace(steps[-4:], run / "trace.json", num_steps=len(steps))
     trace = json.loads((run / "trace.json").read_text())
     events = trace["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X", "C"}
@@ -89,7 +91,8 @@ def test_a_trace_says_which_steps_it_holds(run, capsys):
 
 def test_spans_and_the_time_book_tell_the_same_seconds(run):
     """The controller's seconds for an event lie within the spans: here 50 microseconds each."""
-    write_trace(run / "events.jsonl", run / "trace.json")
+    steps = list(iterate_steps(EventLog(run / "events.jsonl")))
+    write_steps_trace(steps, run / "trace.json", num_steps=len(steps))
     spans = json.loads((run / "trace.json").read_text())["traceEvents"]
     accounting = Accounting()
     booked = [done for entry in EventLog(run / "events.jsonl") if (done := accounting.feed(entry))]
@@ -136,7 +139,7 @@ def test_a_phase_ends_where_a_notes_span_begins():
 
 def test_a_trace_needs_a_step(run):
     with pytest.raises(ValueError, match="at least one step"):
-        write_trace(run / "events.jsonl", run / "trace.json", last_steps=0)
+        write_reports(run, trace_steps=0)
 
 
 def test_pictures_are_drawn(run, tmp_path):

@@ -24,9 +24,8 @@ from rollpacker.report.step_history import StepHistory
 from rollpacker.report.summary import summarize_entries
 from rollpacker.report.time_book import CAUSES, POOL_CAUSES, TimeBook
 from rollpacker.report.timeline import draw_steps
-from rollpacker.report.trace import write_trace
+from rollpacker.report.trace import write_steps_trace
 from rollpacker.run.replay import replay
-from tests.report.fake_run import write
 from tests.report.pooled_log import simulated, with_waits
 
 NO_STREAM = "stream_trainer.enabled=false"
@@ -92,8 +91,7 @@ def test_phases_do_not_overlap_and_are_shown(alone: list[Entry], tmp_path: Path)
         assert all(end <= start + 1e-9 for (_, end), (start, _) in pairwise(phases))
     names = {phase.name for step in steps for phase in step.phases}
     assert set(POOL_CAUSES) < names
-    path = write(shared, tmp_path / "events.jsonl")
-    write_trace(path, tmp_path / "trace.json")
+    write_steps_trace(steps, tmp_path / "trace.json", num_steps=len(steps))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {"pool wait", "switch"} <= {e["name"] for e in events if e["ph"] == "X"}
     draw_steps(steps, tmp_path / "timeline.png")

@@ -16,7 +16,10 @@ CONTRACTS = (
 
 NOUNS = tuple(f"core.{noun}" for noun in ("ids", "events", "commands", "lifecycle"))
 
-FOR_ALL = ("chat_template", "codec", "did_you_mean", "imports", "spans", "warn_once")
+FOR_ALL = (
+    *("bounds", "chat_template", "codec", "did_you_mean", "imports", "spans", "warn_once"),
+    "writing",
+)
 """Free to all parts but the pure ones."""
 
 _TRAINER = (*NOUNS, "core.packs", "algo", "pipeline", "workers", "weights")
@@ -36,13 +39,14 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "": ANYTHING,
     "__main__": ANYTHING,
     "algo": ("imports",),
+    "bounds": (),
     "bus": ("core",),
     "callbacks": (),
     "chat_template": (),
     "cli": ANYTHING,
     "cluster": ("cluster.seats",),
     "cluster.commands": ANYTHING,
-    "cluster.decide": ("codec", "core"),
+    "cluster.decide": ("bounds", "codec", "core"),
     "cluster.on_ray": ("cluster", "workers"),
     "cluster.profile": ("cluster.decide", "core", "config", "report"),
     "cluster.seats": ("cluster.decide", "core", "weights", "workers"),
@@ -50,7 +54,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "cluster.sim": ("cluster.decide", "cluster.profile", "config", "core", "report.table", "sim"),
     "codec": (),
     "config": ("core", *CONTRACTS),
-    "core": ("codec",),
+    "core": ("bounds", "codec"),
     "data": NOUNS,
     "dialogue": ("data",),
     "did_you_mean": (),
@@ -101,6 +105,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "weights": ("workers",),
     "workers": ("weights",),
     "workers.hosts": ("weights", "workers", "cluster.decide.nodes"),
+    "writing": (),
 }
 """What of rollpacker the modules below each dotted prefix may import, besides what is below that
 prefix; the longest prefix of a module counts. Imports inside functions and those for type checking

@@ -20,6 +20,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
+from rollpacker.writing import replacing
+
 if TYPE_CHECKING:
     from rollpacker.cluster.seats.mailbox import Mailbox
 
@@ -57,9 +59,8 @@ class ServiceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 def write_facts(folder: Path, facts: ServiceFacts) -> None:
     """Write the service's facts into its folder in one step: a reader never sees half of them."""
-    draft = folder / f"{FACTS_FILE}.{facts.pid}"
-    draft.write_bytes(msgspec.json.format(msgspec.json.encode(facts), indent=1))
-    draft.replace(folder / FACTS_FILE)
+    with replacing(folder / FACTS_FILE) as draft:
+        draft.write_bytes(msgspec.json.format(msgspec.json.encode(facts), indent=1))
 
 
 def read_facts(folder: Path) -> ServiceFacts:

@@ -172,8 +172,8 @@ def _of_several_nodes(spec: ClusterSpec) -> str:
 
 
 def _tell(line: str) -> None:
-    from rollpacker.report.writing import printable
     from rollpacker.run.output import print_line
+    from rollpacker.writing import printable
 
     print_line(f"{time.strftime('%H:%M:%S')}  {printable(line)}")
 

@@ -154,7 +154,7 @@ def jobs_table(status: Status) -> list[str]:
 
 def job_lines(job: Mapping[str, Any]) -> list[str]:
     """Return the lines that `show` prints on one job: its state, its nodes and its last output."""
-    from rollpacker.report.writing import printable
+    from rollpacker.writing import printable
 
     shown = {
         "job": job["job"],
@@ -202,7 +202,7 @@ def _screen(status: Status, height: int) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    from rollpacker.report.writing import printable
+    from rollpacker.writing import printable
 
     jobs = sorted(status["jobs"], key=lambda job: (job["state"] in ENDED, job["group"] or 0))
     lines = columns([HEAD, *map(_row, jobs)]) if jobs else ["no jobs"]
@@ -229,7 +229,7 @@ def show_top(ask: Callable[[], Status], console: Console) -> None:
     from rich.live import Live
     from rich.text import Text
 
-    from rollpacker.report.writing import printable
+    from rollpacker.writing import printable
 
     status = ask()
     if not console.is_terminal or console.is_dumb_terminal:

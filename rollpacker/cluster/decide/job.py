@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 import msgspec
 from msgspec.structs import force_setattr
 
+from rollpacker.bounds import check_at_least, check_within
 from rollpacker.codec import Omitted
 
 Phase = Literal["rollout", "train"]
@@ -66,12 +67,8 @@ class RoundTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_un
                 if not (math.isfinite(seconds) and seconds > 0):
                     raise ValueError(f"{name} must be more than 0 seconds, not {seconds}")
             force_setattr(self, name, tuple(sorted(getattr(self, name))))
-        for name in ("between_s", "after_s"):
-            seconds = getattr(self, name)
-            if not (math.isfinite(seconds) and seconds >= 0):
-                raise ValueError(f"{name} must be 0 or more seconds, not {seconds}")
-        if not 0 < self.share <= 1:
-            raise ValueError(f"share must be above 0 and at most 1, not {self.share}")
+        check_at_least(self, 0, "between_s", "after_s")
+        check_within(self, "(0, 1]", "share")
 
     def at(self, quantile: float) -> Times:
         """Return the times of the iteration at this quantile of length: 0 (shortest) to below 1."""
@@ -146,19 +143,11 @@ class ClusterJob(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_un
                 f"slo is {self.slo:g}: alone a job has a slowdown of 1, and sharing makes no job "
                 "faster; give 1 or more"
             )
-        for name in ("steps", "rollout_devices", "train_devices"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in (
-            *("rollout_memory_gib", "train_memory_gib", "model_gb", "rollout_switch_s"),
-            *("train_switch_s", "cold_start_s", "steps_before"),
-        ):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} must be 0 or more, not {value}")
-        for name in ("tail_share", "tail_devices_share"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be 0 or more and below 1, not {getattr(self, name)}")
+        check_at_least(self, 1, "steps", "rollout_devices", "train_devices")
+        check_at_least(self, 0, "rollout_memory_gib", "train_memory_gib", "model_gb")
+        check_at_least(self, 0, "rollout_switch_s", "train_switch_s", "cold_start_s")
+        check_at_least(self, 0, "steps_before")
+        check_within(self, "[0, 1)", "tail_share", "tail_devices_share")
 
     @cached_property
     def mean(self) -> Times:

@@ -142,11 +142,6 @@ class Layout:
         """Return a lower bound of `period_s` in seconds, which is quick to compute."""
         return closed_period_s(self.holds(), self.pins)
 
-    def slowdowns(self) -> list[float]:
-        """Return each job's slowdown in round robin: mean seconds with waits over those without."""
-        period = self.period_s()
-        return [period / work for work in self.works_s()]
-
     def bound(self) -> tuple[float, float, list[float]]:
         """Return what RollMux's policy compares, from jobs' longest rollouts and trainings alone:
         seconds of the longest iteration of any job, seconds for which one turn of every job keeps

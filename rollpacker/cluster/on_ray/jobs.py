@@ -31,6 +31,7 @@ from rollpacker.cluster.on_ray.wardens import MARGIN_S, Wardens
 from rollpacker.cluster.service.runner import NoHost
 from rollpacker.workers.hosts.ray_agents import LEASE_S
 from rollpacker.workers.hosts.token import MODE, PATH
+from rollpacker.writing import replacing
 
 if TYPE_CHECKING:
     from rollpacker.cluster.decide.nodes import Node
@@ -130,9 +131,8 @@ class RayRunner:
             if not free:
                 return None
             self._nodes[name] = free[0]
-            draft = self._folder / f"{NODES_FILE}.new"
-            draft.write_text(json.dumps(self._nodes, indent=1))
-            draft.replace(self._folder / NODES_FILE)
+            with replacing(self._folder / NODES_FILE) as draft:
+                draft.write_text(json.dumps(self._nodes, indent=1))
         return self._nodes[name]
 
     def _address(self, node: Node) -> str:

@@ -56,8 +56,6 @@ class RunProfile:
     rounds: tuple[RoundTimes, ...]
     num_iterations: int
     """Number of iterations that `rounds` were computed from."""
-    num_warm: int
-    """Number of warm-up iterations at the run's begin that were left out of `rounds`."""
     switch_s: Mapping[PoolName, float]
     """Seconds to come onto a pool's devices and leave them, by pool. Empty if it shared none."""
     start_s: float | None
@@ -201,7 +199,6 @@ def read_profile(folder: str | Path) -> RunProfile:
         config=config,
         rounds=rounds_of(kept),
         num_iterations=len(kept),
-        num_warm=len(iterations) - len(kept),
         switch_s=book.switch_s(),
         start_s=book.start_s,
         model_bytes=0 if newest is None else _weight_bytes(newest / "model"),

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from rollpacker.bounds import check_at_least, check_positive, check_within
 from rollpacker.cluster.decide.job import Phase
 from rollpacker.cluster.decide.nodes import Pool
 from rollpacker.cluster.decide.waiting import AGEING_H, PHASES
 from rollpacker.config.load import load_config
 from rollpacker.did_you_mean import did_you_mean
 from rollpacker.sim.hardware import GPUS
-from rollpacker.sim.scenario_checks import at_least_one, check_known
+from rollpacker.sim.scenario_checks import check_known
 
 Profile = Literal["balanced", "rollout-heavy", "train-heavy", "mixed"]
 MAX_JOBS = 100_000
@@ -42,12 +43,10 @@ class PoolSpec:
     """GiB of host memory of one node, for jobs that are off its devices while others use them."""
 
     def __post_init__(self) -> None:
-        at_least_one(self, "nodes", "devices_per_node")
+        check_at_least(self, 1, "nodes", "devices_per_node")
         if self.gpu is not None:
             check_known("gpu", self.gpu, GPUS)
-        for name in ("price_per_device_h", "host_memory_gib"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                raise ValueError(f"{name} must be more than 0, not {getattr(self, name)}")
+        check_positive(self, "price_per_device_h", "host_memory_gib")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,24 +76,20 @@ class JobsSpec:
     """Share of a rollout, its last part (tail), that needs only an eighth of its devices."""
 
     def __post_init__(self) -> None:
-        at_least_one(self, "count")
+        check_at_least(self, 1, "count")
         if self.count > MAX_JOBS:
             raise ValueError(f"count must be at most {MAX_JOBS:,}, not {self.count:,}")
-        for name in ("hours", "mean_hours"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                raise ValueError(f"{name} must be more than 0, not {getattr(self, name)}")
+        check_positive(self, "hours", "mean_hours")
         low, high = self.slo
         if not 1 <= low <= high < math.inf:
             raise ValueError(
                 f"slo must be two rising numbers of 1 or more, not {low:g} and {high:g}: alone "
                 "a job has a slowdown of 1, and sharing makes no job faster"
             )
-        if not 0 <= self.variation <= 1:
-            raise ValueError(f"variation must be from 0 to 1, not {self.variation}")
+        check_within(self, "[0, 1]", "variation")
         if not (math.isfinite(self.growth) and self.growth > -1):
             raise ValueError(f"growth must be above -1, not {self.growth}")
-        if not 0 <= self.tail_share < 1:
-            raise ValueError(f"tail_share must be 0 or more and below 1, not {self.tail_share}")
+        check_within(self, "[0, 1)", "tail_share")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,15 +120,10 @@ class ClusterSpec:
     """Seed from which a simulation's jobs and iterations are drawn."""
 
     def __post_init__(self) -> None:
-        at_least_one(self, "max_group")
-        if not (math.isfinite(self.link_gb_s) and self.link_gb_s > 0):
-            raise ValueError(f"link_gb_s must be more than 0, not {self.link_gb_s}")
-        if not 0.5 <= self.slo_confidence < 1:
-            raise ValueError(
-                f"slo_confidence must be from 0.5 to below 1, not {self.slo_confidence:g}"
-            )
-        if not (math.isfinite(self.ageing_h) and self.ageing_h >= 0):
-            raise ValueError(f"ageing_h must be 0 or more hours, not {self.ageing_h}")
+        check_at_least(self, 1, "max_group")
+        check_positive(self, "link_gb_s")
+        check_within(self, "[0.5, 1)", "slo_confidence")
+        check_at_least(self, 0, "ageing_h")
         self._check_quotas()
         names = [pool.name for pool in self.pools]
         for name in names:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rollpacker.bounds import check_at_least, check_positive
 from rollpacker.codec import absent
 from rollpacker.core.checks.schedule import KindConfig, Order, Schedule
 from rollpacker.core.commands import Act, Command
@@ -29,13 +29,8 @@ class TurnLimits:
     limit. Each answer has a deadline besides; if one is too late, the sample has failed."""
 
     def __post_init__(self) -> None:
-        for name in ("max_turns", "max_trajectory_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
-        seconds = self.max_environment_s
-        if seconds is not None and not (math.isfinite(seconds) and seconds > 0):
-            raise ValueError(f"max_environment_s must be more than 0, not {seconds}")
+        check_at_least(self, 1, "max_turns", "max_trajectory_tokens")
+        check_positive(self, "max_environment_s")
 
     def reached(self, turns: int, tokens: int, environment_s: float) -> str:
         """Finish reason if a trajectory with these counts is at a limit; empty if it is not."""
@@ -75,8 +70,7 @@ class ActingConfig:
     slow environments. False: it keeps the pool."""
 
     def __post_init__(self) -> None:
-        if self.max_retries < 0:
-            raise ValueError(f"max_retries must not be negative, not {self.max_retries}")
+        check_at_least(self, 0, "max_retries")
 
 
 @dataclass(slots=True)

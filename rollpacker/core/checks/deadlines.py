@@ -14,6 +14,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from rollpacker.bounds import check_at_least, check_positive
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptiveDeadlineConfig:
@@ -29,10 +31,8 @@ class AdaptiveDeadlineConfig:
     """Whether the deadline adapts to what was seen. False: it is always `max_s`."""
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.min_s) and self.min_s > 0):
-            raise ValueError(f"min_s must be more than 0, not {self.min_s}")
-        if not (math.isfinite(self.factor) and self.factor >= 1):
-            raise ValueError(f"factor must be at least 1, not {self.factor}")
+        check_positive(self, "min_s")
+        check_at_least(self, 1, "factor")
         if not (math.isfinite(self.max_s) and self.max_s >= self.min_s):
             raise ValueError(f"max_s must be at least min_s ({self.min_s}), not {self.max_s}")
 

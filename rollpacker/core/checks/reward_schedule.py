@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from rollpacker.bounds import check_at_least
 from rollpacker.core.checks.schedule import KindConfig, Order, Schedule
 from rollpacker.core.commands import CancelScore, Command, Score
 from rollpacker.core.events import SampleScored
@@ -35,8 +36,7 @@ class RewardScheduleConfig:
     """Limits of checks, by their prompts' `source`. A source without limits is missing."""
 
     def __post_init__(self) -> None:
-        if self.max_retries < 0:
-            raise ValueError(f"max_retries must not be negative, not {self.max_retries}")
+        check_at_least(self, 0, "max_retries")
 
 
 class RewardSchedule(Schedule[SampleScored]):

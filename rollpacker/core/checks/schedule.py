@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
+from rollpacker.bounds import check_at_least
 from rollpacker.core.checks.deadlines import AdaptiveDeadline, AdaptiveDeadlineConfig
 from rollpacker.core.checks.prompt_queue import PromptQueue
 from rollpacker.core.commands import Command
@@ -36,8 +37,7 @@ class KindConfig:
     None: the reward function's or environment's own time limit applies."""
 
     def __post_init__(self) -> None:
-        if self.workers is not None and self.workers < 1:
-            raise ValueError(f"workers must be at least 1, not {self.workers}")
+        check_at_least(self, 1, "workers")
 
 
 class Ended(Protocol):

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
+from rollpacker.bounds import check_at_least
 from rollpacker.codec import OMIT_DEFAULT, absent
 from rollpacker.core.commands import (
     NOWHERE,
@@ -85,9 +86,7 @@ class FleetConfig:
     engine, it has fewer engines. None: the number of engines does not change."""
 
     def __post_init__(self) -> None:
-        for name in ("num_engines", "max_losses"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        check_at_least(self, 1, "num_engines", "max_losses")
         if self.num_devices is not None and (
             self.num_devices < 1 or self.num_devices % self.num_engines
         ):

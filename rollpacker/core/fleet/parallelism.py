@@ -19,13 +19,13 @@ after `MAX_FAILURES`. A workload that does not change thus sees a finite number 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from rollpacker.bounds import check_at_least
 from rollpacker.codec import from_plain, to_plain
 from rollpacker.core.commands import RoundKind
 
@@ -62,10 +62,7 @@ class ParallelismConfig:
             raise ValueError(f"degrees must ascend, not {self.degrees}")
         if self.initial not in self.degrees:
             raise ValueError(f"initial must be one of degrees {self.degrees}, not {self.initial}")
-        if not (math.isfinite(self.rise) and self.rise >= 1):
-            raise ValueError(f"rise must be at least 1, not {self.rise}")
-        if self.calm_rounds < 1:
-            raise ValueError(f"calm_rounds must be at least 1, not {self.calm_rounds}")
+        check_at_least(self, 1, "rise", "calm_rounds")
 
     @property
     def of_several(self) -> bool:

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
+from rollpacker.bounds import check_at_least, check_within
 from rollpacker.codec import from_plain, to_plain
 from rollpacker.core.commands import RoundKind
 from rollpacker.core.ids import SampleId
@@ -70,13 +71,9 @@ class StreamConfig:
         low, high = self.window
         if not 0 < low <= high <= 1:
             raise ValueError(f"window must be two ascending shares above 0, not {self.window}")
-        if not 0 < self.every <= 1:
-            raise ValueError(f"every must lie between 0 and 1, not {self.every}")
-        if not 0 < self.released_share < 1:
-            raise ValueError(f"released_share must lie between 0 and 1, not {self.released_share}")
-        for name in ("min_new_share", "max_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must lie between 0 and 1, not {getattr(self, name)}")
+        check_within(self, "(0, 1]", "every")
+        check_within(self, "(0, 1)", "released_share")
+        check_within(self, "[0, 1]", "min_new_share", "max_share")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +91,7 @@ class DeviceLayout:
     """Tokens that the key-value cache of one engine holds. None: it never runs out."""
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "gpus_per_node", "tensor_parallel", "train_group"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        check_at_least(self, 1, "gpus", "gpus_per_node", "tensor_parallel", "train_group")
         for name in ("tensor_parallel", "train_group"):
             if self.gpus % getattr(self, name):
                 raise ValueError(f"{name} ({getattr(self, name)}) must divide gpus ({self.gpus})")
@@ -105,8 +100,7 @@ class DeviceLayout:
                 f"tensor_parallel ({self.tensor_parallel}) must divide the devices of a node "
                 f"({min(self.gpus, self.gpus_per_node)})"
             )
-        if self.kv_tokens is not None and self.kv_tokens < 1:
-            raise ValueError(f"kv_tokens must be at least 1, not {self.kv_tokens}")
+        check_at_least(self, 1, "kv_tokens")
 
     def releasable(self, share: float) -> tuple[int, ...]:
         """Numbers of devices for engines to give to the trainer: the last ones, at most `share` of

@@ -73,9 +73,6 @@ class Choice:
     sample_factor: float
     step_s: float
     """Predicted mean seconds of a step, over steps with short and with long rounds."""
-    step_sd_s: float
-    """Standard deviation, in seconds, of a step's duration from the mean of steps of its kind (with
-    a short or a long round), as far as the longest response's random length causes it."""
     baseline_step_s: float
     """Predicted mean seconds of a step with both factors 1: nothing is launched beyond the need."""
     length_shift: float
@@ -89,11 +86,6 @@ class Choice:
     def gain(self) -> float:
         """Share of `baseline_step_s` that this choice saves."""
         return 1.0 - self.step_s / self.baseline_step_s
-
-    def standard_error_s(self, num_steps: int) -> float:
-        """Standard deviation, in seconds, of the mean of `num_steps` measured steps: how far it may
-        be from `step_s` by chance. Errors of the fitted lengths and times are left out."""
-        return self.step_sd_s / math.sqrt(num_steps)
 
 
 class FactorPlanner:
@@ -264,13 +256,11 @@ def predict(
         short_share = 1 - long_share
         kept = short_share * short.kept_mean + long_share * long.kept_mean
         seconds = short_share * _seconds(short, time) + long_share * _seconds(long, time)
-        variance = short_share * short.longest_variance + long_share * long.longest_variance
         choices.append(
             Choice(
                 prompt_factor=pair[0],
                 sample_factor=pair[1],
                 step_s=seconds + time.fixed_s,
-                step_sd_s=time.per_step_s * math.sqrt(variance),
                 baseline_step_s=baseline_s,
                 length_shift=kept / whole.kept_mean - 1.0,
             )

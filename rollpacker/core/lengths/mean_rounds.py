@@ -84,7 +84,6 @@ class MeanRound:
 
     longest: float
     """Mean length of the round's longest response, at which the round is over."""
-    longest_variance: float
     num_tokens: float
     kept_mean: float
     """Mean length of the responses that are trained on."""
@@ -100,9 +99,7 @@ def mean_round(
     for a prompt. `race`: what happens inside a prompt."""
     done = mixed(class_weights, race.done)
     over, winners, open_to_others = binomial(num_prompts, law.prompts_needed, done)
-    going_on = 1.0 - over
-    longest = law.integral(going_on)
-    variance = law.integral(2 * law.points * going_on) - longest * longest
+    longest = law.integral(1.0 - over)
     running = law.integral(mixed(class_weights, race.running) * open_to_others)
     # Inside an interval the classes' shares of what gets done are taken as constant.
     newly_done = np.diff(done)
@@ -112,7 +109,6 @@ def mean_round(
     is_deferring = num_prompts > law.prompts_needed
     return MeanRound(
         longest=longest + 0.5,
-        longest_variance=max(variance, 0.0),
         num_tokens=num_prompts * (running + 0.5 * race.num_samples),
         kept_mean=total_of(won_in * race.kept) / total_of(won_in) / law.samples_needed + 0.5,
         deferred=deferred / total_of(deferred) if is_deferring else np.zeros_like(deferred),

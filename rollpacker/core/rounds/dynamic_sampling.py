@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from rollpacker.bounds import check_at_least
 from rollpacker.core.commands import Drop, TrainOn
 from rollpacker.core.ids import SampleId
 
@@ -32,8 +33,7 @@ class DynamicSamplingConfig:
     the last prompts of an epoch or of the run."""
 
     def __post_init__(self) -> None:
-        if self.max_refills < 0:
-            raise ValueError(f"max_refills must not be negative, not {self.max_refills}")
+        check_at_least(self, 0, "max_refills")
 
 
 def split_by_signal(

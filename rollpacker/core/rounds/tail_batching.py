@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, get_args
 
+from rollpacker.bounds import check_at_least, check_within
 from rollpacker.codec import OMIT_DEFAULT, absent
 from rollpacker.core.ids import SampleId
 
@@ -178,12 +179,8 @@ class TailBatchingConfig:
                 raise ValueError("prompt_factor and sample_factor must both be auto, or neither")
             if self.tiers or self.race == "scored":
                 raise ValueError('prompt_factor=auto goes with race="generated" and no tiers')
-        if not (self.max_length_shift and 0 < self.max_length_shift <= 1):
-            raise ValueError(
-                f"max_length_shift must lie between 0 and 1, not {self.max_length_shift}"
-            )
-        if self.max_deferrals < 1:
-            raise ValueError(f"max_deferrals must be at least 1, not {self.max_deferrals}")
+        check_within(self, "(0, 1]", "max_length_shift")
+        check_at_least(self, 1, "max_deferrals")
 
     def _check_order_only(self) -> None:
         """Raises `ValueError` if selection, sample factors, carry and stragglers do not agree."""

@@ -124,11 +124,9 @@ class HostReceiver:
         )
 
     def times(self) -> list[ArrivalTimes]:
-        """Return the times of the messages that arrived since the last call of this method."""
         return taken(self._times)
 
     def close(self) -> None:
-        """End threads and connections; `on_arrival` is not called any more. Idempotent."""
         self._loss.close()
         with self._turn:
             self._turn.notify_all()

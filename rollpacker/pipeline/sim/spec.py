@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rollpacker.bounds import check_at_least
 from rollpacker.pipeline.plan.choosers import check_order_name
-from rollpacker.sim.scenario_checks import at_least_one, check_seconds
+from rollpacker.sim.scenario_checks import check_seconds
 
 LinkKind = Literal["auto", "direct", "host"]
 PIPELINES: Mapping[str, tuple[str, LinkKind]] = {
@@ -40,8 +41,7 @@ class OpTimes:
         for name in ("f_s", "i_s", "w_s"):
             for seconds in getattr(self, name):
                 check_seconds(name, seconds)
-        if self.tokens is not None:
-            at_least_one(self, "tokens")
+        check_at_least(self, 1, "tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,9 +118,7 @@ class PipelineSpec:
     """Seconds that a step with host links takes besides its ops and messages."""
 
     def __post_init__(self) -> None:
-        at_least_one(self, "stages", "micro_batch_tokens")
-        if self.micro_batches is not None:
-            at_least_one(self, "micro_batches")
+        check_at_least(self, 1, "stages", "micro_batch_tokens", "micro_batches", "live_tokens")
         for name in ("head_layers", "direct_fixed_s", "host_fixed_s"):
             check_seconds(name, getattr(self, name))
         self._check_layers()
@@ -132,8 +130,6 @@ class PipelineSpec:
             if not (math.isfinite(slower) and slower > 0):
                 raise ValueError(f"slow_stages.{stage} must be more than 0, not {slower}")
         check_order_name(self.order)
-        if isinstance(self.live_tokens, int):
-            at_least_one(self, "live_tokens")
 
     def _check_layers(self) -> None:
         if self.layers == "auto":

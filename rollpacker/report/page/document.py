@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rollpacker.report.page.packing import embedded, pack
-from rollpacker.report.writing import printable, replacing
+from rollpacker.writing import printable, replacing
 
 PAGE_FILE = "report.html"
 

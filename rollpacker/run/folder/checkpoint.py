@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollpacker.writing import fsync, replacing
+
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
@@ -223,11 +225,8 @@ def tidy(root: Path, newest: Checkpoint) -> None:
 
 
 def _point_latest(root: Path, name: str) -> None:
-    temporary = root / f"latest.tmp-{os.getpid()}"
-    temporary.write_text(name + "\n")
-    fsync(temporary)
-    temporary.replace(root / "latest")
-    fsync(root)
+    with replacing(root / "latest", durable=True) as temporary:
+        temporary.write_text(name + "\n")
 
 
 def link_model(run: Path, checkpoint: Path) -> None:
@@ -243,7 +242,7 @@ def link_model(run: Path, checkpoint: Path) -> None:
 
 
 def _remove_leftovers(root: Path) -> None:
-    for leftover in root.glob("*.tmp-*"):
+    for leftover in root.glob("*.tmp*"):
         with _only_warned(leftover):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
@@ -251,12 +250,3 @@ def _remove_leftovers(root: Path) -> None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def fsync(path: Path) -> None:
-    """Make a file's content, or a folder's entries, survive a loss of power."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -27,15 +27,22 @@ from rollpacker.run.folder.checkpoint import (
     FORMAT,
     MODEL_LINK,
     Checkpoint,
-    fsync,
     has_checkpoint,
     link_model,
     newest_checkpoint,
     tidy,
 )
+from rollpacker.writing import replacing
 
 _OWN_FILES = (
-    *("config.yaml", ".config.yaml.*", "identity.json", "identity.json.tmp", "identity.tmp-*"),
+    *(
+        "config.yaml",
+        "config.yaml.tmp",
+        ".config.yaml.*",
+        "identity.json",
+        "identity.json.tmp",
+        "identity.tmp-*",
+    ),
     *("events.jsonl", "events.lost.jsonl", "metrics.jsonl", "metrics.jsonl.tmp"),
     "salvage.bin",
     *("summary.json", "report.html", "trace.json", "timeline.png"),
@@ -43,7 +50,7 @@ _OWN_FILES = (
 )
 """Names of files that a run writes into its folder, half-written ones of a kill included."""
 _OWN_FOLDERS = {
-    "checkpoints": ("step_*", "latest", "latest.tmp-*"),
+    "checkpoints": ("step_*", "latest", "latest.tmp*"),
     "tensorboard": ("events.out.tfevents.*",),
     "samples": ("steps_*",),
     "trackers": ("*.json", "wandb", "mlflow", "swanlab"),
@@ -184,11 +191,8 @@ class RunFolder:
     def write_identity(self, identity: Mapping[str, Any]) -> None:
         """Write `identity.json`: what the run depends on beyond its config (fingerprints, threads).
         The file is on disk before it replaces an older one, as a resume needs one of them."""
-        temporary = self.path / "identity.json.tmp"
-        temporary.write_text(json.dumps(identity, indent=1, sort_keys=True) + "\n")
-        fsync(temporary)
-        temporary.replace(self.path / "identity.json")
-        fsync(self.path)
+        with replacing(self.path / "identity.json", durable=True) as temporary:
+            temporary.write_text(json.dumps(identity, indent=1, sort_keys=True) + "\n")
 
     def read_identity(self) -> dict[str, Any]:
         """Returns what `write_identity` wrote. Raises `RunError` if the file is missing or

@@ -6,13 +6,12 @@ checkpoint, those of an evaluation at once. A resume removes the files after its
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollpacker.run.folder.checkpoint import fsync
+from rollpacker.writing import replacing
 
 _NAME = re.compile(r"steps?_(?:\d+-)?(\d+)\.parquet")
 """Matches the name of a file of samples; the group is the last step that the file covers."""
@@ -74,7 +73,6 @@ def _write(path: Path, rows: Sequence[SampleRow]) -> None:
     import pyarrow.parquet
 
     path.parent.mkdir(exist_ok=True)
-    temporary = path.with_suffix(f".tmp-{os.getpid()}")
     columns = {
         column: pyarrow.array(
             [storable(_typed(column, row.get(column))) for row in rows],
@@ -82,10 +80,8 @@ def _write(path: Path, rows: Sequence[SampleRow]) -> None:
         )
         for column in dict.fromkeys(column for row in rows for column in row)
     }
-    pyarrow.parquet.write_table(pyarrow.table(columns), temporary, compression="zstd")
-    fsync(temporary)
-    temporary.replace(path)
-    fsync(path.parent)
+    with replacing(path, durable=True) as temporary:
+        pyarrow.parquet.write_table(pyarrow.table(columns), temporary, compression="zstd")
 
 
 def _type_of(column: str) -> str:
@@ -110,5 +106,5 @@ def cut_back(folder: Path, step: int) -> None:
     samples ends at a checkpoint, no file covers steps before and after one."""
     for path in (*folder.glob("steps_*"), *folder.glob("step_*")):
         match = _NAME.fullmatch(path.name)
-        if ".tmp-" in path.name or (match is not None and int(match[1]) > step):
+        if ".tmp" in path.name or (match is not None and int(match[1]) > step):
             path.unlink()

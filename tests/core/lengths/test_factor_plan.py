@@ -185,7 +185,6 @@ def test_the_parts_of_a_round_agree_with_many_races(model, counts):
     won = np.zeros(done.shape, dtype=bool)
     np.put_along_axis(won, order[:, :16], True, axis=1)
     assert found.longest == pytest.approx(end.mean(), rel=0.02)
-    assert math.sqrt(found.longest_variance) == pytest.approx(end.std(), rel=0.05, abs=1.0)
     assert found.num_tokens * num_rounds == pytest.approx(
         np.minimum(lengths, stops).sum(), rel=0.01
     )
@@ -256,7 +255,6 @@ def test_of_two_that_are_as_fast_the_one_that_shifts_less():
             prompt_factor=factor,
             sample_factor=1.0,
             step_s=step_s,
-            step_sd_s=0.0,
             baseline_step_s=10.0,
             length_shift=shift,
         )

@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """Yields a temporary path to write to. At the end the new file replaces `path`; if writing
-    raises, the new file is removed and `path` stays as it was."""
+    raises, the new file is removed and `path` stays as it was. `durable`: a loss of power leaves
+    the old file or the whole new one, and the new one once this is over."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         yield temporary
+        if durable:
+            fsync(temporary)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    if durable:
+        fsync(path.parent)
+
+
+def fsync(path: Path) -> None:
+    """Make a file's content, or a folder's entries, survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def printable(text: str) -> str:
