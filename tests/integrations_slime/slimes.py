@@ -45,7 +45,12 @@ def install() -> None:
         "slime.rollout.base_types": (RolloutFnTrainOutput,),
         "slime.rollout.data_source": (RolloutDataSource,),
         "slime.rollout.rm_hub": (batched_async_rm,),
-        "slime.rollout.sglang_rollout": (GenerateState, generate, generate_and_rm, generate_rollout),
+        "slime.rollout.sglang_rollout": (
+            GenerateState,
+            generate,
+            generate_and_rm,
+            generate_rollout,
+        ),
         "slime.utils.async_utils": (run,),
         "slime.utils.http_utils": (get, post, init_http_client),
         "slime.utils.misc": (load_function,),
@@ -203,7 +208,11 @@ def load_function(path: str) -> Any:
 class GenerateState:
     def __init__(self, args: Namespace) -> None:
         self.tokenizer = Tokenizer()
-        names = {"temperature": "temperature", "top_p": "top_p", "max_new_tokens": "max_response_len"}
+        names = {
+            "temperature": "temperature",
+            "top_p": "top_p",
+            "max_new_tokens": "max_response_len",
+        }
         self.sampling_params = {key: getattr(args, f"rollout_{of}") for key, of in names.items()}
 
 
@@ -250,7 +259,9 @@ def generate_rollout(
         state = GenerateState(args)
         groups = data_source.get_samples(args.rollout_batch_size)
         work = [
-            generate_and_rm(args, one, dict(state.sampling_params)) for group in groups for one in group
+            generate_and_rm(args, one, dict(state.sampling_params))
+            for group in groups
+            for one in group
         ]
         await asyncio.gather(*work)
         router = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
@@ -259,5 +270,3 @@ def generate_rollout(
         return RolloutFnTrainOutput(groups)
 
     return run(generated())
-
-

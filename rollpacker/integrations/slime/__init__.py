@@ -6,15 +6,13 @@ from importlib import import_module
 HOOKS = {
     "backends.sglang_utils.server_control": "abort_servers_until_idle",
     "rollout.base_types": "RolloutFnTrainOutput",
-    "rollout.data_source": "RolloutDataSource.get_samples RolloutDataSource.save"
-    " RolloutDataSource.load",
+    "rollout.data_source": "RolloutDataSource.load RolloutDataSource.save",
     "rollout.rm_hub": "batched_async_rm",
     "rollout.sglang_rollout": "GenerateState generate_and_rm generate_rollout",
     "utils.async_utils": "run",
     "utils.http_utils": "get",
     "utils.misc": "load_function",
-    "utils.types": "Sample.Status Sample.append_response_tokens Sample.from_dict Sample.to_dict"
-    " Sample.generate_function_path",
+    "utils.types": "Sample.append_response_tokens Sample.generate_function_path Sample.to_dict",
 }
 """Names that are used of slime, by their module. slime has no version to ask for."""
 

@@ -1,13 +1,11 @@
 """slime's data source, with the prompts that were fetched and not trained on yet.
 
-    fetch   takes prompts from slime's dataset, for the scheduler
-    keep    at the end of a rollout: what goes on from it, into a folder beside slime's own file
-    save    slime has a checkpoint of this rollout, so its folder stays
-    load    goes on from that folder
+    keep   at a rollout's end: writes what a run goes on with into a folder beside slime's own file
+    save   slime has a checkpoint of that rollout, so the folder stays
+    load   goes on from the folder
 
-A folder is written before slime saves its model, so that there is one for every checkpoint,
-wherever slime was killed; and before the next rollout takes prompts, which in train_async.py
-happens before slime saves. It holds JSON alone.
+`keep` comes before slime saves its model, so that each checkpoint has a folder wherever slime was
+killed; and before train_async.py, which saves later, takes the next rollout's prompts.
 """
 
 from __future__ import annotations
@@ -26,33 +24,28 @@ from rollpacker.core.job.config import JobConfig
 from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 from rollpacker.scheduler import FOLDER, Scheduler, has_state
 
-logger = logging.getLogger(__name__)
-
 SETTINGS = "rollpacker"
-"""Name of the argument of slime that has the settings. The YAML of --custom-config-path sets it."""
+"""Key of the settings in the YAML of --custom-config-path, which makes it one of slime's args."""
 PROMPTS = "prompts.json"
 """Name of the file with the prompts that wait, beside what the scheduler saves."""
 POSITION = ("epoch_id", "sample_offset", "sample_group_index", "sample_index", "metadata")
 """slime's own names of where its dataset stands."""
-NUM_KEPT = 2
-"""Rollouts whose folders stay until it is known whether slime saves a checkpoint of them."""
 
 
 class DataSource(RolloutDataSource):  # type: ignore[misc]  # slime is not typed
-    """slime's dataset, read in its order, whose prompts wait here until they are trained on."""
+    """slime's dataset in its order, whose prompts wait here until they are trained on."""
 
     def __init__(self, args: Any) -> None:
         """Raises `ValueError` for settings of slime that do not go with tail batching."""
-        self.job = job_of(args)
-        check(args, self.job)
+        self.job = _job(args)
         super().__init__(args)
         self.rows: dict[int, Any] = {}
         """A sample without response of each prompt that was fetched and not trained on, by the
         prompt's number, which is slime's `group_index`."""
         self.rollouts: Any = None
-        """The responses of the rollouts (`rollouts.Rollouts`). None: none was asked for."""
+        """The responses of all rollouts (`rollouts.Rollouts`). None: none was asked for."""
         self.rollout_id = -1
-        """Number of slime's newest rollout."""
+        """Number of the newest rollout."""
         self.resume: Path | None = None
         """Folder that the scheduler goes on from."""
         self._written: list[int] = []
@@ -60,14 +53,16 @@ class DataSource(RolloutDataSource):  # type: ignore[misc]  # slime is not typed
     def fetch(self, count: int) -> int:
         """Take up to `count` prompts, and return how many there are: as many as slime's rollouts
         still train on, so that none waits when its run ends."""
-        if (num_rollout := self.args.num_rollout) is None:
-            num_rollout = len(self) // self.args.rollout_batch_size * self.args.num_epoch
-        left = (num_rollout - self.rollout_id) * self.args.rollout_batch_size - len(self.rows)
-        count = max(min(count, left), 0)
+        args, size = self.args, self.args.rollout_batch_size
+        if (num_rollout := args.num_rollout) is None:
+            num_rollout = len(self) // size * args.num_epoch
+        count = max(min(count, (num_rollout - self.rollout_id) * size - len(self.rows)), 0)
         for _ in range(count):
-            ((row, *_),) = self.get_samples(1)
-            if self.args.save is not None:
-                check_row(row)
+            row = self.get_samples(1)[0][0]
+            if args.save is not None and not _is_plain(row.to_dict()):
+                raise ValueError(
+                    "a prompt of the data is not plain JSON, so it cannot wait in a checkpoint"
+                )
             self.rows[row.group_index] = row
         return count
 
@@ -75,20 +70,18 @@ class DataSource(RolloutDataSource):  # type: ignore[misc]  # slime is not typed
         """Write what a run goes on with after this rollout, and remove what no checkpoint needs."""
         if self.args.save is None:
             return
-        folder = folder_of(self.args.save, rollout_id)
+        folder = _folder(self.args.save, rollout_id)
         beside = folder.with_name(f"{folder.name}.part")
         shutil.rmtree(beside, ignore_errors=True)
         scheduler.save(beside)
-        state = {
-            "position": {name: getattr(self, name) for name in POSITION},
-            "prompts": [row.to_dict() for row in self.rows.values()],
-        }
+        position = {name: getattr(self, name) for name in POSITION}
+        state = {"position": position, "prompts": [row.to_dict() for row in self.rows.values()]}
         (beside / FOLDER / PROMPTS).write_text(json.dumps(state) + "\n")
         shutil.rmtree(folder, ignore_errors=True)
         beside.rename(folder)
         self._written.append(rollout_id)
-        while len(self._written) > NUM_KEPT:
-            shutil.rmtree(folder_of(self.args.save, self._written.pop(0)), ignore_errors=True)
+        while len(self._written) > 2:  # slime saves a rollout before the next but one has ended
+            shutil.rmtree(_folder(self.args.save, self._written.pop(0)), ignore_errors=True)
 
     def save(self, rollout_id: int) -> None:
         """Save slime's own state, and have what `keep` wrote after this rollout stay."""
@@ -96,17 +89,16 @@ class DataSource(RolloutDataSource):  # type: ignore[misc]  # slime is not typed
         self._written = [one for one in self._written if one != rollout_id]
 
     def load(self, rollout_id: int | None = None) -> None:
-        """Go on after this rollout. A checkpoint without state of the scheduler goes on with the
-        next prompts of the data. Raises `ValueError` if the state cannot be read."""
+        """Go on after this rollout, without state of the scheduler with the data's next prompts.
+        Raises `ValueError` if the state cannot be read."""
         super().load(rollout_id)
         if self.args.load is None or rollout_id is None or rollout_id < 0:
             return
-        self.rollout_id = rollout_id
-        folder = folder_of(self.args.load, rollout_id)
+        self.rollout_id, folder = rollout_id, _folder(self.args.load, rollout_id)
         if not has_state(folder):
-            logger.warning(
-                "%s is not there: the run goes on with prompt %s of the data, and prompts that "
-                "waited for a later step at this checkpoint are not trained on",
+            logging.getLogger(__name__).warning(
+                "%s is not there: prompts that waited at this checkpoint are not trained on, and "
+                "those from number %s of the data on are drawn anew",
                 folder,
                 self.sample_group_index,
             )
@@ -114,76 +106,51 @@ class DataSource(RolloutDataSource):  # type: ignore[misc]  # slime is not typed
         path = folder / FOLDER / PROMPTS
         try:
             state = json.loads(path.read_text())
-            for name in POSITION:
-                setattr(self, name, state["position"][name])
-            rows = [Sample.from_dict(row) for row in state["prompts"]]
+            self.__dict__ |= {name: state["position"][name] for name in POSITION}
+            self.rows = {row["group_index"]: Sample.from_dict(row) for row in state["prompts"]}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
-        self.rows, self.resume = {row.group_index: row for row in rows}, folder
-        if self.args.rollout_shuffle and self.dataset is not None:
+        self.resume = folder
+        if self.args.rollout_shuffle:
             self.dataset.shuffle(self.epoch_id)
 
 
-def folder_of(checkpoints: str, rollout_id: int) -> Path:
-    """Return the folder of what a run goes on with after this rollout, beside slime's own file."""
+def _folder(checkpoints: str, rollout_id: int) -> Path:
     return Path(checkpoints, "rollout", f"rollpacker_{rollout_id}")
 
 
-def check_row(row: Any) -> None:
-    """Raise `ValueError` if a prompt's sample holds what a file of JSON cannot have."""
-    for key, value in row.to_dict().items():
-        try:
-            is_plain = json.loads(json.dumps(value)) == value
-        except (TypeError, ValueError):
-            is_plain = False
-        if not is_plain:
-            raise ValueError(
-                f"the field {key} of a prompt's sample is not plain JSON, so the prompt can wait in "
-                "no checkpoint: leave it out of the data, or train without --save"
-            )
+def _is_plain(value: dict[str, Any]) -> bool:
+    """Whether a value is the same after it was written as JSON, and read."""
+    return bool(json.loads(json.dumps(value, default=repr)) == value)
 
 
-def job_of(args: Any) -> JobConfig:
-    """Return what the scheduler is to know of slime's arguments. Raises `ValueError`."""
+def _job(args: Any) -> JobConfig:
+    """Return what the scheduler is to know of slime's arguments. Raises `ValueError` for those that
+    do not go with tail batching."""
     tree = {"carry": "none", **(getattr(args, SETTINGS, None) or {})}
-    if tree["carry"] != "none":
-        raise ValueError(
-            f"{SETTINGS}.carry={tree['carry']}: slime's servers take no tokens up, leave it out"
-        )
-    return JobConfig(
-        prompts_per_step=args.rollout_batch_size,
-        samples_per_prompt=args.n_samples_per_prompt,
-        max_steps=None,  # `DataSource.fetch` decides where the prompts end
-        max_response_tokens=args.rollout_max_response_len,
-        tail_batching=config_of(tree, (), TailBatchingConfig, where=SETTINGS),
-    )
-
-
-def check(args: Any, job: JobConfig) -> None:
-    """Raise `ValueError` for settings of slime that do not go with tail batching."""
-    races = job.tail_batching.enabled
+    tail = config_of(tree, (), TailBatchingConfig, where=SETTINGS)
+    no_seeds = not getattr(args, "sglang_enable_deterministic_inference", False)
+    more = args.over_sampling_batch_size not in (None, args.rollout_batch_size)
+    images = args.multimodal_keys and not args.custom_generate_function_path
     refused = {
-        "--partial-rollout: a response that is stopped begins anew": args.partial_rollout,
-        "--dynamic-sampling-filter-path: it replaces prompts that the scheduler has chosen": (
-            args.dynamic_sampling_filter_path is not None
-        ),
-        f"--over-sampling-batch-size: {SETTINGS}.prompt_factor says how many prompts are begun": (
-            args.over_sampling_batch_size not in (None, args.rollout_batch_size)
-        ),
-        "--buffer-filter-path: the scheduler decides which prompts wait": (
-            args.buffer_filter_path is not None
-        ),
-        "--disable-rollout-global-dataset: prompts come from slime's dataset": (
-            not args.rollout_global_dataset
-        ),
-        "--multimodal-keys, but with --custom-generate-function-path: servers are sent tokens": (
-            bool(args.multimodal_keys) and not args.custom_generate_function_path
-        ),
-        "a server without --sglang-enable-deterministic-inference: it takes no seeds, so deferred "
-        "responses would be others": (
-            races and not getattr(args, "sglang_enable_deterministic_inference", False)
+        "--partial-rollout: what is stopped begins anew": args.partial_rollout,
+        "--dynamic-sampling-filter-path, which drops prompts": args.dynamic_sampling_filter_path,
+        "--buffer-filter-path: the scheduler says which prompts wait": args.buffer_filter_path,
+        f"--over-sampling-batch-size: {SETTINGS}.prompt_factor says how many prompts begin": more,
+        "--disable-rollout-global-dataset, without prompts": not args.rollout_global_dataset,
+        "--multimodal-keys, unless with --custom-generate-function-path": images,
+        f"{SETTINGS}.carry={tail.carry}: slime's servers take no tokens up": tail.carry != "none",
+        "servers that take no seeds: add --sglang-enable-deterministic-inference": (
+            tail.enabled and no_seeds
         ),
     }
     for what, found in refused.items():
         if found:
             raise ValueError(f"tail batching in slime does not go with {what}")
+    return JobConfig(
+        prompts_per_step=args.rollout_batch_size,
+        samples_per_prompt=args.n_samples_per_prompt,
+        max_steps=None,  # `DataSource.fetch` decides where the prompts end
+        max_response_tokens=args.rollout_max_response_len,
+        tail_batching=tail,
+    )

@@ -1,11 +1,8 @@
-"""slime's rollouts, with RollPacker's scheduler between them.
+"""slime's rollouts, by RollPacker's scheduler.
 
-    generate_rollout  Scheduler.next_step_async, whose requests run on the servers behind slime's
-                      router or, with a generate function of the user's, as tasks of slime's own
-    a response ends   slime's own `generate_and_rm` makes a sample of it, and scores it
-    the step is known the samples of its groups go to slime, and what is left is stopped
-
-Loss, weights, rewards, evaluation and checkpoints stay slime's.
+a response starts   on a server behind slime's router, or in a generate function of the user's
+it has ended        slime's own `generate_and_rm` makes a sample of it, with reward
+groups are known    their samples go to slime, and what is left is stopped
 """
 
 from __future__ import annotations
@@ -13,11 +10,9 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-import logging
 import uuid
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any
 
 from slime.backends.sglang_utils.server_control import abort_servers_until_idle
@@ -34,38 +29,30 @@ from rollpacker.scheduler import Counted, Request, Scheduler, Step
 from rollpacker.scheduler.servers import Servers
 from rollpacker.scheduler.wire import Draw
 
-logger = logging.getLogger(__name__)
-
 DRAW = "rollpacker_draw"
-"""Key among the sampling settings by which `from_server` gets a response."""
-MOST_TOKENS_KNOWN = 1 << 24
-"""No vocabulary is larger. slime's data source does not know that of its model."""
+"""Key of the sampling settings by which `from_server` gets a response."""
+VOCAB_SIZE = 1 << 24
+"""More tokens than any model's. slime's rollouts do not know how many theirs has."""
 
 
 def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
-    """Generate what slime trains on in a rollout (`--rollout-function-path`), as its
-    `RolloutFnTrainOutput`. An evaluation is slime's own. Raises `ValueError` for another data
+    """Return what slime trains on in a rollout (`--rollout-function-path`), as its
+    `RolloutFnTrainOutput`; an evaluation is slime's own. Raises `ValueError` for another data
     source than `DataSource`, and for a rollout that was asked for before."""
     if evaluation:
         return sglang_rollout.generate_rollout(args, rollout_id, data_source, evaluation=True)
     if not isinstance(data_source, DataSource):
-        raise ValueError(
-            "rollpacker.integrations.slime.generate_rollout needs "
-            "--data-source-path rollpacker.integrations.slime.DataSource"
-        )
+        raise ValueError("this needs --data-source-path rollpacker.integrations.slime.DataSource")
     if rollout_id <= data_source.rollout_id:
-        raise ValueError(
-            f"rollout {rollout_id} was asked for twice: its prompts were trained on, or are now"
-        )
+        raise ValueError(f"rollout {rollout_id} was asked for twice: its prompts are trained on")
     data_source.rollout_id = rollout_id
     if data_source.rollouts is None:
         data_source.rollouts = Rollouts(args, data_source)
-    return run(data_source.rollouts.generate(rollout_id))
+    return run(data_source.rollouts.generate())
 
 
 class Prompts(Counted):
-    """slime's prompts. Its dataset begins anew where it ends, so that the number of rollouts, which
-    a resumed run may raise, decides where they end."""
+    """slime's prompts, whose end a resumed run with more rollouts may put off."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
         super().restore({**state, "ended": False})
@@ -78,139 +65,98 @@ class Rollouts:
         self._args, self._source = args, source
         cursor = Prompts(source.fetch)
         cursor.num_fetched = source.sample_group_index  # unless saved state says more
-        job, seed = source.job, args.rollout_seed
-        self._scheduler = Scheduler(job, self, cursor, seed=seed, resume=source.resume)
+        seed, resume = args.rollout_seed, source.resume
+        self._scheduler = Scheduler(source.job, self, cursor, seed=seed, resume=resume)
         self._servers: Servers | None = None
         """The servers of this rollout. None: a generate function of the user's asks them."""
-        self._is_checked = not job.tail_batching.enabled
-        self._tokens: dict[int, Sequence[int]] = {}
-        """Tokens of the prompts under way, by their numbers."""
+        self._weights: dict[str, str] = {}
+        """slime's version of the weights of each server at this rollout's start."""
         self._samples: dict[str, asyncio.Task[Any]] = {}
-        """What slime makes of each request of this rollout, by the request's id: a sample, or a
-        list of them if a generate function of the user's returns that."""
-        self._weights: str | None = None
-        """slime's version of the weights that the newest response came from."""
+        """What slime makes of each of this rollout's requests, by its id: a sample, or several if a
+        generate function of the user's returns that."""
 
-    async def generate(self, rollout_id: int) -> Any:
-        args, source = self._args, self._source
+    async def generate(self) -> Any:
+        args, scheduler = self._args, self._scheduler
         self._loop = asyncio.get_running_loop()
         self._state = sglang_rollout.GenerateState(args)
         urls = await self._urls()
-        if args.custom_generate_function_path is None:
-            self._servers = Servers(
-                "sglang",
-                urls,
-                self._prompt,
-                vocab_size=MOST_TOKENS_KNOWN,
-                max_response_tokens=args.rollout_max_response_len,
-                sampling=self._state.sampling_params,
-                extra={"return_routed_experts": True} if args.use_rollout_routing_replay else {},
-                ended=self._whole,
-                returned=self._returned,
-            )
-            self._servers.scheduler = self._scheduler
         try:
-            if self._servers is not None and not self._is_checked:
-                await self._servers.check()
-                self._is_checked = True
-            step = await self._scheduler.next_step_async()
-            data = await self._data(step)
+            if args.custom_generate_function_path is None:
+                self._servers = await self._connected(urls)
+            data = await self._data(await scheduler.next_step_async())
         finally:
             for task in self._samples.values():
                 task.cancel()
-            self._samples.clear()
+            self._samples = {}
             if self._servers is not None:
                 urls = self._servers.up
                 await self._servers.close()
-        await abort_servers_until_idle(urls)  # as slime does: its servers must be idle to sleep
-        self._tokens.clear()
-        metrics = self._scheduler.trained()
-        del metrics["training_s"]  # slime does not say when it has trained: it is between steps
-        source.keep(rollout_id, self._scheduler)
-        if not source.rows and rollout_id + 1 == args.num_rollout:
-            logger.warning(self._scheduler.report())
+        await abort_servers_until_idle(urls)  # as slime does: a server must be idle to sleep
+        metrics = scheduler.trained()
+        # slime does not say when it has trained: what it does is between two rollouts.
+        metrics["between_steps_s"] += metrics.pop("training_s")
+        self._source.keep(self._source.rollout_id, scheduler)
         if args.rollout_sample_filter_path is not None:
             load_function(args.rollout_sample_filter_path)(args, data)
-        if args.rollout_all_samples_process_path is not None:
-            process = load_function(args.rollout_all_samples_process_path)
-            process(args, data, source.get_samples)
+        if (path := args.rollout_all_samples_process_path) is not None:
+            load_function(path)(args, data, self._source.get_samples)
         named = {f"rollpacker/{name}": value for name, value in metrics.items()}
         return RolloutFnTrainOutput(samples=data, metrics=named)
 
     async def _data(self, step: Step | None) -> list[list[Any]]:
-        """Return the scored samples of a step's groups, in slime's order."""
+        """Return the samples of a step's groups, with rewards, in slime's order."""
         groups = sorted(step.groups if step else (), key=lambda group: group[0].prompt)
-        if (wanted := self._args.rollout_batch_size) != len(groups):
-            raise RuntimeError(
-                f"{len(groups)} of the {wanted} prompts of a rollout are left: too many failed, "
-                "see above"
-            )
-        asked = [self._samples.pop(one.id) for one in chain(*groups)]
-        found, data = iter(await asyncio.gather(*asked)), []
+        if (size := self._args.rollout_batch_size) != len(groups):
+            raise RuntimeError(f"{size - len(groups)} of {size} prompts have failed, see above")
+        data = []
         for group in groups:
-            samples, row = [next(found) for _ in group], self._source.rows.pop(group[0].prompt)
+            samples = await asyncio.gather(*(self._samples.pop(one.id) for one in group))
             if self._args.group_rm:
                 rewards = await batched_async_rm(self._args, samples)
                 for sample, reward in zip(samples, rewards, strict=True):
                     sample.reward = reward
+            row = self._source.rows.pop(group[0].prompt)
             for index, sample in enumerate(samples, row.index):
-                if isinstance(sample, Sample):  # its place may be one of those begun beyond the n
+                if isinstance(sample, Sample):  # its place may be above n_samples_per_prompt
                     sample.index = index
             data.append(samples)
         return data
 
-    # -- what the scheduler calls ----------------------------------------------------------------
-
     def start(self, requests: Sequence[Request]) -> None:
         """Begin to generate these responses (`Host`)."""
         if self._servers is not None:
-            self._servers.start(requests)
-            return
+            return self._servers.start(requests)
         for one in requests:
-            sample = self._sample(one)
-            task = self._score(one, sample, {"sampling_seed": one.seed})
+            sample, task = self._scored(one, {"sampling_seed": one.seed})
             task.add_done_callback(partial(self._ended, one, sample))
 
     def stop(self, requests: Sequence[Request]) -> None:
         """Stop these responses (`Host`)."""
         if self._servers is not None:
-            self._servers.stop(requests)
-            return
-        for one in requests:  # the connection closes, which SGLang notices
+            return self._servers.stop(requests)
+        for one in requests:  # its connection closes, which SGLang notices
             self._samples[one.id].cancel()
 
-    # -- a response ------------------------------------------------------------------------------
-
-    def _prompt(self, number: int) -> Sequence[int]:
-        if number not in self._tokens:
-            row, encode = self._source.rows[number], self._state.tokenizer.encode
-            self._tokens[number] = row.tokens or encode(row.prompt, add_special_tokens=False)
-        return self._tokens[number]
-
-    def _sample(self, request: Request) -> Any:
+    def _scored(
+        self, request: Request, settings: dict[str, Any], function: str | None = None
+    ) -> tuple[Any, asyncio.Task[Any]]:
+        """Have slime's own function generate a sample, by this function, and its reward."""
         sample = copy.deepcopy(self._source.rows[request.prompt])
         sample.index += request.place
-        sample.session_id = str(uuid.uuid4())
-        return sample
-
-    def _score(self, request: Request, sample: Any, own: dict[str, Any]) -> asyncio.Task[Any]:
-        """Have slime's own function generate and score a sample."""
-        settings = {**self._state.sampling_params, **own}
+        sample.session_id, sample.generate_function_path = str(uuid.uuid4()), function
+        settings = {**self._state.sampling_params, **settings}
         work = sglang_rollout.generate_and_rm(self._args, sample, settings)
         task = self._samples[request.id] = self._loop.create_task(work)
-        return task
+        return sample, task
 
     def _whole(self, request: Request, draw: Draw) -> None:
-        """Score a response while others are generated."""
-        sample = self._sample(request)
-        sample.generate_function_path = f"{__name__}.{from_server.__name__}"
-        self._score(request, sample, {DRAW: draw})
-        self._weights = json.loads(draw.reply)["meta_info"].get("weight_version")
+        """Have the reward of a server's response computed while others are generated."""
+        self._scored(request, {DRAW: draw}, f"{__name__}.{from_server.__name__}")
 
     def _ended(self, request: Request, sample: Any, task: asyncio.Task[Any]) -> None:
-        """Report how a task of a generate function ended."""
+        """Report how a generate function of the user's has ended."""
         if self._samples.get(request.id) is not task:
-            return  # the rollout is over
+            return  # the rollout has
         if task.cancelled():
             self._scheduler.ended(request, sample.response_length, "stopped")
         elif (error := task.exception()) is not None:
@@ -218,46 +164,58 @@ class Rollouts:
         else:
             found = task.result()
             found = found if isinstance(found, list) else [found]
-            if any(one.status is Sample.Status.ABORTED for one in found):
-                why = "its generate function returned it as aborted"
-                self._scheduler.ended(request, reason="failed", why=why)
-            else:
-                self._scheduler.ended(request, sum(one.response_length for one in found))
-
-    # -- servers ---------------------------------------------------------------------------------
+            num_tokens = sum(one.response_length for one in found)
+            # An aborted one counts as failed: it was not asked to stop.
+            is_cut = any(one.status is Sample.Status.ABORTED for one in found)
+            self._scheduler.ended(request, num_tokens, "stopped" if is_cut else "stop")
 
     async def _urls(self) -> list[str]:
-        """Return the addresses of the servers behind slime's router: its aborts go there, too."""
+        """Return the addresses of the servers behind slime's router, where aborts go, too."""
         router = f"http://{self._args.sglang_router_ip}:{self._args.sglang_router_port}"
         workers = (await get(f"{router}/workers"))["workers"]
         if any(worker.get("worker_type", "regular") != "regular" for worker in workers):
-            raise ValueError(
-                "servers of slime that only prefill or only decode cannot be used: leave out "
-                "--prefill-num-servers"
-            )
+            raise ValueError("servers that only prefill or decode cannot be asked alone")
         return [worker["url"] for worker in workers if worker.get("is_healthy", True)]
 
+    async def _connected(self, urls: Sequence[str]) -> Servers:
+        servers = Servers(
+            "sglang",
+            urls,
+            self._prompt,
+            vocab_size=VOCAB_SIZE,
+            max_response_tokens=self._args.rollout_max_response_len,
+            sampling=self._state.sampling_params,
+            extra={"return_routed_experts": bool(self._args.use_rollout_routing_replay)},
+            ended=self._whole,
+            returned=self._returned,
+        )
+        servers.scheduler = self._scheduler
+        if self._source.job.tail_batching.enabled and not self._weights:
+            await servers.check()
+        self._weights = {url: await _weights(url) for url in urls}
+        return servers
+
+    def _prompt(self, number: int) -> Sequence[int]:
+        row, encode = self._source.rows[number], self._state.tokenizer.encode
+        row.tokens = row.tokens or encode(row.prompt, add_special_tokens=False)
+        return row.tokens  # type: ignore[no-any-return]
+
     async def _returned(self, url: str) -> None:
-        """Refuse a server that was lost in this rollout and holds other weights than its others:
-        slime loads them before the next one."""
-        found = (await get(f"{url}/get_weight_version"))["weight_version"]
-        if self._weights is None or found != self._weights:
-            raise RuntimeError(f"its weights are {found}, and those of others {self._weights}")
+        """Refuse a server that was started anew: slime has to load its weights first."""
+        if (found := await _weights(url)) != self._weights[url]:
+            raise RuntimeError(f"its weights are {found}, and were {self._weights[url]}")
+
+
+async def _weights(url: str) -> str:
+    return str((await get(f"{url}/get_weight_version"))["weight_version"])
 
 
 async def from_server(args: Any, sample: Any, sampling_params: Mapping[str, Any]) -> Any:
-    """Make slime's sample of a response that a server has sent, in place of slime's own `generate`
+    """Make slime's sample of a server's response, in place of slime's own `generate`
     (`Sample.generate_function_path`)."""
     draw: Draw = sampling_params[DRAW]
     answer = json.loads(draw.reply)
-    sample.generate_function_path = None
-    sample.tokens = list(draw.prompt)
-    sample.append_response_tokens(
-        args,
-        tokens=draw.tokens,
-        log_probs=draw.log_probs,
-        trainable=True,
-        meta_info=answer["meta_info"],
-        text=answer["text"],
-    )
+    sample.generate_function_path, sample.tokens = None, list(draw.prompt)
+    settings = {"trainable": True, "meta_info": answer["meta_info"], "text": answer["text"]}
+    sample.append_response_tokens(args, tokens=draw.tokens, log_probs=draw.log_probs, **settings)
     return sample
