@@ -74,7 +74,7 @@ class Servers:
         max_response_tokens: int,
         sampling: Mapping[str, Any] | None = None,
         extra: Mapping[str, Any] | None = None,
-        ended: Callable[[Request, Draw], None] | None = None,
+        ended: Callable[[Request, Draw], object] | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
         token_env: str | None = None,
         returned: Callable[[str], Awaitable[None]] | None = None,

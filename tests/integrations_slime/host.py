@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.engines.engine import sample_key
 from rollpacker.scheduler.scheduler import SOURCE
 from tests.integrations_slime import slimes
-from tests.scheduler.made_up_servers import LONGEST
+from tests.scheduler.made_up_servers import LONGEST, policy
 
 OURS = "rollpacker.integrations.slime"
 
@@ -97,6 +97,13 @@ async def seeded(args: Namespace, sample: Any, sampling_params: dict[str, Any]) 
     return await generate(args, sample, sampling_params)
 
 
+async def own(args: Namespace, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    """A generate function of a user's."""
+    from slime.rollout.sglang_rollout import generate
+
+    return await generate(args, sample, sampling_params)
+
+
 async def reward(args: Namespace, samples: Any) -> Any:
     """The length of a response; of a list of them with `--group-rm`."""
     if isinstance(samples, list):
@@ -104,9 +111,19 @@ async def reward(args: Namespace, samples: Any) -> Any:
     return float(samples.response_length)
 
 
-def hashed(sample: Any) -> str:
-    response = sample.tokens[-sample.response_length :]
-    return hashlib.blake2b(json.dumps(response).encode(), digest_size=8).hexdigest()
+def hashed(tokens: Sequence[int]) -> str:
+    return hashlib.blake2b(json.dumps(tokens).encode(), digest_size=8).hexdigest()
+
+
+def expected(args: Namespace, num_prompts: int) -> dict[str, str]:
+    """What the policy draws for all responses to these prompts, as hashes by prompt and place."""
+    found = {}
+    for prompt in range(num_prompts):
+        tokens = slimes.Tokenizer().encode(f"prompt {prompt}")
+        for place in range(args.n_samples_per_prompt):
+            drawn, _, _ = policy(tokens, seed_of(args, prompt, place), LONGEST)
+            found[f"{prompt}/{place}"] = hashed(drawn)
+    return found
 
 
 def named(args: Namespace, sample: Any) -> str:
@@ -130,7 +147,8 @@ def trained(args: Namespace) -> Iterator[tuple[int, Any, dict[str, str], float, 
         start = int(latest.read_text()) + 1
         responses = json.loads(Path(args.load, f"model_{start - 1}.json").read_text())
     source.load(start - 1)
-    for step in range(start, args.num_rollout):
+    num_rollout = args.num_rollout or len(source) // args.rollout_batch_size * args.num_epoch
+    for step in range(start, num_rollout):
         began = time.monotonic()
         output = generate_rollout(args, step, source, evaluation=False)
         rollout_s = time.monotonic() - began
@@ -138,8 +156,8 @@ def trained(args: Namespace) -> Iterator[tuple[int, Any, dict[str, str], float, 
             name = named(args, sample)
             assert name not in responses, f"{name} is trained on twice"
             assert sample.reward == sample.response_length == len(sample.loss_mask)
-            responses[name] = hashed(sample)
-        if args.save and ((step + 1) % args.save_interval == 0 or step + 1 == args.num_rollout):
+            responses[name] = hashed(sample.tokens[-sample.response_length :])
+        if args.save and ((step + 1) % args.save_interval == 0 or step + 1 == num_rollout):
             folder = Path(args.save)
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"model_{step}.json").write_text(json.dumps(responses))

@@ -12,6 +12,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,18 +24,34 @@ class Server(MadeUpServer):
     """What slime asks of its router and its servers, beside responses."""
 
     worker_type = "regular"
+    weights = "1"
+    """slime's version of its weights."""
 
     async def answer(self, path: str, body: bytes, *streams: Any) -> None:
         worker = {"url": self.url, "worker_type": self.worker_type, "is_healthy": True}
         answers = {
             "/workers": {"workers": [worker]},
             "/v1/loads?include=core": {"loads": [{"num_total_reqs": self.open}]},
-            "/get_weight_version": {"weight_version": "1"},
+            "/get_weight_version": {"weight_version": self.weights},
         }
         if path in answers:
             write(streams[1], 200, json.dumps(answers[path]).encode())
         else:
             await super().answer(path, body, *streams)
+
+
+@contextmanager
+def here(server: Server) -> Iterator[Server]:
+    """A server that runs in a thread of this process."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield asyncio.run_coroutine_threadsafe(server.__aenter__(), loop).result()
+        asyncio.run_coroutine_threadsafe(server.__aexit__(), loop).result()
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
 
 
 @contextmanager

@@ -177,7 +177,8 @@ def init_http_client(args: Namespace) -> None:
     import httpx
 
     global _client
-    limits = httpx.Limits(max_connections=args.sglang_server_concurrency)
+    most = args.sglang_server_concurrency
+    limits = httpx.Limits(max_connections=most, max_keepalive_connections=0)
     _client = httpx.AsyncClient(limits=limits, timeout=None, trust_env=False)
 
 
@@ -186,7 +187,13 @@ async def get(url: str) -> Any:
 
 
 async def post(url: str, payload: Any) -> Any:
-    return (await _client.post(url, json=payload)).raise_for_status().json()
+    for _ in range(60):  # as slime does
+        try:
+            return (await _client.post(url, json=payload)).raise_for_status().json()
+        except Exception as error:
+            last = error
+            await asyncio.sleep(1)
+    raise last
 
 
 async def abort_servers_until_idle(urls: list[str]) -> None:

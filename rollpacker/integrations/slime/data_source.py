@@ -54,12 +54,11 @@ class DataSource(RolloutDataSource):  # type: ignore[misc]  # slime is not typed
         """Take up to `count` prompts, and return how many there are: as many as slime's rollouts
         still train on, so that none waits when its run ends."""
         args, size = self.args, self.args.rollout_batch_size
-        if (num_rollout := args.num_rollout) is None:
-            num_rollout = len(self) // size * args.num_epoch
+        num_rollout = args.num_rollout or len(self) // size * args.num_epoch
         count = max(min(count, (num_rollout - self.rollout_id) * size - len(self.rows)), 0)
         for _ in range(count):
             row = self.get_samples(1)[0][0]
-            if args.save is not None and not _is_plain(row.to_dict()):
+            if args.save and json.loads(json.dumps(row.to_dict(), default=repr)) != row.to_dict():
                 raise ValueError(
                     "a prompt of the data is not plain JSON, so it cannot wait in a checkpoint"
                 )
@@ -68,7 +67,8 @@ class DataSource(RolloutDataSource):  # type: ignore[misc]  # slime is not typed
 
     def keep(self, rollout_id: int, scheduler: Scheduler) -> None:
         """Write what a run goes on with after this rollout, and remove what no checkpoint needs."""
-        if self.args.save is None:
+        self.rows = {one: self.rows[one] for one in scheduler.waiting}
+        if not self.args.save:
             return
         folder = _folder(self.args.save, rollout_id)
         beside = folder.with_name(f"{folder.name}.part")
@@ -119,14 +119,8 @@ def _folder(checkpoints: str, rollout_id: int) -> Path:
     return Path(checkpoints, "rollout", f"rollpacker_{rollout_id}")
 
 
-def _is_plain(value: dict[str, Any]) -> bool:
-    """Whether a value is the same after it was written as JSON, and read."""
-    return bool(json.loads(json.dumps(value, default=repr)) == value)
-
-
 def _job(args: Any) -> JobConfig:
-    """Return what the scheduler is to know of slime's arguments. Raises `ValueError` for those that
-    do not go with tail batching."""
+    """Return what the scheduler is to know, unless arguments do not go with tail batching."""
     tree = {"carry": "none", **(getattr(args, SETTINGS, None) or {})}
     tail = config_of(tree, (), TailBatchingConfig, where=SETTINGS)
     no_seeds = not getattr(args, "sglang_enable_deterministic_inference", False)

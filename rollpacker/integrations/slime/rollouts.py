@@ -31,8 +31,9 @@ from rollpacker.scheduler.wire import Draw
 
 DRAW = "rollpacker_draw"
 """Key of the sampling settings by which `from_server` gets a response."""
-VOCAB_SIZE = 1 << 24
-"""More tokens than any model's. slime's rollouts do not know how many theirs has."""
+WEIGHTS = "/get_weight_version"
+FROM_SERVER = f"{__name__}.from_server"
+VOCAB_SIZE = 1 << 24  # more than any model's: slime's rollouts do not know that of theirs
 
 
 def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
@@ -69,15 +70,13 @@ class Rollouts:
         self._scheduler = Scheduler(source.job, self, cursor, seed=seed, resume=resume)
         self._servers: Servers | None = None
         """The servers of this rollout. None: a generate function of the user's asks them."""
-        self._weights: dict[str, str] = {}
-        """slime's version of the weights of each server at this rollout's start."""
+        self._weights: dict[str, Any] = {}
+        """What each server said of the version of its weights at this rollout's start."""
         self._samples: dict[str, asyncio.Task[Any]] = {}
-        """What slime makes of each of this rollout's requests, by its id: a sample, or several if a
-        generate function of the user's returns that."""
+        """What slime makes of each request of this rollout: a sample, or several, by its id."""
 
     async def generate(self) -> Any:
         args, scheduler = self._args, self._scheduler
-        self._loop = asyncio.get_running_loop()
         self._state = sglang_rollout.GenerateState(args)
         urls = await self._urls()
         try:
@@ -100,8 +99,7 @@ class Rollouts:
             load_function(args.rollout_sample_filter_path)(args, data)
         if (path := args.rollout_all_samples_process_path) is not None:
             load_function(path)(args, data, self._source.get_samples)
-        named = {f"rollpacker/{name}": value for name, value in metrics.items()}
-        return RolloutFnTrainOutput(samples=data, metrics=named)
+        return RolloutFnTrainOutput(data, {f"rollpacker/{key}": metrics[key] for key in metrics})
 
     async def _data(self, step: Step | None) -> list[list[Any]]:
         """Return the samples of a step's groups, with rewards, in slime's order."""
@@ -115,8 +113,8 @@ class Rollouts:
                 rewards = await batched_async_rm(self._args, samples)
                 for sample, reward in zip(samples, rewards, strict=True):
                     sample.reward = reward
-            row = self._source.rows.pop(group[0].prompt)
-            for index, sample in enumerate(samples, row.index):
+            first = self._source.rows[group[0].prompt].index
+            for index, sample in enumerate(samples, first):
                 if isinstance(sample, Sample):  # its place may be above n_samples_per_prompt
                     sample.index = index
             data.append(samples)
@@ -146,12 +144,8 @@ class Rollouts:
         sample.session_id, sample.generate_function_path = str(uuid.uuid4()), function
         settings = {**self._state.sampling_params, **settings}
         work = sglang_rollout.generate_and_rm(self._args, sample, settings)
-        task = self._samples[request.id] = self._loop.create_task(work)
+        task = self._samples[request.id] = asyncio.create_task(work)
         return sample, task
-
-    def _whole(self, request: Request, draw: Draw) -> None:
-        """Have the reward of a server's response computed while others are generated."""
-        self._scored(request, {DRAW: draw}, f"{__name__}.{from_server.__name__}")
 
     def _ended(self, request: Request, sample: Any, task: asyncio.Task[Any]) -> None:
         """Report how a generate function of the user's has ended."""
@@ -162,8 +156,7 @@ class Rollouts:
         elif (error := task.exception()) is not None:
             self._scheduler.fail(error)
         else:
-            found = task.result()
-            found = found if isinstance(found, list) else [found]
+            found = result if isinstance(result := task.result(), list) else [result]
             num_tokens = sum(one.response_length for one in found)
             # An aborted one counts as failed: it was not asked to stop.
             is_cut = any(one.status is Sample.Status.ABORTED for one in found)
@@ -186,13 +179,13 @@ class Rollouts:
             max_response_tokens=self._args.rollout_max_response_len,
             sampling=self._state.sampling_params,
             extra={"return_routed_experts": bool(self._args.use_rollout_routing_replay)},
-            ended=self._whole,
+            ended=lambda request, draw: self._scored(request, {DRAW: draw}, FROM_SERVER),
             returned=self._returned,
         )
         servers.scheduler = self._scheduler
         if self._source.job.tail_batching.enabled and not self._weights:
             await servers.check()
-        self._weights = {url: await _weights(url) for url in urls}
+        self._weights = {url: await get(url + WEIGHTS) for url in urls}
         return servers
 
     def _prompt(self, number: int) -> Sequence[int]:
@@ -202,17 +195,12 @@ class Rollouts:
 
     async def _returned(self, url: str) -> None:
         """Refuse a server that was started anew: slime has to load its weights first."""
-        if (found := await _weights(url)) != self._weights[url]:
+        if (found := await get(url + WEIGHTS)) != self._weights[url]:
             raise RuntimeError(f"its weights are {found}, and were {self._weights[url]}")
 
 
-async def _weights(url: str) -> str:
-    return str((await get(f"{url}/get_weight_version"))["weight_version"])
-
-
 async def from_server(args: Any, sample: Any, sampling_params: Mapping[str, Any]) -> Any:
-    """Make slime's sample of a server's response, in place of slime's own `generate`
-    (`Sample.generate_function_path`)."""
+    """Make slime's sample of a server's response (`Sample.generate_function_path`)."""
     draw: Draw = sampling_params[DRAW]
     answer = json.loads(draw.reply)
     sample.generate_function_path, sample.tokens = None, list(draw.prompt)
