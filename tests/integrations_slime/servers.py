@@ -27,6 +27,11 @@ class Server(MadeUpServer):
     weights = "1"
     """slime's version of its weights."""
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.asked: list[dict[str, Any]] = []
+        """Bodies of all requests for a response."""
+
     async def answer(self, path: str, body: bytes, *streams: Any) -> None:
         worker = {"url": self.url, "worker_type": self.worker_type, "is_healthy": True}
         answers = {
@@ -34,6 +39,8 @@ class Server(MadeUpServer):
             "/v1/loads?include=core": {"loads": [{"num_total_reqs": self.open}]},
             "/get_weight_version": {"weight_version": self.weights},
         }
+        if path == "/generate":
+            self.asked.append(json.loads(body))
         if path in answers:
             write(streams[1], 200, json.dumps(answers[path]).encode())
         else:

@@ -1,8 +1,7 @@
 """slime's data source, with the prompts that were fetched and not trained on yet.
 
     keep   at a rollout's end: writes what a run goes on with into a folder beside slime's own file
-    save   slime has a checkpoint of that rollout, so the folder stays
-    load   goes on from the folder
+    save   slime has a checkpoint of that rollout, so the folder stays, and `load` goes on from it
 
 `keep` comes before slime saves its model, so that each checkpoint has a folder wherever slime was
 killed; and before train_async.py, which saves later, takes the next rollout's prompts.

@@ -13,6 +13,7 @@ import json
 import uuid
 from collections.abc import Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from slime.backends.sglang_utils.server_control import abort_servers_until_idle
@@ -103,11 +104,11 @@ class Rollouts:
 
     async def _data(self, step: Step | None) -> list[list[Any]]:
         """Return the samples of a step's groups, with rewards, in slime's order."""
-        groups = sorted(step.groups if step else (), key=lambda group: group[0].prompt)
+        groups = [sorted(one, key=attrgetter("place")) for one in (step.groups if step else ())]
         if (size := self._args.rollout_batch_size) != len(groups):
             raise RuntimeError(f"{size - len(groups)} of {size} prompts have failed, see above")
         data = []
-        for group in groups:
+        for group in sorted(groups, key=lambda group: group[0].prompt):
             samples = await asyncio.gather(*(self._samples.pop(one.id) for one in group))
             if self._args.group_rm:
                 rewards = await batched_async_rm(self._args, samples)
