@@ -135,10 +135,9 @@ def trained(args: Namespace) -> Iterator[tuple[int, Any, dict[str, str], float, 
     number, what the rollout function returned, all that was trained on so far as hashes of tokens
     by prompt and place, and the seconds of the rollout and of the step before it is yielded."""
     slimes.install()
-    from slime.utils.http_utils import init_http_client
     from slime.utils.misc import load_function
 
-    init_http_client(args)
+    slimes.connect(args)
     source = load_function(args.data_source_path)(args)
     generate_rollout = load_function(args.rollout_function_path)
     latest = Path(args.load, "latest.txt")

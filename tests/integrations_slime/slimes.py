@@ -68,6 +68,14 @@ def install() -> None:
             setattr(sys.modules[path], one.__name__, one)
 
 
+def connect(args: Namespace) -> None:
+    """Make slime's HTTP client, and have it forget the arguments of a run before this one."""
+    singletons = getattr(sys.modules["slime.utils.misc"], "SingletonMeta", None)
+    if singletons is not None:
+        singletons._instances.clear()
+    sys.modules["slime.utils.http_utils"].init_http_client(args)
+
+
 # -- stand-ins -------------------------------------------------------------------------------------
 
 

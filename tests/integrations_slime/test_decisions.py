@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import slime.rollout.sglang_rollout as sglang_rollout
 from slime.rollout.data_source import RolloutDataSource
-from slime.utils.http_utils import init_http_client
 from slime.utils.types import Sample
 
 from rollpacker.integrations.slime import DataSource, check_hooks, generate_rollout, rollouts
@@ -26,7 +25,7 @@ SIZES = {"rollout_batch_size": 4, "n_samples_per_prompt": 2, "num_rollout": 6}
 
 def args_of(folder: Path, port: int = 1, **changes: Any) -> Namespace:
     args = arguments(folder, port, **{**SIZES, **changes})
-    init_http_client(args)
+    slimes.connect(args)
     return args
 
 
