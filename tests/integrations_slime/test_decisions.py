@@ -228,7 +228,7 @@ def test_a_lost_server_is_used_again_only_with_the_weights_that_it_had(
             self.weights = weights
             return "cut"
 
-    quick = {"pause_s": 0.05, "outage_s": 0.5}
+    quick = {"pause_s": 0.05, "outage_s": 3.0}
     monkeypatch.setattr(rollouts, "Servers", lambda *a, **b: Servers(*a, **b, **quick))
     with here(Breaks("sglang")) as server:
         args = args_of(tmp_path, server.port)
