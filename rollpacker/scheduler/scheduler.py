@@ -333,6 +333,13 @@ class Scheduler:
         return self._bus.job.phase is Phase.TRAINING
 
     @property
+    def waiting(self) -> frozenset[int]:
+        """Numbers (`Request.prompt`) of the prompts that wait for a later step."""
+        queues = self._bus.job.queues
+        waits = [one.prompt for tier in (queues.long, *queues.tiers) for one in tier]
+        return frozenset(prompt.row for prompt in (*waits, *queues.fresh))
+
+    @property
     def version(self) -> int:
         """Number of steps that were trained on, which is that of the weights' updates."""
         return self._bus.job.version

@@ -73,6 +73,8 @@ class Servers:
         vocab_size: int,
         max_response_tokens: int,
         sampling: Mapping[str, Any] | None = None,
+        extra: Mapping[str, Any] | None = None,
+        ended: Callable[[Request, Draw], object] | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
         token_env: str | None = None,
         returned: Callable[[str], Awaitable[None]] | None = None,
@@ -85,7 +87,9 @@ class Servers:
         weights. `prompts` gives the tokens of a prompt by its number (`Request.prompt`). Tokens are
         numbers below `vocab_size`, and a response has at most `max_response_tokens`, which is that
         of the scheduler's config. `sampling`: the server's own sampling settings, such as
-        {"temperature": 1.0, "stop_token_ids": [2]}. `loop`: where all of it runs, by default the
+        {"temperature": 1.0, "stop_token_ids": [2]}. `extra`: more of each request's body, such as
+        {"return_routed_experts": True}. `ended` is called with each whole response, before the
+        scheduler hears of it. `loop`: where all of it runs, by default the
         event loop that runs now. `token_env` names the environment variable with a bearer token.
 
         A request that is stopped counts as stopped `abort_s` seconds later, whatever its server
@@ -100,11 +104,11 @@ class Servers:
             raise ValueError("no server is given: urls is empty")
         example = "http://localhost:8000"
         self._servers = [_Server(checked_url(u, key="urls", example=example)) for u in urls]
-        self._prompts, self._returned = prompts, returned
+        self._prompts, self._returned, self._whole = prompts, returned, ended
         self._loop = loop or asyncio.get_running_loop()
         self._abort_s, self._pause_s, self._outage_s = abort_s, pause_s, outage_s
         self._draw = partial(Draw, max_tokens=max_response_tokens, vocab_size=vocab_size)
-        self._wire = Wire(kind, sampling or {}, token_env, silence_s)
+        self._wire = Wire(kind, sampling or {}, token_env, silence_s, extra or {})
         self._some_up = asyncio.Event()
         self._some_up.set()
         self._running: dict[str, tuple[_Run, asyncio.Task[None]]] = {}
@@ -130,6 +134,11 @@ class Servers:
         """Return the tokens and log-probs of a request that a step trains on. They are kept until
         the first response of the next step ends. Raises `KeyError` for another request."""
         return self._responses[request.id]
+
+    @property
+    def up(self) -> list[str]:
+        """Addresses of the servers that are not lost."""
+        return [server.url for server in self._servers if server.is_up]
 
     async def check(self) -> None:
         """Ask each server for a few responses. Raises `ValueError`, in one sentence, if one of them
@@ -196,6 +205,8 @@ class Servers:
                 finish_reason=draw.finish,
                 version=self._version,
             )
+            if self._whole is not None:
+                self._whole(request, draw)
             scheduler.ended(
                 request,
                 draw.tokens,

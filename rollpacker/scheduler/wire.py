@@ -29,8 +29,9 @@ REFUSED = (400, 413, 422)
 NOT_TAKEN = (429, 502, 503, 504)
 """HTTP statuses of a server, or a gateway before it, that has not begun with the request."""
 MAX_ERROR_BYTES = 2000
-BYTES_A_TOKEN, BYTES_A_PROMPT_TOKEN, BYTES_BESIDE = 2048, 16, 1 << 16
-"""An answer has at most so many bytes for each token, and for all else."""
+BYTES_A_TOKEN, BYTES_A_PROMPT_TOKEN, BYTES_BESIDE = 16_384, 4096, 1 << 16
+"""An answer has at most so many bytes for each token, and for all else. Of a token SGLang may send
+the experts of all layers, for the prompt too, and all tokens that top-p kept."""
 
 
 class Lost(Exception):
@@ -56,6 +57,8 @@ class Draw:
     log_probs: list[float] = field(default_factory=list)
     finish: str = ""
     """Why the server ended it: "stop", "length", "abort". Empty: it did not."""
+    reply: bytes = b""
+    """SGLang's answer as it came. It has more than is read here, such as the text."""
 
     @property
     def is_whole(self) -> bool:
@@ -85,9 +88,14 @@ class Wire:
     """Connections to servers of one kind."""
 
     def __init__(
-        self, kind: Kind, sampling: Mapping[str, Any], token_env: str | None, silence_s: float
+        self,
+        kind: Kind,
+        sampling: Mapping[str, Any],
+        token_env: str | None,
+        silence_s: float,
+        extra: Mapping[str, Any],
     ) -> None:
-        self.kind, self._sampling = kind, dict(sampling)
+        self.kind, self._sampling, self._extra = kind, dict(sampling), extra
         http = http_library("rollpacker.scheduler.servers")
         self._errors = (http.HTTPError, http.StreamError, OSError)
         token = token_from(token_env)
@@ -121,7 +129,7 @@ class Wire:
         draw.tokens, draw.log_probs, draw.finish = [], [], ""
         ask, read = (_vllm, _read_stream) if self.kind == "vllm" else (_sglang, _read_reply)
         path, body = ask(draw, {**self._sampling, **sampling})
-        was_taken, content = False, msgspec.json.encode(body)
+        was_taken, content = False, msgspec.json.encode({**self._extra, **body})
         try:
             async with self._client.stream("POST", url + path, content=content) as answer:
                 was_taken = answer.status_code not in NOT_TAKEN
@@ -217,7 +225,7 @@ async def _read_reply(answer: Any, draw: Draw) -> None:
     body, is_whole = await read_bounded(answer, draw.max_bytes)
     if not is_whole:
         raise ValueError(f"it sent more than {draw.max_bytes} bytes")
-    meta = msgspec.json.decode(body, type=_Reply).meta_info
+    meta, draw.reply = msgspec.json.decode(body, type=_Reply).meta_info, body
     pairs = meta.output_token_logprobs
     if pairs is None and meta.finish_reason.type != "abort":
         raise ValueError("it sent no log-probs (output_token_logprobs)")

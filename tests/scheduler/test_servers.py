@@ -371,7 +371,7 @@ JUNK = [
     ("vllm", choice(3, 2.5), "as the logarithm of a probability"),
     ("vllm", choice(3, '"-1"'), "Expected `float"),
     ("vllm", choice(", ".join("3" * 201), ", ".join("1" * 201)), "more than 200 tokens"),
-    ("vllm", b"data: " + b" " * 1_000_000, "more than .* bytes"),
+    ("vllm", b"data: " + b" " * 10_000_000, "more than .* bytes"),
     ("vllm", event('{"token_ids": [], "finish_reason": "stop"}'), "without tokens"),
     ("sglang", b"\xff\xfe", "malformed"),
     ("sglang", b"{}", "missing required field"),
@@ -380,7 +380,7 @@ JUNK = [
     ("sglang", reply(f"[[-1, {1 << 70}, null]]"), "of a vocabulary of"),
     ("sglang", reply("[]"), "without tokens"),
     ("sglang", reply("[]", "null"), "Expected `object`"),
-    ("sglang", b" " * 1_000_000, "more than .* bytes"),
+    ("sglang", b" " * 10_000_000, "more than .* bytes"),
 ]
 
 

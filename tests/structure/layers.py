@@ -67,6 +67,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "integrations.trl": (
         *("core", "data.dataset", "engines", "config.load", "run.errors", "scheduler"),
     ),
+    "integrations.slime": ("config.load", "core", "scheduler"),
     "integrations.verl": ("config.load", "core", "scheduler"),
     "pipeline": ("report",),
     "pipeline.links": ("pipeline.plan", "trainer.trainer", "workers"),

@@ -49,6 +49,7 @@ BUDGETS = {
     "environments": 2_400,
     "integrations": 50,
     "integrations.environments": 1_750,
+    "integrations.slime": 400,
     "integrations.trl": 850,
     "integrations.verl": 550,
     "pipeline": 150,
