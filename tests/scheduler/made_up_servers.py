@@ -193,6 +193,8 @@ class MadeUpServer:
     async def respond(
         self, drawn: Drawn, fault: str, watch: asyncio.Task[bytes], writer: asyncio.StreamWriter
     ) -> None:
+        if self.flaw == "crash":
+            raise Cut
         if self.flaw == "silence":
             await watch
             raise Cut
