@@ -63,7 +63,7 @@ BUDGETS = {
     "run.parts": 3_050,
     "run.ports": 5_650,
     "sandbox": 3_750,
-    "scheduler": 1_100,
+    "scheduler": 1_130,
     "serving": 1_150,
     "sim": 8_300,
     "trackers": 650,
