@@ -32,7 +32,6 @@ HOSTS = {
     "verl": (".venv-verl", "tests.integrations_verl.speed"),
 }
 """The environment that runs a host's driver, and the driver's module."""
-LIMIT_S = 3600.0
 LEAST_RATIO, MOST_SHIFT, MOST_OVERHEAD, LEAST_SHARED = 1.6, 0.01, 0.02, 0.9
 """The claims, and the share of plain's responses that the others must have trained on too."""
 
@@ -55,7 +54,7 @@ def main(
         if host not in failed:
             try:
                 runs[host, mode].append(drive(host, mode, options | {"seed": seed}))
-            except (RuntimeError, subprocess.TimeoutExpired) as error:
+            except RuntimeError as error:
                 failed[host] = str(error)
                 print(f"{host} {mode}: {error}", flush=True)
     whole = {host: [runs[host, mode] for mode in MODES] for host, _ in arms if host not in failed}
@@ -79,15 +78,13 @@ def drive(host: str, mode: str, options: Mapping[str, Any]) -> dict[str, Any]:
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     command = [str(ROOT / environment / "bin/python"), "-m", module, "--mode", mode, *words]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environ, timeout=LIMIT_S, capture_output=True, text=True
-    )
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     *rows, last = [json.loads(one) for one in done.stdout.splitlines() if one[0] == "{"] or [{}]
     if done.returncode or "responses" not in last:
         raise RuntimeError(f"the driver ended with {done.returncode}: {done.stderr[-2000:]}")
     if sum(len(step["lengths"]) for step in rows) != len(last["responses"]):
         raise RuntimeError("a response was trained on twice")
-    print(f"{host} {mode}: {len(rows)} steps, {total(rows, 'rollout_s'):.1f} s of rollouts")
+    print(f"{host} {mode}: {total(rows, 'rollout_s'):.1f} s of rollouts", flush=True)
     return {"steps": rows, **last}
 
 
