@@ -187,9 +187,17 @@ def _without_extras(hint: Any) -> Any:
     return get_args(hint)[0] if get_origin(hint) is Annotated else hint
 
 
+def named_by(hint: Any) -> Any:
+    """Return the type that a type alias with arguments stands for, such as numpy's NDArray[...]
+    since Python 3.12; another hint as it is."""
+    value = getattr(get_origin(hint), "__value__", None)
+    return hint if value is None else value[get_args(hint)]
+
+
 def _writer(hint: Any) -> Convert | None:
     """Returns the function from a value with this type hint to its plain form (JSON values). None
     if the value is plain already."""
+    hint = named_by(hint)
     origin, arguments = get_origin(hint), get_args(hint)
     if _is_union(origin):
         return _optional(arguments, _writer)
@@ -215,6 +223,7 @@ def _writer(hint: Any) -> Convert | None:
 
 def _reader(hint: Any) -> Convert | None:
     """Returns a function from plain form to a value with this hint. None if they are the same."""
+    hint = named_by(hint)
     origin, arguments = get_origin(hint), get_args(hint)
     if _is_union(origin):
         return _optional(arguments, _reader)
@@ -444,7 +453,7 @@ class Codec:
     def _of_type(self, hint: Any, value: Any) -> Any:
         """Returns `value` if it is of the type that `hint` names; else raises `TypeError`. Called
         for fields of listed types."""
-        origin = get_origin(hint) or hint
+        origin = get_origin(named_by(hint)) or hint
         if not isinstance(value, origin):
             raise TypeError(f"{type(value).__qualname__} instead of {hint}")
         return value

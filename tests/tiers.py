@@ -174,6 +174,11 @@ MOVED: dict[str, tuple[Tier, str]] = {
     # -- into nightly
     **_rows(
         "nightly",
+        "hosts and servers that are killed; the test before it does so for a few seconds",
+        "tests/scheduler/test_faults.py::test_nor_do_two_hundred_faults",
+    ),
+    **_rows(
+        "nightly",
         "runs that are killed, resumed and compared bit for bit, tens of processor seconds each; "
         "test_salvage.py and test_turns.py compare such runs in full",
         "tests/run/test_controller_faults.py",

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, Protocol
+from uuid import uuid4
 
 from rollpacker.bus import Bus, Recorded, Routes, Unsaid
 from rollpacker.core.commands import (
@@ -69,6 +70,7 @@ from rollpacker.engines.engine import Carried, EngineOutput, Response, sample_ke
 from rollpacker.report.accounting import Accounting
 from rollpacker.report.step_summary import StepSummary
 from rollpacker.run.errors import DeadlineExceeded
+from rollpacker.run.folder.checkpoint import fsync
 from rollpacker.run.ports.carried import CarriedTokens, read_carried, write_carried
 from rollpacker.run.ports.clock import RealClock
 
@@ -362,18 +364,26 @@ class Scheduler:
 
     def save(self, checkpoint: Path) -> None:
         """Save which prompts wait for a later step, and their tokens, in a folder of the host's
-        checkpoint. Raises `RuntimeError` in the middle of a step."""
+        checkpoint. If the process is killed in it, the folder has the state that it had before.
+        Raises `RuntimeError` in the middle of a step."""
         with self._bus.lock:
             if not self.is_trained:
                 raise RuntimeError(
                     "a step is under way: save after trained(), before the next step"
                 )
             folder = checkpoint / FOLDER
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-            write_carried(folder, self._waiting, TOKENIZER)
+            tokens, beside = folder / uuid4().hex, folder / f"{STATE}.tmp"
+            tokens.mkdir(parents=True)
+            write_carried(tokens, self._waiting, TOKENIZER)
             state = {"job": self._bus.job.state(), "cursor": self._cursor.state()}
-            (folder / STATE).write_text(json.dumps(state) + "\n")
+            beside.write_text(json.dumps(state | {"tokens": tokens.name}) + "\n")
+            for path in (*tokens.rglob("*"), tokens, beside):
+                fsync(path)
+            beside.replace(folder / STATE)  # all of the new state is there, or none
+            fsync(folder)
+            for old in {*folder.iterdir()} - {tokens}:
+                if old.is_dir():
+                    shutil.rmtree(old, ignore_errors=True)
 
     # -- the core's commands -------------------------------------------------------------------
 
@@ -526,6 +536,7 @@ def _restored(folder: Path, config: JobConfig, cursor: Cursor) -> tuple[Job, Any
     try:
         state = json.loads(path.read_text())
         of_job, of_cursor = state["job"], state["cursor"]
+        tokens = path.parent / state.get("tokens", "")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
     cursor.restore(of_cursor)
@@ -533,7 +544,7 @@ def _restored(folder: Path, config: JobConfig, cursor: Cursor) -> tuple[Job, Any
     queues = job.queues
     waits = [*queues.long, *(one for tier in queues.tiers for one in tier)]
     expected = {one.prompt: [carried.tokens for carried in one.carried] for one in waits}
-    return job, read_carried(path.parent, TOKENIZER, expected)
+    return job, read_carried(tokens, TOKENIZER, expected)
 
 
 def has_state(checkpoint: Path) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 from rollpacker.endpoints.http import checked_url, one_line
 from rollpacker.engines.engine import Response
 from rollpacker.scheduler.scheduler import Request, Scheduler
-from rollpacker.scheduler.wire import Draw, Kind, Lost, Wire
+from rollpacker.scheduler.wire import Cut, Draw, Kind, Lost, Wire
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,8 @@ class _Server:
     url: str
     is_up: bool = True
     load: int = 0
+    num_cuts: int = 0
+    """How often a connection to it ended before its answer was whole (`Cut`)."""
     prompts: Counter[int] = field(default_factory=Counter)
     """Number of requests that run there, by their prompt's number."""
 
@@ -56,6 +58,8 @@ class _Run:
     server: _Server | None = None
     """The server that was asked for it. None: it waits for one."""
     is_stopping: bool = False
+    limit: asyncio.Timeout = field(default_factory=partial(asyncio.Timeout, None))
+    """Expires as the server is cut, by which the request starts again elsewhere."""
 
 
 class Servers:
@@ -223,18 +227,22 @@ class Servers:
             server.load += 1
             server.prompts[number] += 1
             try:
-                await self._wire.ask(server.url, draw)
-                if draw.is_whole or run.is_stopping:
-                    return
-                raise Lost("it aborted a response, and was not asked to")
+                async with asyncio.timeout(None) as run.limit:
+                    await self._wire.ask(server.url, draw)
+                if draw.finish == "abort" and not run.is_stopping:
+                    raise Lost("it aborted a response, and was not asked to")
+            except TimeoutError:
+                draw.finish = ""
             except Lost as error:
-                self._lose(server, str(error))
-                if run.is_stopping:
-                    return
+                draw.finish = ""
                 num_lost += error.was_taken
+                run.server = None
+                self._lose(server, error)
             finally:
                 server.load, run.server = server.load - 1, None
                 server.prompts -= Counter((number,))
+            if draw.is_whole or run.is_stopping:
+                return
         raise ValueError(f"{MAX_LOST} servers were lost with it")
 
     async def _placed(self, number: int) -> _Server:
@@ -264,10 +272,16 @@ class Servers:
 
     # -- servers ---------------------------------------------------------------------------------
 
-    def _lose(self, server: _Server, why: str) -> None:
+    def _lose(self, server: _Server, error: Lost) -> None:
+        if isinstance(error, Cut):
+            # It may be another process by now, with old weights, and some may have been sent to it.
+            server.num_cuts += 1
+            for run, _ in self._running.values():
+                if run.server is server:
+                    run.limit.reschedule(self._loop.time())
         if not server.is_up:
             return  # another request has met it
-        logger.warning("%s is lost: %s", server.url, why)
+        logger.warning("%s is lost: %s", server.url, error)
         server.is_up = False
         if not any(server.is_up for server in self._servers):
             self._some_up.clear()
@@ -277,6 +291,7 @@ class Servers:
         """Wait until a lost server answers, and use it again."""
         while not server.is_up:
             await asyncio.sleep(self._pause_s)
+            num_cuts = server.num_cuts
             if await self._wire.status("GET", f"{server.url}/health") != 200:
                 continue
             try:
@@ -285,6 +300,8 @@ class Servers:
             except Exception as error:  # the host's
                 logger.warning("%s is not used again: %s", server.url, one_line(str(error)))
                 continue
+            if server.num_cuts != num_cuts:
+                continue  # it was cut again, perhaps after it was given the weights
             logger.warning("%s is back", server.url)
             server.is_up = True
             self._some_up.set()

@@ -43,6 +43,11 @@ class Lost(Exception):
         """Whether the server may have begun with the request."""
 
 
+class Cut(Lost):
+    """A connection ended, or was silent, before the answer was whole: the server may have died, and
+    have been started anew."""
+
+
 @dataclass(slots=True, eq=False)
 class Draw:
     """A response to draw, and what of it has come."""
@@ -98,6 +103,7 @@ class Wire:
         self.kind, self._sampling, self._extra = kind, dict(sampling), extra
         http = http_library("rollpacker.scheduler.servers")
         self._errors = (http.HTTPError, http.StreamError, OSError)
+        self._not_taken = (http.ConnectError, http.ConnectTimeout)
         token = token_from(token_env)
         headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
         self._client = http.AsyncClient(
@@ -129,24 +135,26 @@ class Wire:
         draw.tokens, draw.log_probs, draw.finish = [], [], ""
         ask, read = (_vllm, _read_stream) if self.kind == "vllm" else (_sglang, _read_reply)
         path, body = ask(draw, {**self._sampling, **sampling})
-        was_taken, content = False, msgspec.json.encode({**self._extra, **body})
+        content = msgspec.json.encode({**self._extra, **body})
         try:
             async with self._client.stream("POST", url + path, content=content) as answer:
-                was_taken = answer.status_code not in NOT_TAKEN
                 if answer.status_code in REFUSED:
                     text, _ = await read_bounded(answer, MAX_ERROR_BYTES)
                     raise ValueError(f"it refuses: {text.decode(errors='replace')}")
                 if answer.status_code != 200:
+                    was_taken = answer.status_code not in NOT_TAKEN
                     raise Lost(f"it answered {answer.status_code}", was_taken=was_taken)
                 refuse_compressed(answer)
                 await read(answer, draw)
         except self._errors as error:
             why = f"it cannot be reached ({str(error) or type(error).__name__})"
-            raise Lost(why, was_taken=was_taken) from None
+            if isinstance(error, self._not_taken):
+                raise Lost(why, was_taken=False) from None
+            raise Cut(why) from None
         except CompressedAnswer as error:
             raise ValueError(f"it sent {error}") from None
         if not draw.finish:
-            raise Lost("it broke off an answer")
+            raise Cut("it broke off an answer")
         if draw.is_whole and not draw.tokens:
             raise ValueError("it sent a response without tokens")
 

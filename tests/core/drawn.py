@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from hypothesis import strategies as st
 
+from rollpacker.codec import named_by
 from rollpacker.core.ids import PromptId, SampleId
 
 TEXTS = st.text(max_size=6)
@@ -38,6 +39,7 @@ _PLAIN: dict[Any, st.SearchStrategy[Any]] = {
 
 def values(hint: Any) -> st.SearchStrategy[Any]:
     """Any value with this hint. A class that refuses some values has those that it takes."""
+    hint = named_by(hint)
     origin, arguments = get_origin(hint), get_args(hint)
     if hint in _PLAIN:
         return _PLAIN[hint]

@@ -1,11 +1,15 @@
-"""The wheel in an environment with what it needs and nothing else."""
+"""The wheel in an environment with what it needs and nothing else, under each Python that it is for
+and that is found here."""
 
 from __future__ import annotations
 
 import os
+import platform
 import re
+import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from importlib.metadata import distribution
 from pathlib import Path
@@ -18,6 +22,9 @@ from tests.package.test_wheel import PROJECT
 OF_ANOTHER_TRAINER = {"torch": "2.6.0", "transformers": "4.51.3"}
 """Packages that another trainer pins, which stand here as names and versions without contents."""
 
+OWN = ".".join(platform.python_version_tuple()[:2])
+PYTHONS = re.findall(r"Python :: (3\.\d+)", " ".join(PROJECT["classifiers"]))
+
 
 def with_needs(lines: Iterable[str]) -> set[str]:
     """The names of the packages that these lines require, with what they need themselves."""
@@ -29,11 +36,40 @@ def with_needs(lines: Iterable[str]) -> set[str]:
     return found
 
 
-@pytest.fixture(scope="module")
-def bare(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of an environment with the wheel and, by links, what it needs. The wheel is
-    installed without an index, so that it could not replace what another trainer pins."""
+@pytest.fixture(scope="module", params=PYTHONS)
+def bare(
+    request: pytest.FixtureRequest, built: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The folder of an environment with the wheel and what it needs: under the Python that runs
+    now by links, under another from the package index."""
     venv = tmp_path_factory.mktemp("bare") / "venv"
+    (wheel,) = built.glob("*.whl")
+    if request.param == OWN:
+        link(venv, wheel)
+    else:
+        install(f"python{request.param}", venv, wheel)
+    return venv
+
+
+def install(python: str, venv: Path, wheel: Path) -> None:
+    """Make the environment and install the wheel, as a user does."""
+    if shutil.which(python) is None or subprocess.run([python, "-V"], check=False).returncode:
+        pytest.skip(f"{python} is not found")
+    began_s = time.perf_counter()
+    subprocess.run([python, "-m", "venv", str(venv)], check=True)
+    made_s = time.perf_counter()
+    command = [str(venv / "bin/pip"), "install", "--disable-pip-version-check", str(wheel)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode and "connection" in done.stderr:
+        pytest.skip("the package index cannot be reached")
+    assert done.returncode == 0, done.stderr
+    seconds = f"{made_s - began_s:.0f} s, pip install {time.perf_counter() - made_s:.0f} s"
+    print(f"{python}: {seconds}, {size_of(venv) / 1e6:.0f} MB")
+
+
+def link(venv: Path, wheel: Path) -> None:
+    """Make the environment by links to packages of this one. The wheel is installed without an
+    index, so that it could not replace what another trainer pins."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     (packages,) = venv.glob("lib/python*/site-packages")
     for name in with_needs(PROJECT["dependencies"]):
@@ -45,12 +81,21 @@ def bare(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         info = packages / f"{name}-{version}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    (wheel,) = built.glob("*.whl")
     pip = [sys.executable, "-m", "pip", "--python", str(venv / "bin/python")]
-    install = ["install", "--quiet", "--no-index", "--disable-pip-version-check", str(wheel)]
-    subprocess.run([*pip, *install], check=True)  # says so if anything is missing
+    words = ["install", "--quiet", "--no-index", "--disable-pip-version-check", str(wheel)]
+    subprocess.run([*pip, *words], check=True)  # says so if anything is missing
     subprocess.run([*pip, "check"], check=True)
-    return venv
+
+
+def size_of(venv: Path) -> int:
+    """Bytes of the packages, and of those that links lead to, without pip and compiled files."""
+    (packages,) = venv.glob("lib/python*/site-packages")
+    return sum(
+        file.stat().st_size
+        for top in packages.iterdir()
+        for file in ([top] if top.is_file() else top.rglob("*"))
+        if file.is_file() and "__pycache__" not in file.parts and not top.name.startswith("pip")
+    )
 
 
 def run(bare: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -66,14 +111,7 @@ def run(bare: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_it_is_small(bare: Path) -> None:
-    (packages,) = bare.glob("lib/python*/site-packages")
-    size = sum(
-        file.stat().st_size
-        for top in packages.iterdir()
-        for file in ([top] if top.is_file() else top.rglob("*"))
-        if file.is_file() and "__pycache__" not in file.parts
-    )
-    assert size < 120e6
+    assert size_of(bare) < 120e6
 
 
 def test_what_needs_no_training_runs(bare: Path) -> None:

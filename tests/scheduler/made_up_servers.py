@@ -66,11 +66,13 @@ class MadeUpServer:
         flaw: str = "",
         junk: bytes = b"",
         token_s: float = TOKEN_S,
+        forgets: bool = False,
     ) -> None:
         """`faults` decides which requests meet one. `flaw`: what the server does not do. `junk`: it
-        answers with that. `token_s`: seconds that a token takes."""
+        answers with that. `token_s`: seconds that a token takes. `forgets`: once it was killed it
+        has old weights, which draw other tokens, until it is told POST /load."""
         self.kind, self.faults, self.flaw, self.junk = kind, faults, flaw, junk
-        self.token_s = token_s
+        self.token_s, self.forgets, self.is_stale = token_s, forgets, False
         self.met: Counter[str] = Counter()
         """Faults that were met, by name."""
         self.seen: list[tuple[tuple[int, ...], int]] = []
@@ -110,6 +112,7 @@ class MadeUpServer:
     async def restart_after(self, seconds: float) -> None:
         """Die with all that runs, and come back at the same address."""
         self.die()
+        self.is_stale = self.forgets
         await asyncio.sleep(seconds)
         await self.__aenter__()
 
@@ -128,7 +131,8 @@ class MadeUpServer:
 
     async def answer(self, path: str, body: bytes, *streams: Any) -> None:
         writer = streams[1]
-        if path == "/health":
+        if path in ("/health", "/load"):
+            self.is_stale &= path != "/load"
             write(writer, 200)
         elif path == "/abort_request" and self.flaw != "abort":
             self.num_aborts += 1
@@ -174,6 +178,7 @@ class MadeUpServer:
             raise Cut
         if self.flaw == "seeds":
             seed = random.getrandbits(62)
+        seed += self.is_stale
         most = settings["max_tokens" if vllm else "max_new_tokens"]
         drawn = policy(prompt, seed, most, endless=settings.get("ignore_eos", False))
         watch = asyncio.create_task(reader.read())  # ends as the client leaves
@@ -188,6 +193,8 @@ class MadeUpServer:
     async def respond(
         self, drawn: Drawn, fault: str, watch: asyncio.Task[bytes], writer: asyncio.StreamWriter
     ) -> None:
+        if self.flaw == "crash":
+            raise Cut
         if self.flaw == "silence":
             await watch
             raise Cut

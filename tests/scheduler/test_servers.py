@@ -18,7 +18,7 @@ from rollpacker.engines.engine import Response
 from rollpacker.scheduler import Counted, Request, Scheduler
 from rollpacker.scheduler import servers as servers_module
 from rollpacker.scheduler.servers import NoServer, Servers
-from rollpacker.scheduler.wire import Lost
+from rollpacker.scheduler.wire import Cut, Lost
 from tests.docs.blocks import PAGES, blocks
 from tests.scheduler.made_up_servers import (
     MAX_TOKENS,
@@ -29,7 +29,7 @@ from tests.scheduler.made_up_servers import (
 
 KINDS = ("vllm", "sglang")
 PROMPTS, SAMPLES = 8, 4
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 ENDLESS = {"sampling": {"ignore_eos": True}}
 
 
@@ -162,7 +162,7 @@ def told(servers: Servers) -> Told:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stopped_response_has_the_tokens_so_far(kind: str) -> None:
     async def work() -> None:
-        async with MadeUpServer(kind) as server:
+        async with MadeUpServer(kind, token_s=0.01) as server:
             servers = servers_of(kind, [server.url], **ENDLESS)
             host = told(servers)
             ended, never_asked = request(3), request(4)
@@ -184,7 +184,7 @@ def test_a_stopped_response_has_the_tokens_so_far(kind: str) -> None:
 
 def test_a_slow_abort_is_given_up_and_a_late_answer_counts() -> None:
     async def work() -> None:
-        async with MadeUpServer("sglang", flaw="slow abort") as server:
+        async with MadeUpServer("sglang", flaw="slow abort", token_s=0.005) as server:
             for abort_s, end in ((0.01, "stopped"), (LIMIT_S, "length")):
                 servers = servers_of("sglang", [server.url], abort_s=abort_s, **ENDLESS)
                 host = told(servers)
@@ -203,7 +203,7 @@ def test_an_abort_that_came_too_early_is_repeated(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(servers_module, "ABORT_AGAIN_S", 0.002)
 
     async def work() -> None:
-        async with MadeUpServer("sglang", flaw="first abort") as server:
+        async with MadeUpServer("sglang", flaw="first abort", token_s=0.01) as server:
             servers = servers_of("sglang", [server.url], abort_s=LIMIT_S, **ENDLESS)
             host = told(servers)
             servers.start([request(3)])
@@ -221,7 +221,7 @@ def test_an_abort_ends_that_response_alone(kind: str) -> None:
     """SGLang's abort takes an id for the beginning of ids."""
 
     async def work() -> None:
-        async with MadeUpServer(kind) as server:
+        async with MadeUpServer(kind, token_s=0.005) as server:
             servers = servers_of(kind, [server.url], **ENDLESS)
             host = told(servers)
             many = [request(3, place) for place in range(12)]
@@ -276,6 +276,50 @@ def test_a_server_that_comes_back_is_used_again() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_what_runs_on_a_server_that_was_cut_starts_again_elsewhere(kind: str) -> None:
+    """The server may have died and be back with old weights, before all connections say so."""
+
+    async def work() -> None:
+        async with (
+            MadeUpServer(kind, token_s=LIMIT_S) as one,
+            MadeUpServer(kind) as other,
+        ):
+            servers = servers_of(kind, [one.url, other.url], pause_s=LIMIT_S)
+            host = told(servers)
+            servers.start([request(3, place) for place in range(3)])
+            await until(lambda: one.open == 3)
+            next(iter(one.connections)).transport.abort()
+            await until(lambda: len(host.ends) == 3)
+            assert len(other.seen) == 3
+            for place in range(3):
+                drawn = policy(prompt_of(3), 300 + place)
+                assert host.ends[request(3, place).id] == ("stop", list(drawn[0]))
+            await until(lambda: one.open == 0)
+            await servers.close()
+
+    run(work())
+
+
+def test_a_server_that_is_cut_again_as_it_comes_back_loads_weights_again() -> None:
+    async def work() -> None:
+        returned: list[str] = []
+
+        async def load_weights(url: str) -> None:
+            returned.append(url)
+            if len(returned) == 1:
+                servers._lose(servers._servers[0], Cut("again"))
+
+        async with MadeUpServer("vllm") as server:
+            servers = servers_of("vllm", [server.url], returned=load_weights)
+            servers._lose(servers._servers[0], Cut("once"))
+            await until(lambda: servers._servers[0].is_up)
+            assert len(returned) == 2
+            await servers.close()
+
+    run(work())
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_silent_server_is_lost(kind: str) -> None:
     async def work() -> None:
         async with MadeUpServer(kind, flaw="silence") as one, MadeUpServer(kind) as other:
@@ -303,10 +347,17 @@ def test_no_server_left_is_one_sentence(kind: str) -> None:
     run(work())
 
 
-def test_a_request_that_takes_servers_down_is_given_up() -> None:
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("vllm", {"junk": b'data: {"choices": []}\n\n'}),
+        *((kind, {"flaw": "crash"}) for kind in KINDS),
+    ],
+)
+def test_a_request_that_takes_servers_down_is_given_up(kind: str, how: dict[str, Any]) -> None:
     async def work() -> None:
-        async with MadeUpServer("vllm", junk=b'data: {"choices": []}\n\n') as server:
-            servers = servers_of("vllm", [server.url])
+        async with MadeUpServer(kind, **how) as server:
+            servers = servers_of(kind, [server.url])
             host = told(servers)
             servers.start([request(3)])
             await until(lambda: bool(host.ends))
