@@ -64,7 +64,7 @@ BUDGETS = {
     "run.parts": 3_050,
     "run.ports": 5_650,
     "sandbox": 3_750,
-    "scheduler": 1_130,
+    "scheduler": 1_150,
     "serving": 1_150,
     "sim": 8_250,
     "trackers": 650,
