@@ -22,7 +22,8 @@ from rollpacker.engines.engine import EngineConfig, GenerationRequest, Response,
 from rollpacker.integrations.trl.cursor import SamplerCursor
 from rollpacker.integrations.trl.late_rows import LateDataset, Row
 from rollpacker.integrations.trl.policy import LentModel, close, prompt_tokens
-from rollpacker.integrations.trl.rollouts import Groups, Rollouts, collect
+from rollpacker.integrations.trl.ranks import Ranks
+from rollpacker.integrations.trl.rollouts import EngineHost, Rollouts, collect
 from rollpacker.scheduler import has_state
 
 ALL_THREE = (
@@ -96,8 +97,10 @@ class RolloutFunction(TrainerCallback):
         self._generation_s = generation_s
         self._lent: LentModel | None = None
         self._rollouts: Rollouts | None = None
-        self._step: Groups = []
-        """The responses that the present step trains on, in one list for each prompt."""
+        self._ranks: Ranks | None = None
+        """What the training's processes say to each other. None: there is only one."""
+        self._step: list[Response] = []
+        """The responses that the present step trains on, in this process."""
         self._drawn: list[Row] = []
         """The rows that the present step trains on: a copy of the
         prompt's row for each response."""
@@ -114,7 +117,7 @@ class RolloutFunction(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Begin this training's rollouts. Raises `ValueError` for settings that cannot be used."""
         _check_arguments(args, self._rows)
-        self._trainer = None  # of an earlier training
+        self._trainer = self._rollouts = self._ranks = None  # of an earlier training
         tokenizer = parts["processing_class"]
         per_step = args.generation_batch_size // args.num_generations
         if len(self._rows) < per_step:
@@ -140,27 +143,42 @@ class RolloutFunction(TrainerCallback):
         if resume is not None and not has_state(resume):
             batches = len(self._rows) // per_step
             cursor.skip(per_step * num_generations(args, state.global_step, batches))
-        self._rollouts = Rollouts(
-            config,
-            engine=self._engine(parts["model"], tokenizer),
-            cursor=cursor,
-            prompts=prompts,
-            sampling=_sampling(args),
-            generation_s=self._generation_s,
-            resume=resume,
-        )
+        engine = self._engine(parts["model"], tokenizer)
+        if args.world_size > 1:
+            self._ranks = Ranks(engine, prompts, args.ddp_timeout)
+        if args.process_index == 0:
+            self._rollouts = Rollouts(
+                config,
+                host=EngineHost(self._ranks or engine, prompts, _sampling(args)),
+                cursor=cursor,
+                seed=args.seed,
+                generation_s=self._generation_s,
+                resume=resume,
+            )
 
     def _decide(self) -> list[Row]:
         """Generate the responses of the next step. Returns for each
         response the row of its prompt."""
-        if self._rollouts is None:
+        if self._lent is None:
             raise ValueError(f"rollout_function is no callback of this trainer: {ALL_THREE}")
-        assert self._lent is not None, "a job has an engine"
         with self._lent.lent(), self._engine_gone_with_error():
-            self._step = self._rollouts.next_step()
-        rows = [(self._rows[group[0].sample.prompt.row], len(group)) for group in self._step]
-        self._drawn = [dict(row) for row, count in rows for _ in range(count)]
+            self._step = self._next_step()
+        self._drawn = [dict(self._rows[one.sample.prompt.row]) for one in self._step]
         return self._drawn
+
+    def _next_step(self) -> list[Response]:
+        """Generate the responses of the next step, and return those that this process trains on."""
+        ranks = self._ranks
+        if self._rollouts is None:
+            assert ranks is not None, "rank 0 has the rollouts"
+            return ranks.follow()
+        if ranks is None:
+            return self._rollouts.next_step()
+        try:
+            return ranks.share(self._rollouts.next_step(ranks.turn))
+        except BaseException as error:
+            ranks.end(error)
+            raise
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """Return the responses to these prompts, and the log-probability of each token. TRL calls
@@ -175,7 +193,7 @@ class RolloutFunction(TrainerCallback):
         else:
             if [row["prompt"] for row in self._drawn] != prompts:
                 raise ValueError(f"TRL asks for prompts of other data: {ALL_THREE}")
-            responses = [response for group in self._step for response in group]
+            responses = self._step
         return {
             "prompt_ids": [list(response.prompt_tokens) for response in responses],
             "completion_ids": [list(response.tokens) for response in responses],
@@ -193,7 +211,7 @@ class RolloutFunction(TrainerCallback):
         every = args.steps_per_generation * args.num_iterations
         if self._rollouts is None or self._trainer._step % every:
             return
-        for name, value in self._rollouts.trained().items():
+        for name, value in self._rollouts.scheduler.trained().items():
             self._trainer._metrics["train"][f"rollpacker/{name}"].append(value)
 
     def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
@@ -256,7 +274,7 @@ class RolloutFunction(TrainerCallback):
                 prompt_tokens=tokens,
                 sampling=sampling,
             )
-            for place, tokens in enumerate(encoded)
+            for place, tokens in enumerate(encoded, len(encoded) * trainer.args.process_index)
         ]
         with self._lent.lent(), self._engine_gone_with_error():
             return collect(engine, requests, self._generation_s)
@@ -341,7 +359,6 @@ def _check_context(args: Any, model: Any, prompts: Prompts) -> None:
 def _check_arguments(args: Any, rows: Dataset) -> None:
     """Raise `ValueError` for TRL's settings that the engine's responses would not follow."""
     refused = {
-        "several processes": args.world_size > 1,
         "deepspeed or fsdp": bool(args.deepspeed or args.fsdp),
         "use_vllm=True (responses come from RollPacker's engine)": args.use_vllm,
         "dataloader_num_workers": args.dataloader_num_workers > 0,
