@@ -13,6 +13,7 @@ from rollpacker.core.events import SampleFailed
 from rollpacker.core.ids import SampleId
 from rollpacker.core.job.config import JobConfig
 from rollpacker.data.dataset import Cursor, PromptRow
+from rollpacker.engines.collect import at_once
 from rollpacker.engines.engine import (
     Engine,
     EngineError,
@@ -176,16 +177,6 @@ def collect(
     engine.submit(requests)
     what = f"{len(requests)} responses of an evaluation from the engine"
     return wait_for(found, lambda: engine.status().decode_steps, generation_s, lambda: what)
-
-
-def at_once(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine that never has to wait, up to its end. No event loop is used, since in a
-    notebook one runs already. Raises `AssertionError` if it would wait."""
-    try:
-        coroutine.send(None)
-    except StopIteration:
-        return
-    raise AssertionError("there was something to wait for")
 
 
 def failure(event: SampleFailed) -> EngineError:
