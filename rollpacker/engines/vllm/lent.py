@@ -73,7 +73,9 @@ class LentVllm(LoopEngine):
         if gone:
             self._vllm.abort_request([str(number) for number in gone])
             taken = [self._live.pop(number) for number in gone]
-            outputs += [abortion(one.entry, one.response("aborted", self._version)) for one in taken]
+            outputs += [
+                abortion(one.entry, one.response("aborted", self._version)) for one in taken
+            ]
         return outputs if outputs or not self._live else self._step()
 
     def _add(self, entry: Pending) -> Numbered | None:

@@ -4,7 +4,7 @@ caller of `next_step` waits for the step, under a deadline."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, TypeVar

@@ -1,0 +1,127 @@
+"""TRL's `use_vllm` with the engine in the trainer's own process: make test-vllm. TRL, its
+`VLLMGeneration` and vLLM are the real ones, on a CPU; nothing is faked."""
+
+from __future__ import annotations
+
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("trl")
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
+
+from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.engines.engine import sample_key
+from rollpacker.integrations.trl import rollout_function
+from rollpacker.trainer.model import write_character_tokenizer
+from tests.engines.tiny import tiny_model
+
+pytestmark = pytest.mark.skipif(
+    find_spec("vllm") is None, reason="needs vLLM: make vllm, then make test-vllm"
+)
+
+NUM_ROWS, PROMPTS, SAMPLES, SEED = 24, 6, 4, 3
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # as TRL has it
+    "VLLM_HOST_IP": "127.0.0.1",
+    "TRL_EXPERIMENTAL_SILENCE": "1",
+}
+Trained = Counter[tuple[int, tuple[int, ...]]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = write_character_tokenizer("0123456789+-=", folder)
+    shape: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    tiny_model(vocab_size=len(tokenizer), **shape, **ends).save_pretrained(folder)
+    return folder
+
+
+def trained(folder: Path, output: Path, rollout: Any, **changes: Any) -> Trained:
+    """What is trained on, in one epoch."""
+    found: Trained = Counter()
+
+    def keep(completion_ids: list[list[int]], row: list[int], **_: Any) -> list[float]:
+        found.update((n, tuple(ids)) for n, ids in zip(row, completion_ids, strict=True))
+        return [float(len(ids) % 3) for ids in completion_ids]
+
+    rows = rows_of()
+    rest: dict[str, Any] = {"train_dataset": rows}
+    if rollout is not None:
+        rest = {"train_dataset": rollout.dataset, "rollout_func": rollout, "callbacks": [rollout]}
+    settings: dict[str, Any] = {
+        "output_dir": str(output),
+        "use_cpu": True,
+        "bf16": False,
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": 0.1,
+        "per_device_train_batch_size": PROMPTS * SAMPLES,
+        "num_generations": SAMPLES,
+        "max_completion_length": 60,
+        "num_train_epochs": 1,
+        "learning_rate": 0.0,
+        "shuffle_dataset": False,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "seed": SEED,
+    }
+    own = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        reward_funcs=keep,
+        args=GRPOConfig(**settings | changes),
+        processing_class=AutoTokenizer.from_pretrained(folder),
+        **rest,
+    )
+    if rollout is None:
+        with_seeds(own.vllm_generation.llm, own.processing_class)
+    else:
+        rollout.trainer = own
+    own.train()
+    return found
+
+
+def rows_of() -> Dataset:
+    return Dataset.from_list([{"prompt": f"{n:03d}=", "row": n} for n in range(NUM_ROWS)])
+
+
+def with_seeds(llm: Any, tokenizer: Any) -> None:
+    """Have TRL's own generation give each response the seed of the scheduler."""
+    generate = llm.generate
+
+    def seeded(prompts: Any, sampling_params: Any, **rest: Any) -> Any:
+        given, places = [], Counter[int]()
+        for prompt in prompts:
+            row = int(tokenizer.decode(prompt["prompt_token_ids"])[:3])
+            sample = SampleId(PromptId("train", 0, row), places[row], 0)
+            places[row] += 1
+            given.append(sampling_params.clone())
+            given[-1].seed = sample_key(SEED, sample) >> 1
+        return generate(prompts, sampling_params=given, **rest)
+
+    llm.generate = seeded
+
+
+def test_only_the_order_changes(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    torch.set_num_threads(1)
+    plain = trained(folder, tmp_path, None)
+    assert plain.total() == NUM_ROWS * SAMPLES
+    for enabled in (True, False):
+        rollout = rollout_function(rows_of(), enabled=enabled)
+        assert trained(folder, tmp_path, rollout) == plain
