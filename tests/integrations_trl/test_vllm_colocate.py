@@ -1,5 +1,8 @@
-"""TRL's `use_vllm` with the engine in the trainer's own process: make test-vllm. TRL, its
-`VLLMGeneration` and vLLM are the real ones, on a CPU; nothing is faked."""
+"""TRL's `use_vllm` with the engine in the trainer's own process: make test-vllm.
+
+TRL, its `VLLMGeneration` and vLLM are the real ones, on a CPU. Faked is the way of weights: vLLM's
+CPU build cannot take them in as TRL gives them, so the policy stands still at what vLLM has loaded.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
+from trl.generation.vllm_generation import VLLMGeneration
 
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.engines.engine import sample_key
@@ -119,6 +123,7 @@ def test_only_the_order_changes(
 ) -> None:
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(VLLMGeneration, "sync_weights", lambda self: self.llm.reset_prefix_cache())
     torch.set_num_threads(1)
     plain = trained(folder, tmp_path, None)
     assert plain.total() == NUM_ROWS * SAMPLES

@@ -15,6 +15,7 @@ pytest.importorskip("trl")
 
 import torch
 
+from rollpacker.scheduler.servers import NoServer
 from tests.integrations_trl import speed, trl_server
 
 
@@ -56,6 +57,19 @@ def test_what_is_trained_on_is_what_trl_alone_trains_on(url: str, tmp_path: Path
     assert [one["lengths"] for one in steps] != [one["lengths"] for one in order]
     _, steps = trained(url, tmp_path, asked("off", 2, 32, 8))
     assert [one["lengths"] for one in steps] == [one["lengths"] for one in order[:2]]
+
+
+def test_a_server_with_faults(url: str, tmp_path: Path) -> None:
+    """It breaks off, answers 5xx or late, aborts: nothing is lost, doubled or other. One that comes
+    back with other weights ends the training."""
+    right, _ = trained(url, tmp_path, asked("off", 6))
+    with trl_server.process(0.0002, "same") as bad:
+        assert trained(bad, tmp_path, asked("on", 6))[0] == right
+    with (
+        trl_server.process(0.0002, "other") as bad,
+        pytest.raises(NoServer, match="is back without the step's weights"),
+    ):
+        trained(bad, tmp_path, asked("on", 6))
 
 
 class Killed(BaseException):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,19 @@ INFO = {"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"}}
 
 
 class TrlsServer(MadeUpServer):
+    def __init__(self, token_s: float, faults: str) -> None:
+        dice = random.Random(1) if faults else None
+        super().__init__("vllm", token_s=token_s, faults=dice)
+        self.after = faults
+
+    def fault(self) -> str:
+        found = super().fault()
+        return "cut" if found == "kill" and self.after == "same" else found
+
+    async def restart_after(self, seconds: float) -> None:
+        await super().restart_after(seconds)
+        self.flaw = "seeds"
+
     async def answer(self, path: str, body: bytes, *streams: Any) -> None:
         asked = json.loads(body) if body else {}
         answers = {
@@ -51,9 +65,9 @@ class TrlsServer(MadeUpServer):
 
 
 @contextmanager
-def process(token_s: float) -> Iterator[str]:
+def process(token_s: float, faults: str = "") -> Iterator[str]:
     """A server's address."""
-    command = [sys.executable, "-m", __name__, str(token_s)]
+    command = [sys.executable, "-m", __name__, str(token_s), faults]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
@@ -62,11 +76,11 @@ def process(token_s: float) -> Iterator[str]:
             server.kill()
 
 
-async def serve(token_s: float) -> None:
-    async with TrlsServer("vllm", token_s=token_s) as server:
+async def serve(token_s: float, faults: str = "") -> None:
+    async with TrlsServer(token_s, faults) as server:
         print(server.url, flush=True)
         await asyncio.Event().wait()
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(float(sys.argv[1])))
+    asyncio.run(serve(float(sys.argv[1]), *sys.argv[2:]))

@@ -11,7 +11,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollpacker.data.dataset import PromptRow
-from rollpacker.scheduler.servers import Servers
+from rollpacker.scheduler.servers import (
+    CHECK_PROMPT,
+    CHECK_SEEDS,
+    CHECK_TOKENS,
+    NoServer,
+    Servers,
+)
+from rollpacker.scheduler.wire import Lost
 
 
 def sampling(args: Any) -> dict[str, Any]:
@@ -56,24 +63,41 @@ class TrlServer(Servers):
             max_response_tokens=args.max_completion_length,
             sampling={"model": client.model, **sampling(args)},
             loop=loop,
-            returned=_refuse,
+            returned=self._returned,
         )
         asyncio.run_coroutine_threadsafe(self.check(), loop).result()
 
     def begin(self) -> None:
-        """Do nothing: the server has the step's weights."""
+        """Begin to note what the server draws with the step's weights."""
+        self._known = asyncio.run_coroutine_threadsafe(self._drawn(), self._loop)
+
+    async def _drawn(self) -> list[float]:
+        draw = self._draw(CHECK_PROMPT, CHECK_SEEDS[0], max_tokens=CHECK_TOKENS)
+        (server,) = self._servers
+        while not draw.is_whole:
+            try:
+                await self._wire.ask(server.url, draw, ignore_eos=True)
+            except Lost:
+                if not server.is_up:
+                    raise
+                await asyncio.sleep(self._pause_s)
+        return draw.log_probs
+
+    async def _returned(self, url: str) -> None:
+        """Fail the step if a server that was lost does not have the step's weights any more, since
+        it was started anew. TRL cannot bring them in the middle of a step."""
+        was_noted = self._known.done() and self._known.exception() is None
+        found, known = await self._drawn(), self._known.result() if was_noted else []
+        if len(found) != len(known) or any(abs(a - b) > 0.05 for a, b in zip(found, known)):
+            error = NoServer(f"{url} was lost, and is back without the step's weights")
+            self.scheduler.fail(error)
+            raise error
 
     def sign(self) -> int:
         """Return a number that changes as long as tokens come."""
-        return sum(
-            len(run.draw.tokens) + len(run.request.id) for run, _ in [*self._running.values()]
-        )
+        return sum(len(run.draw.tokens) for run, _ in [*self._running.values()])
 
     async def close(self) -> None:
         """Stop all that the server generates, and the thread (`Servers.close`)."""
         await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(super().close(), self._loop))
         self._loop.call_soon_threadsafe(self._loop.stop)
-
-
-async def _refuse(url: str) -> None:
-    raise RuntimeError("a server that was lost may have been started anew, with older weights")
