@@ -63,7 +63,7 @@ def test_a_server_with_faults(url: str, tmp_path: Path) -> None:
     """It breaks off, answers 5xx or late, aborts: nothing is lost, doubled or other. One that comes
     back with other weights ends the training."""
     right, _ = trained(url, tmp_path, asked("off", 6))
-    with trl_server.process(0.0002, "same") as bad:
+    with trl_server.process(0.0002, "some") as bad:
         assert trained(bad, tmp_path, asked("on", 6))[0] == right
     with (
         trl_server.process(0.0002, "other") as bad,

@@ -1,6 +1,9 @@
 """A made-up vLLM server with all that TRL asks of one, in a process of its own:
 
-python -m tests.integrations_trl.trl_server SECONDS_A_TOKEN
+    python -m tests.integrations_trl.trl_server SECONDS_A_TOKEN [FAULTS]
+
+FAULTS: "some": some requests meet a fault. "other": it is started anew at the 60th request, and has
+other weights after that, with which it draws other tokens.
 """
 
 from __future__ import annotations
@@ -26,8 +29,10 @@ class TrlsServer(MadeUpServer):
         self.after = faults
 
     def fault(self) -> str:
+        if self.after == "other":
+            return "kill" if len(self.seen) == 60 else ""
         found = super().fault()
-        return "cut" if found == "kill" and self.after == "same" else found
+        return "cut" if found == "kill" else found
 
     async def restart_after(self, seconds: float) -> None:
         await super().restart_after(seconds)

@@ -31,6 +31,7 @@ from rollpacker.integrations.trl.policy import LentModel, close, prompt_tokens
 from rollpacker.integrations.trl.rollouts import EngineHost, Rollouts, collect
 from rollpacker.scheduler import has_state
 
+NAME = "rollpacker.integrations.trl"
 ALL_THREE = (
     "GRPOTrainer(..., train_dataset=rollout.dataset, rollout_func=rollout, callbacks=[rollout])"
 )
@@ -86,8 +87,7 @@ class RolloutFunction(TrainerCallback):
         engine: EngineConfig,
         generation_s: float,
     ) -> None:
-        """Check the arguments, which `rollout_function` describes, and raise `ValueError` if
-        they do not go with TRL."""
+        """Raises `ValueError` if arguments (`rollout_function`) do not go with TRL."""
         if not isinstance(dataset, Dataset):
             raise ValueError(
                 f"rollout_function takes a datasets.Dataset, not a {type(dataset).__name__}: rows "
@@ -112,8 +112,7 @@ class RolloutFunction(TrainerCallback):
         self._step: list[Response] = []
         """The responses that the present step trains on, in this process."""
         self._drawn: list[Row] = []
-        """The rows that the present step trains on: a copy of the
-        prompt's row for each response."""
+        """A copy of the prompt's row for each of them."""
         self._asked = False
         """Whether the trainer has asked for responses."""
         self._num_evaluations = 0
@@ -139,14 +138,13 @@ class RolloutFunction(TrainerCallback):
             raise ValueError(f"a step has {per_step} prompts, and the data {len(self._rows)}")
         prompts = Prompts(self._rows, tokenizer, args.chat_template_kwargs or {})
         _check_context(args, parts["model"], prompts)
+        carry = "none" if args.use_vllm else self._tail_batching.carry
         config = JobConfig(
             prompts_per_step=per_step,
             samples_per_prompt=args.num_generations,
             max_steps=None,  # the cursor ends where the steps do
             max_response_tokens=args.max_completion_length,
-            tail_batching=replace(self._tail_batching, carry="none")
-            if args.use_vllm
-            else self._tail_batching,
+            tail_batching=replace(self._tail_batching, carry=carry),
             min_verdicts=1,
         )
         cursor = SamplerCursor(
@@ -163,8 +161,11 @@ class RolloutFunction(TrainerCallback):
         engine = self._ready(parts["model"], tokenizer, prompts)
         is_server = args.use_vllm and args.vllm_mode == "server"
         if args.world_size > 1:
-            tokens = functools.partial(_tokens, prompts)
-            self._ranks = Ranks(None if is_server else engine, tokens, args.ddp_timeout)
+            self._ranks = Ranks(
+                None if is_server else engine,
+                lambda sample: prompts[sample.prompt.row].tokens,
+                args.ddp_timeout,
+            )
         if args.process_index == 0:
             host = EngineHost(self._ranks or engine, prompts, _sampling(args))
             self._rollouts = Rollouts(
@@ -177,8 +178,7 @@ class RolloutFunction(TrainerCallback):
             )
 
     def _decide(self) -> list[Row]:
-        """Generate the responses of the next step. Returns for each
-        response the row of its prompt."""
+        """Generate the responses of the next step, and return each one's row of the data."""
         if self._rollouts is None and self._ranks is None:
             raise ValueError(f"rollout_function is no callback of this trainer: {ALL_THREE}")
         with self._generating():
@@ -205,9 +205,7 @@ class RolloutFunction(TrainerCallback):
         this as its `rollout_func`."""
         self.trainer, self._asked = trainer, True
         if trainer.tools:
-            raise ValueError(
-                "rollpacker.integrations.trl does not go with tools or environment_factory"
-            )
+            raise ValueError(f"{NAME} does not go with tools or environment_factory")
         if not trainer.model.training:
             kwargs = trainer.args.chat_template_kwargs or {}
             encoded = prompt_tokens(prompts, trainer.processing_class, kwargs)
@@ -253,8 +251,7 @@ class RolloutFunction(TrainerCallback):
     # -- what a user may ask -----------------------------------------------------------------
 
     def report(self) -> str:
-        """Return a line of text with the seconds of the training by cause, such
-        as decoding and training."""
+        """Return a line of text with the seconds of the training by cause."""
         assert self._rollouts is not None, "there was no training"
         return self._rollouts.scheduler.report()
 
@@ -338,11 +335,6 @@ class Prompts(Sequence[PromptRow]):
         return PromptRow(prompt=prompt, tokens=tokens, columns={})
 
 
-def _tokens(prompts: Prompts, sample: SampleId) -> tuple[int, ...]:
-    found: PromptRow = prompts[sample.prompt.row]
-    return found.tokens
-
-
 def _checkpoint(args: Any, step: int) -> Path:
     return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
 
@@ -410,4 +402,4 @@ def _check_arguments(args: Any, rows: Dataset) -> None:
         "images": bool({"image", "images"} & set(rows.column_names)),
     }
     for what in (name for name, is_set in refused.items() if is_set):
-        raise ValueError(f"rollpacker.integrations.trl does not go with {what}")
+        raise ValueError(f"{NAME} does not go with {what}")

@@ -10,6 +10,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from rollpacker.data.dataset import PromptRow
 from rollpacker.scheduler.servers import (
     CHECK_PROMPT,
@@ -88,7 +90,7 @@ class TrlServer(Servers):
         it was started anew. TRL cannot bring them in the middle of a step."""
         was_noted = self._known.done() and self._known.exception() is None
         found, known = await self._drawn(), self._known.result() if was_noted else []
-        if len(found) != len(known) or any(abs(a - b) > 0.05 for a, b in zip(found, known)):
+        if not np.allclose(found, known or np.inf, atol=0.05):
             error = NoServer(f"{url} was lost, and is back without the step's weights")
             self.scheduler.fail(error)
             raise error
