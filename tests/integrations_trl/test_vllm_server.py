@@ -17,6 +17,7 @@ import torch
 
 from rollpacker.scheduler.servers import NoServer
 from tests.integrations_trl import speed, trl_server
+from tests.integrations_trl.test_several_processes import launch
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +58,17 @@ def test_what_is_trained_on_is_what_trl_alone_trains_on(url: str, tmp_path: Path
     assert [one["lengths"] for one in steps] != [one["lengths"] for one in order]
     _, steps = trained(url, tmp_path, asked("off", 2, 32, 8))
     assert [one["lengths"] for one in steps] == [one["lengths"] for one in order[:2]]
+
+
+def test_two_processes_share_the_server(url: str, tmp_path: Path) -> None:
+    """Only rank 0 talks to it, and each trains on its part."""
+    what, changes = vars(asked("on", 3)), {"per_device_train_batch_size": 16}
+    both = launch(tmp_path, tmp_path, server=url, asked=what, changes=changes)
+    assert both.returncode == 0, both.stderr[-3000:]
+    first, second = (json.loads((tmp_path / f"rank{n}.json").read_text()) for n in (0, 1))
+    assert len(first) == len(second) == 48
+    right, _ = trained(url, tmp_path, asked("off", 3))
+    assert first | second == {name: [*tokens] for name, tokens in right.items()}
 
 
 def test_a_server_with_faults(url: str, tmp_path: Path) -> None:

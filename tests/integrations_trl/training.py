@@ -3,11 +3,14 @@
     python -m tests.integrations_trl.training MODEL OUTPUT SETTINGS
 
 SETTINGS is JSON: `batching` for `rollout_function`, `changes` of TRL's arguments, `resume`, and
-`die`: [rank, step], where that process is killed in the middle of the step's generation.
+`die`: [rank, step], where that process is killed in the middle of the step's generation. With
+`server`, the address of a made-up one, it is the training of speed.py instead, of `asked`.
 """
 
 from __future__ import annotations
 
+import argparse
+import io
 import json
 import os
 import signal
@@ -20,6 +23,7 @@ from datasets import Dataset
 
 from rollpacker.engines.embedded.engine import TorchEngine
 from rollpacker.integrations.trl import rollout_function
+from tests.integrations_trl import speed
 from tests.integrations_trl.test_rollout_function import ROWS, Seen, trainer
 
 
@@ -27,6 +31,12 @@ def main() -> None:
     torch.set_num_threads(1)
     model_folder, output, settings = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
     rank, seen = int(os.environ["RANK"]), Seen()
+    if "server" in settings:
+        lines = speed.Lines(io.StringIO())
+        asked = argparse.Namespace(**settings["asked"])
+        speed.train(settings["server"], asked, lines, output, **settings["changes"])
+        (output / f"rank{rank}.json").write_text(json.dumps(lines.trained))
+        return
     rollout = rollout_function(Dataset.from_list(ROWS), **settings["batching"])
     own = trainer(model_folder, output, rollout, seen, **settings["changes"])
     file = output / f"rank{rank}{'-resumed' if settings.get('resume') else ''}.json"
