@@ -6,6 +6,10 @@ CPU build cannot take them in as TRL gives them, so the policy stands still at w
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
@@ -118,15 +122,44 @@ def with_seeds(llm: Any, tokenizer: Any) -> None:
     llm.generate = seeded
 
 
+def stand_still() -> None:
+    """Have TRL leave vLLM's weights as they are."""
+    VLLMGeneration.sync_weights = lambda self: self.llm.reset_prefix_cache()
+    torch.set_num_threads(1)
+
+
 def test_only_the_order_changes(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also in two processes, of which each has a vLLM."""
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(VLLMGeneration, "sync_weights", lambda self: self.llm.reset_prefix_cache())
-    torch.set_num_threads(1)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "tests.integrations_trl.test_vllm_colocate", str(folder), str(tmp_path)]
+    two = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert two.returncode == 0, two.stderr[-3000:]
+    monkeypatch.setattr(VLLMGeneration, "sync_weights", None)  # put back at the end
+    stand_still()
     plain = trained(folder, tmp_path, None)
     assert plain.total() == NUM_ROWS * SAMPLES
+    found: Trained = Counter()
+    for rank in (0, 1):
+        pairs = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert len(pairs) == NUM_ROWS * SAMPLES // 2
+        found.update((row, tuple(tokens)) for row, tokens in pairs)
+    assert found == plain
     for enabled in (True, False):
         rollout = rollout_function(rows_of(), enabled=enabled)
         assert trained(folder, tmp_path, rollout) == plain
+
+
+def main(folder: Path, output: Path) -> None:
+    """One of two processes: train, and write what on."""
+    stand_still()
+    half = {"per_device_train_batch_size": PROMPTS * SAMPLES // 2}
+    found = trained(folder, output, rollout_function(rows_of()), **half)
+    (output / f"rank{os.environ['RANK']}.json").write_text(json.dumps([*found.elements()]))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

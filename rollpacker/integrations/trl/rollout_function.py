@@ -394,6 +394,7 @@ def _check_arguments(args: Any, rows: Dataset) -> None:
         "vllm_enable_sleep_mode": in_process and args.vllm_enable_sleep_mode,
         "vllm_tensor_parallel_size": in_process and args.vllm_tensor_parallel_size > 1,
         "vllm_structured_outputs_regex": bool(args.vllm_structured_outputs_regex),
+        "dispatch_batches": bool(args.accelerator_config.dispatch_batches),
         "dataloader_num_workers": args.dataloader_num_workers > 0,
         "remove_unused_columns=True": args.remove_unused_columns,
         "repetition_penalty without vLLM": not args.use_vllm and args.repetition_penalty != 1.0,
