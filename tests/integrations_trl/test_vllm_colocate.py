@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,12 @@ from rollpacker.integrations.trl import rollout_function
 from rollpacker.trainer.model import write_character_tokenizer
 from tests.engines.tiny import tiny_model
 
-pytestmark = pytest.mark.skipif(
-    find_spec("vllm") is None, reason="needs vLLM: make vllm, then make test-vllm"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        find_spec("vllm") is None, reason="needs vLLM: make vllm, then make test-vllm"
+    ),
+    pytest.mark.timeout(900),
+]
 
 NUM_ROWS, PROMPTS, SAMPLES, SEED = 24, 6, 4, 3
 ENVIRONMENT = {
@@ -128,29 +132,41 @@ def stand_still() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="module")
+def plain(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+    """What TRL alone trains on, with its own way to generate."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        patch.setattr(VLLMGeneration, "sync_weights", VLLMGeneration.sync_weights)  # put back
+        stand_still()
+        found = trained(folder, tmp_path_factory.mktemp("plain"), None)
+        assert found.total() == NUM_ROWS * SAMPLES
+        yield found
+
+
+@pytest.mark.parametrize("enabled", [True, False])
 def test_only_the_order_changes(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plain: Trained, folder: Path, tmp_path: Path, enabled: bool
 ) -> None:
-    """Also in two processes, of which each has a vLLM."""
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
+    rollout = rollout_function(rows_of(), enabled=enabled)
+    assert trained(folder, tmp_path, rollout) == plain
+
+
+def test_two_processes_have_a_vllm_each(plain: Trained, folder: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "tests.integrations_trl.test_vllm_colocate", str(folder), str(tmp_path)]
-    two = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    ours = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # TRL has set them
+    rest = {name: value for name, value in os.environ.items() if name not in ours}
+    root = Path(__file__).parents[2]
+    two = subprocess.run(command, cwd=root, env=rest, capture_output=True, text=True)
     assert two.returncode == 0, two.stderr[-3000:]
-    monkeypatch.setattr(VLLMGeneration, "sync_weights", None)  # put back at the end
-    stand_still()
-    plain = trained(folder, tmp_path, None)
-    assert plain.total() == NUM_ROWS * SAMPLES
     found: Trained = Counter()
     for rank in (0, 1):
         pairs = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert len(pairs) == NUM_ROWS * SAMPLES // 2
         found.update((row, tuple(tokens)) for row, tokens in pairs)
     assert found == plain
-    for enabled in (True, False):
-        rollout = rollout_function(rows_of(), enabled=enabled)
-        assert trained(folder, tmp_path, rollout) == plain
 
 
 def main(folder: Path, output: Path) -> None:
