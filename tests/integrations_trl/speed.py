@@ -60,11 +60,16 @@ class Lines(TrainerCallback):
     __name__ = "lines"
 
     def __init__(self, out: Any) -> None:
-        self.out, self.trainer = out, None
+        self.out = out
+        self.trainer: Any = None
         self.trained: dict[str, list[int]] = {}
         self.lengths: list[int] = []
+        self.evaluated: list[int] = []
 
     def __call__(self, completion_ids: list[list[int]], row: list[int], **_: Any) -> list[float]:
+        if not self.trainer.model.training:
+            self.evaluated += row
+            return [0.0] * len(row)
         self.lengths = [*map(len, completion_ids)]
         places: dict[int, int] = {}
         for number, tokens in zip(row, completion_ids, strict=True):
@@ -132,6 +137,8 @@ def train(
         rollout = rollout_function(rows, enabled=asked.mode == "on", prompt_factor=1.25)
         rest = {"train_dataset": rollout.dataset, "rollout_func": rollout}
         rest["callbacks"] = [rollout, lines]
+    if changes.get("eval_strategy"):
+        rest["eval_dataset"] = rows.select(range(2))
     settings: dict[str, Any] = {
         "output_dir": str(folder),
         "use_cpu": True,

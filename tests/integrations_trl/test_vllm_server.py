@@ -60,6 +60,14 @@ def test_what_is_trained_on_is_what_trl_alone_trains_on(url: str, tmp_path: Path
     assert [one["lengths"] for one in steps] == [one["lengths"] for one in order[:2]]
 
 
+def test_an_evaluation_is_trls_own(url: str, tmp_path: Path) -> None:
+    lines = speed.Lines(io.StringIO())
+    changes = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
+    found, _ = trained(url, tmp_path, asked("on", 2), lines, **changes)
+    assert sorted(lines.evaluated) == [0] * 8 + [1] * 8  # two evaluations of two prompts
+    assert found == trained(url, tmp_path, asked("off", 2))[0]
+
+
 def test_two_processes_share_the_server(url: str, tmp_path: Path) -> None:
     """Only rank 0 talks to it, and each trains on its part."""
     what, changes = vars(asked("on", 3)), {"per_device_train_batch_size": 16}
