@@ -98,11 +98,13 @@ vllm: $(VLLM_VENV)/.installed
 
 test-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_BIN)/pip install --quiet --editable ".[test]"
+	$(VLLM_BIN)/pip install --quiet --no-deps "trl==1.16.*"
 	$(VLLM_BIN)/python -m pytest tests/engines/test_vllm.py tests/engines/test_vllm_carry.py \
 	  tests/engines/test_vllm_life.py tests/engines/test_vllm_parallel.py \
 	  tests/engines/test_vllm_hybrid.py tests/engines/test_vllm_no_copy.py tests/engines/test_memory.py \
 	  tests/engines/test_vllm_adapters.py tests/engines/test_vllm_adapters_apart.py \
 	  tests/engines/test_vllm_runners.py tests/scheduler/test_vllm_server.py \
+	  tests/integrations_trl/test_vllm_colocate.py \
 	  tests/engines/test_conformance.py tests/cli/test_vllm_bad_input.py
 	TRITON_INTERPRET=1 $(VLLM_BIN)/python -m pytest tests/engines/test_vllm_noise.py \
 	  tests/engines/test_vllm_native.py

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 from rollpacker.core.events import SampleGenerated
 from rollpacker.core.ids import SampleId
@@ -57,3 +58,13 @@ def _response(output: EngineOutput) -> Response:
         reason = getattr(output.event, "reason", "it was aborted")
         raise EngineError(f"no response for {output.event.sample}: {reason}")
     return output.response
+
+
+def at_once(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine that never has to wait, up to its end. No event loop is used, since in a
+    notebook one runs already. Raises `AssertionError` if it would wait."""
+    try:
+        coroutine.send(None)
+    except StopIteration:
+        return
+    raise AssertionError("there was something to wait for")

@@ -28,7 +28,7 @@ from rollpacker.integrations.trl import SUPPORTED, check_version
 from rollpacker.integrations.trl.cursor import SamplerCursor
 from rollpacker.integrations.trl.late_rows import LateDataset, LateRow
 from rollpacker.integrations.trl.rollout_function import num_generations
-from rollpacker.integrations.trl.rollouts import Rollouts, collect
+from rollpacker.integrations.trl.rollouts import EngineHost, Rollouts, collect
 from rollpacker.run.errors import DeadlineExceeded
 
 
@@ -108,10 +108,9 @@ def rollouts(engine: FakeEngine, *, num_steps: int = 4, generation_s: float = 5.
     row = PromptRow(prompt="1+2=", tokens=(3, 4), columns={})
     return Rollouts(
         config,
-        engine=engine,  # type: ignore[arg-type]
+        host=EngineHost(engine, [row] * 8, SamplingParams(max_response_tokens=8)),
         cursor=cursor,
-        prompts=[row] * 8,
-        sampling=SamplingParams(max_response_tokens=8),
+        seed=0,
         generation_s=generation_s,
     )
 
@@ -119,10 +118,10 @@ def rollouts(engine: FakeEngine, *, num_steps: int = 4, generation_s: float = 5.
 def test_every_prompt_once_and_every_step_full() -> None:
     own, rows = rollouts(FakeEngine()), []
     for _ in range(4):
-        groups = own.next_step()
-        assert [len(group) for group in groups] == [2, 2]
-        rows += [group[0].sample.prompt.row for group in groups]
-        own.trained()
+        step = [response.sample.prompt.row for response in own.next_step()]
+        assert len(step) == 4 and step[::2] == step[1::2]
+        rows += step[::2]
+        own.scheduler.trained()
     assert sorted(rows) == list(range(8))
     with pytest.raises(RuntimeError, match="TRL asks for another step, but the data ended"):
         own.next_step()
@@ -164,12 +163,12 @@ def test_a_sample_that_fails_is_named() -> None:
 def test_seconds_add_up() -> None:
     own = rollouts(FakeEngine())
     own.next_step()
-    metrics = own.trained()
+    metrics = own.scheduler.trained()
     wall = sum(own.scheduler.seconds().values())
     spent = sum(value for name, value in metrics.items() if name.endswith("_s"))
     assert spent == pytest.approx(wall) and metrics["prompts_launched"] == 3
     own.next_step()
-    own.trained()
+    own.scheduler.trained()
     assert own.scheduler.report().startswith("rollpacker: 2 steps in ")
 
 

@@ -387,10 +387,10 @@ def test_what_a_server_does_not_do_is_one_sentence(kind: str, flaw: str) -> None
     async def work() -> None:
         made = "vllm" if flaw == "path" else kind
         async with MadeUpServer(kind) as good, MadeUpServer(made, flaw=flaw) as server:
-            servers = servers_of(kind, [good.url])
+            servers = servers_of(kind, [good.url], abort_s=60.0)
             await servers.check()
             await servers.close()
-            servers = servers_of(kind, [good.url, server.url])
+            servers = servers_of(kind, [good.url, server.url], abort_s=60.0)
             with pytest.raises(ValueError, match=rf"{server.url} {FLAWS[kind, flaw]}"):
                 await servers.check()
             await servers.close()

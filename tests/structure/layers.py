@@ -85,8 +85,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "sandbox": ("endpoints", "workers"),
     "scheduler": (
         *("bus", "core", "data.dataset", "endpoints", "engines.engine", "report.accounting"),
-        *("report.step_summary", "run.errors", "run.folder.checkpoint"),
-        *("run.ports.carried", "run.ports.clock"),
+        *("report.step_summary", "run.errors", "run.ports.carried"),
+        "run.ports.clock",,
     ),
     "serving": (*NOUNS, "dialogue", "engines"),
     "sim": ("bus", "core", "config", "report", "pipeline.sim", "pipeline.plan", "cluster.decide"),

@@ -51,7 +51,7 @@ class LentModel:
                 model.forward = replaced
 
 
-def close(engine: TorchEngine) -> None:
+def close(engine: Any) -> None:
     """End the engine's thread. Its memory is freed once nothing refers to the engine."""
     thread = threading.Thread(target=asyncio.run, args=(engine.close(),))
     thread.start()  # in a notebook this thread has an event loop that runs

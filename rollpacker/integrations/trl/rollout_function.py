@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
+from packaging.version import Version
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -19,12 +22,16 @@ from rollpacker.core.job.config import JobConfig
 from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 from rollpacker.data.dataset import PromptRow
 from rollpacker.engines.engine import EngineConfig, GenerationRequest, Response, SamplingParams
+from rollpacker.engines.ranks import Ranks
+from rollpacker.engines.vllm.lent import LentVllm
+from rollpacker.integrations.trl import vllm
 from rollpacker.integrations.trl.cursor import SamplerCursor
 from rollpacker.integrations.trl.late_rows import LateDataset, Row
 from rollpacker.integrations.trl.policy import LentModel, close, prompt_tokens
-from rollpacker.integrations.trl.rollouts import Groups, Rollouts, collect
+from rollpacker.integrations.trl.rollouts import EngineHost, Rollouts, collect
 from rollpacker.scheduler import has_state
 
+NAME = "rollpacker.integrations.trl"
 ALL_THREE = (
     "GRPOTrainer(..., train_dataset=rollout.dataset, rollout_func=rollout, callbacks=[rollout])"
 )
@@ -80,8 +87,7 @@ class RolloutFunction(TrainerCallback):
         engine: EngineConfig,
         generation_s: float,
     ) -> None:
-        """Check the arguments, which `rollout_function` describes, and raise `ValueError` if
-        they do not go with TRL."""
+        """Raises `ValueError` if arguments (`rollout_function`) do not go with TRL."""
         if not isinstance(dataset, Dataset):
             raise ValueError(
                 f"rollout_function takes a datasets.Dataset, not a {type(dataset).__name__}: rows "
@@ -94,14 +100,21 @@ class RolloutFunction(TrainerCallback):
         self._tail_batching = tail_batching
         self._engine_config = engine
         self._generation_s = generation_s
+        self._engine: Any = None
+        """What generates in this process: an engine, or TRL's server."""
         self._lent: LentModel | None = None
+        """The model that the engine works on; None: vLLM has its own."""
+        self.trainer: Any = None
+        """The trainer. With `use_vllm`, to be set before the training begins."""
         self._rollouts: Rollouts | None = None
-        self._step: Groups = []
-        """The responses that the present step trains on, in one list for each prompt."""
+        self._ranks: Ranks | None = None
+        """What the training's processes say to each other. None: there is only one."""
+        self._step: list[Response] = []
+        """The responses that the present step trains on, in this process."""
         self._drawn: list[Row] = []
-        """The rows that the present step trains on: a copy of the
-        prompt's row for each response."""
-        self._trainer: Any = None
+        """A copy of the prompt's row for each of them."""
+        self._asked = False
+        """Whether the trainer has asked for responses."""
         self._num_evaluations = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RolloutFunction:
@@ -114,19 +127,24 @@ class RolloutFunction(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Begin this training's rollouts. Raises `ValueError` for settings that cannot be used."""
         _check_arguments(args, self._rows)
-        self._trainer = None  # of an earlier training
+        if not args.use_vllm:
+            self.trainer = None  # of an earlier training
+        elif self.trainer is None or self.trainer.args is not args:
+            raise ValueError("with use_vllm, set rollout.trainer = trainer before trainer.train()")
+        self._asked, self._rollouts, self._ranks = False, None, None  # of an earlier training
         tokenizer = parts["processing_class"]
         per_step = args.generation_batch_size // args.num_generations
         if len(self._rows) < per_step:
             raise ValueError(f"a step has {per_step} prompts, and the data {len(self._rows)}")
         prompts = Prompts(self._rows, tokenizer, args.chat_template_kwargs or {})
         _check_context(args, parts["model"], prompts)
+        carry = "none" if args.use_vllm else self._tail_batching.carry
         config = JobConfig(
             prompts_per_step=per_step,
             samples_per_prompt=args.num_generations,
             max_steps=None,  # the cursor ends where the steps do
             max_response_tokens=args.max_completion_length,
-            tail_batching=self._tail_batching,
+            tail_batching=replace(self._tail_batching, carry=carry),
             min_verdicts=1,
         )
         cursor = SamplerCursor(
@@ -140,42 +158,64 @@ class RolloutFunction(TrainerCallback):
         if resume is not None and not has_state(resume):
             batches = len(self._rows) // per_step
             cursor.skip(per_step * num_generations(args, state.global_step, batches))
-        self._rollouts = Rollouts(
-            config,
-            engine=self._engine(parts["model"], tokenizer),
-            cursor=cursor,
-            prompts=prompts,
-            sampling=_sampling(args),
-            generation_s=self._generation_s,
-            resume=resume,
-        )
+        engine = self._ready(parts["model"], tokenizer, prompts)
+        is_server = args.use_vllm and args.vllm_mode == "server"
+        if args.world_size > 1:
+            self._ranks = Ranks(
+                None if is_server else engine,
+                lambda sample: prompts[sample.prompt.row].tokens,
+                args.ddp_timeout,
+            )
+        if args.process_index == 0:
+            host = EngineHost(self._ranks or engine, prompts, _sampling(args))
+            self._rollouts = Rollouts(
+                config,
+                host=engine if is_server else host,
+                cursor=cursor,
+                seed=args.seed,
+                generation_s=self._generation_s,
+                resume=resume,
+            )
 
     def _decide(self) -> list[Row]:
-        """Generate the responses of the next step. Returns for each
-        response the row of its prompt."""
-        if self._rollouts is None:
+        """Generate the responses of the next step, and return each one's row of the data."""
+        if self._rollouts is None and self._ranks is None:
             raise ValueError(f"rollout_function is no callback of this trainer: {ALL_THREE}")
-        assert self._lent is not None, "a job has an engine"
-        with self._lent.lent(), self._engine_gone_with_error():
-            self._step = self._rollouts.next_step()
-        rows = [(self._rows[group[0].sample.prompt.row], len(group)) for group in self._step]
-        self._drawn = [dict(row) for row, count in rows for _ in range(count)]
+        with self._generating():
+            self._step = self._next_step()
+        self._drawn = [dict(self._rows[one.sample.prompt.row]) for one in self._step]
         return self._drawn
+
+    def _next_step(self) -> list[Response]:
+        """Generate the responses of the next step, and return those that this process trains on."""
+        ranks = self._ranks
+        if self._rollouts is None:
+            assert ranks is not None, "rank 0 has the rollouts"
+            return ranks.follow()
+        if ranks is None:
+            return self._rollouts.next_step()
+        try:
+            return ranks.turn(self._rollouts.next_step(ranks.turn))
+        except BaseException as error:
+            ranks.end(error)
+            raise
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """Return the responses to these prompts, and the log-probability of each token. TRL calls
         this as its `rollout_func`."""
-        self._trainer = trainer
+        self.trainer, self._asked = trainer, True
         if trainer.tools:
-            raise ValueError(
-                "rollpacker.integrations.trl does not go with tools or environment_factory"
-            )
+            raise ValueError(f"{NAME} does not go with tools or environment_factory")
         if not trainer.model.training:
-            responses = self._evaluate(prompts, trainer)
+            kwargs = trainer.args.chat_template_kwargs or {}
+            encoded = prompt_tokens(prompts, trainer.processing_class, kwargs)
+            if trainer.args.use_vllm:
+                return vllm.evaluate(trainer, encoded)
+            responses = self._evaluate(encoded, trainer)
         else:
             if [row["prompt"] for row in self._drawn] != prompts:
                 raise ValueError(f"TRL asks for prompts of other data: {ALL_THREE}")
-            responses = [response for group in self._step for response in group]
+            responses = self._step
         return {
             "prompt_ids": [list(response.prompt_tokens) for response in responses],
             "completion_ids": [list(response.tokens) for response in responses],
@@ -185,16 +225,16 @@ class RolloutFunction(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Note that the weights were updated, once all of a generation's updates are done. Raises
         `ValueError` if TRL generates responses by itself, without asking this object."""
-        if self._trainer is None:
+        if not self._asked:
             self._close()
             raise ValueError(
                 f"this trainer has not asked rollout_function for the first step: {ALL_THREE}"
             )
         every = args.steps_per_generation * args.num_iterations
-        if self._rollouts is None or self._trainer._step % every:
+        if self._rollouts is None or self.trainer._step % every:
             return
-        for name, value in self._rollouts.trained().items():
-            self._trainer._metrics["train"][f"rollpacker/{name}"].append(value)
+        for name, value in self._rollouts.scheduler.trained().items():
+            self.trainer._metrics["train"][f"rollpacker/{name}"].append(value)
 
     def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Save the state of the rollouts, with the prompts that were put off to a later step,
@@ -211,44 +251,51 @@ class RolloutFunction(TrainerCallback):
     # -- what a user may ask -----------------------------------------------------------------
 
     def report(self) -> str:
-        """Return a line of text with the seconds of the training by cause, such
-        as decoding and training."""
+        """Return a line of text with the seconds of the training by cause."""
         assert self._rollouts is not None, "there was no training"
         return self._rollouts.scheduler.report()
 
     # -- the engine --------------------------------------------------------------------------
 
-    def _engine(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
-        if self._lent is not None and not self._lent.is_of(model):
-            self._close()  # another trainer's
-        if self._lent is None:
+    def _ready(self, model: Any, tokenizer: Any, prompts: Sequence[PromptRow] = ()) -> Any:
+        """Return what generates in this process, and make it if this trainer has none yet. Raises
+        `ValueError` if it cannot be used."""
+        if self._lent is not None and self._lent.is_of(model):
+            return self._engine
+        self._close()  # another trainer's
+        if self.trainer is None or not self.trainer.args.use_vllm:
             self._lent = LentModel(model, tokenizer, self._engine_config)
-        return self._lent.engine
+            self._engine = self._lent.engine
+        elif self.trainer.vllm_mode == "colocate":
+            llm, args = self.trainer.vllm_generation.llm, self.trainer.args
+            self._engine = LentVllm(llm, self.trainer.model, vllm.sampling(args))
+        elif self.trainer.args.process_index == 0:
+            self._engine = vllm.TrlServer(self.trainer, prompts)
+        return self._engine
 
     @contextmanager
-    def _engine_gone_with_error(self) -> Iterator[None]:
-        """Close the engine on any error, so that nothing runs beside the trainer after an
-        interruption or a passed deadline."""
+    def _generating(self) -> Iterator[None]:
+        """A context in which the engine generates with the present weights. Any error closes it, so
+        that nothing runs beside the trainer after an interruption or a passed deadline."""
         try:
-            yield
+            if self._lent is None:
+                vllm.sync(self.trainer)
+            with nullcontext() if self._lent is None else self._lent.lent():
+                yield
         except BaseException:
             self._close()
             raise
 
     def _close(self) -> None:
-        if self._lent is not None:
-            close(self._lent.engine)
-        self._lent = None
+        if self._engine is not None:
+            close(self._engine)
+        self._lent = self._engine = None
 
-    def _evaluate(self, prompts: list[Any], trainer: Any) -> list[Response]:
+    def _evaluate(self, encoded: list[tuple[int, ...]], trainer: Any) -> list[Response]:
         """The responses to the prompts of an evaluation, without tail batching, since an evaluation
         needs all of its prompts."""
-        engine = self._engine(trainer.model, trainer.processing_class)
-        assert self._lent is not None
+        engine = self._ready(trainer.model, trainer.processing_class)
         self._num_evaluations += 1
-        encoded = prompt_tokens(
-            prompts, trainer.processing_class, trainer.args.chat_template_kwargs or {}
-        )
         sampling = _sampling(trainer.args)
         requests = [
             GenerationRequest(
@@ -256,9 +303,9 @@ class RolloutFunction(TrainerCallback):
                 prompt_tokens=tokens,
                 sampling=sampling,
             )
-            for place, tokens in enumerate(encoded)
+            for place, tokens in enumerate(encoded, len(encoded) * trainer.args.process_index)
         ]
-        with self._lent.lent(), self._engine_gone_with_error():
+        with self._generating():
             return collect(engine, requests, self._generation_s)
 
 
@@ -340,16 +387,20 @@ def _check_context(args: Any, model: Any, prompts: Prompts) -> None:
 
 def _check_arguments(args: Any, rows: Dataset) -> None:
     """Raise `ValueError` for TRL's settings that the engine's responses would not follow."""
+    in_process = args.use_vllm and args.vllm_mode == "colocate"
     refused = {
-        "several processes": args.world_size > 1,
         "deepspeed or fsdp": bool(args.deepspeed or args.fsdp),
-        "use_vllm=True (responses come from RollPacker's engine)": args.use_vllm,
+        "use_vllm before TRL 1.16": args.use_vllm and Version(version("trl")) < Version("1.16"),
+        "vllm_enable_sleep_mode": in_process and args.vllm_enable_sleep_mode,
+        "vllm_tensor_parallel_size": in_process and args.vllm_tensor_parallel_size > 1,
+        "vllm_structured_outputs_regex": bool(args.vllm_structured_outputs_regex),
+        "dispatch_batches": bool(args.accelerator_config.dispatch_batches),
         "dataloader_num_workers": args.dataloader_num_workers > 0,
         "remove_unused_columns=True": args.remove_unused_columns,
-        "repetition_penalty": args.repetition_penalty != 1.0,
-        "min_p": args.min_p is not None,
-        "generation_kwargs": bool(args.generation_kwargs),
+        "repetition_penalty without vLLM": not args.use_vllm and args.repetition_penalty != 1.0,
+        "min_p without vLLM": not args.use_vllm and args.min_p is not None,
+        "generation_kwargs without vLLM": not args.use_vllm and bool(args.generation_kwargs),
         "images": bool({"image", "images"} & set(rows.column_names)),
     }
     for what in (name for name, is_set in refused.items() if is_set):
-        raise ValueError(f"rollpacker.integrations.trl does not go with {what}")
+        raise ValueError(f"{NAME} does not go with {what}")

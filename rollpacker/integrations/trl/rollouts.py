@@ -1,14 +1,11 @@
-"""The rollouts of one training: RollPacker's scheduler between the steps of TRL's trainer, with
-RollPacker's engine, which reads the trainer's own weights.
-
-The caller of `next_step` waits for the step, under a deadline.
-"""
+"""The rollouts of one training: RollPacker's scheduler between the steps of TRL's trainer. The
+caller of `next_step` waits for the step, under a deadline."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +13,7 @@ from rollpacker.core.events import SampleFailed
 from rollpacker.core.ids import SampleId
 from rollpacker.core.job.config import JobConfig
 from rollpacker.data.dataset import Cursor, PromptRow
+from rollpacker.engines.collect import at_once
 from rollpacker.engines.engine import (
     Engine,
     EngineError,
@@ -32,67 +30,26 @@ LOOKS = 20
 """Number of times per deadline at which it is checked whether the engine has decoded further."""
 
 T = TypeVar("T")
-Groups = list[list[Response]]
-"""The responses of each prompt, in the order in which they were submitted."""
+Turn = Callable[[], object] | None
 
 
-class Rollouts:
-    """The rollouts of one training. Its methods are called in the thread that trains; the engine's
-    outputs arrive in the engine's thread."""
+class EngineHost:
+    """An engine as the scheduler's host. The engine's outputs arrive in the engine's thread."""
 
-    def __init__(
-        self,
-        config: JobConfig,
-        *,
-        engine: Engine,
-        cursor: Cursor,
-        prompts: Sequence[PromptRow],
-        sampling: SamplingParams,
-        generation_s: float,
-        resume: Path | None = None,
-    ) -> None:
-        """Begin rollouts, or go on from TRL's checkpoint `resume`. `prompts` has the prompt of each
-        row of the data set. `generation_s` is the longest time without a sign of life from the
-        engine."""
+    scheduler: Scheduler
+
+    def __init__(self, engine: Any, prompts: Sequence[PromptRow], sampling: SamplingParams) -> None:
+        """`engine` is an `Engine`, or the engines of all ranks (`Ranks`). `prompts` has the prompt
+        of each row of the data set."""
         self.engine = engine
-        self._prompts = prompts
-        self._sampling = sampling
-        self._generation_s = generation_s
+        self._prompts, self._sampling = prompts, sampling
         self._responses: dict[SampleId, Response] = {}
-        self.scheduler = Scheduler(config, self, cursor, seed=sampling.seed, resume=resume)
-        at_once(engine.update_weights(self.scheduler.version))
 
-    def next_step(self) -> Groups:
-        """Generate the next step, and return its responses: `samples_per_prompt` for each of
-        `prompts_per_step` prompts. Raises `DeadlineExceeded`, and `EngineError` for a sample that
-        the engine cannot generate."""
-        scheduler = self.scheduler
-        if scheduler.waits_for_training:  # the trainer trains several times before it steps
-            self.trained()
-        self.engine.start(self._on_outputs, scheduler.fail)
-        found = scheduler.begin_step()
-        step = wait_for(found, self.engine, self._generation_s, scheduler.waiting_for)
-        if step is None:
-            raise RuntimeError("TRL asks for another step, but the data ended")
-        groups = [[self._responses[one.sample] for one in group] for group in step.groups]
+    def begin(self) -> None:
+        """Prepare for a step, whose responses are generated with new weights."""
         self._responses.clear()
-        return groups
-
-    def trained(self) -> dict[str, float]:
-        """Report that the step was trained on and that the weights are new. Returns the step's
-        metrics."""
-        metrics = self.scheduler.trained()
         at_once(self.engine.update_weights(self.scheduler.version))
-        return metrics
-
-    def save(self, checkpoint: Path) -> None:
-        """Save the prompts that were put off to a later step beside TRL's checkpoint. Saves nothing
-        if TRL has yet to train again on the last generation, since a training cannot resume
-        there."""
-        if self.scheduler.is_trained:
-            self.scheduler.save(checkpoint)
-
-    # -- what the scheduler calls --------------------------------------------------------------
+        self.engine.start(self._on_outputs, self.scheduler.fail)
 
     def start(self, requests: Sequence[Request]) -> None:
         self.engine.submit(
@@ -111,7 +68,13 @@ class Rollouts:
     def stop(self, requests: Sequence[Request]) -> None:
         self.engine.abort([one.sample for one in requests])
 
-    # -- what is heard -------------------------------------------------------------------------
+    def response(self, request: Request) -> Response:
+        """Return the response to a request that the step trains on."""
+        return self._responses[request.sample]
+
+    def sign(self) -> int:
+        """Return a number that changes as long as the engine is at work."""
+        return int(self.engine.status().decode_steps)
 
     def _on_outputs(self, outputs: Sequence[EngineOutput]) -> None:
         """Handle the outputs of a decode step. Called in the engine's thread, between two steps."""
@@ -124,22 +87,72 @@ class Rollouts:
             self.scheduler.heard(output)
 
 
-def wait_for(found: Future[T], engine: Engine, limit_s: float, what: Callable[[], str]) -> T:
-    """Wait for the result that the engine's thread gives `found`, and return it. Raises
-    `DeadlineExceeded` after `limit_s` seconds without a decode step of the engine, with the text
-    that `what` returns (what is waited for), and any exception given to `found`."""
+class Rollouts:
+    """The rollouts of one training. Its methods are called in the thread that trains."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        *,
+        host: Any,
+        cursor: Cursor,
+        seed: int,
+        generation_s: float,
+        resume: Path | None = None,
+    ) -> None:
+        """Begin rollouts, or go on from TRL's checkpoint `resume`. `host` generates: an
+        `EngineHost`, or `TrlServer`. `generation_s` is the longest time without a sign of life from
+        it."""
+        self._host, self._generation_s = host, generation_s
+        self.scheduler = host.scheduler = Scheduler(config, host, cursor, seed=seed, resume=resume)
+
+    def next_step(self, turn: Turn = None) -> list[Response]:
+        """Generate the next step, and return its responses: `samples_per_prompt` for each of
+        `prompts_per_step` prompts. `turn` is called again and again as long as it is waited for.
+        Raises `DeadlineExceeded`, and `EngineError` for a sample that the engine cannot generate.
+        """
+        scheduler, host = self.scheduler, self._host
+        if scheduler.waits_for_training:  # the trainer trains several times before it steps
+            scheduler.trained()
+        host.begin()
+        found = scheduler.begin_step()
+        step = wait_for(found, host.sign, self._generation_s, scheduler.waiting_for, turn)
+        if step is None:
+            raise RuntimeError("TRL asks for another step, but the data ended")
+        return [host.response(one) for group in step.groups for one in group]
+
+    def save(self, checkpoint: Path) -> None:
+        """Save the prompts that were put off to a later step beside TRL's checkpoint. Saves nothing
+        if TRL has yet to train again on the last generation, since a training cannot resume
+        there."""
+        if self.scheduler.is_trained:
+            self.scheduler.save(checkpoint)
+
+
+def wait_for(
+    found: Future[T],
+    sign: Callable[[], int],
+    limit_s: float,
+    what: Callable[[], str],
+    turn: Turn = None,
+) -> T:
+    """Wait for `found`, which another thread or `turn` completes, and return its result. Raises
+    `DeadlineExceeded` after `limit_s` seconds in which the number that `sign` returns stays the
+    same, with the text that `what` returns (what is waited for), and any exception given to
+    `found`."""
     steps, last_sign = -1, time.monotonic()
-    while True:
-        try:
-            return found.result(limit_s / LOOKS)
-        except TimeoutError:
-            if found.done():  # the error is the result
-                raise
-            now = engine.status().decode_steps
-            if now != steps:
-                steps, last_sign = now, time.monotonic()
-            elif time.monotonic() - last_sign > limit_s:
-                raise DeadlineExceeded(what(), limit_s, LIMIT) from None
+    while not found.done():
+        if turn is None:
+            wait([found], limit_s / LOOKS)
+        else:
+            turn()
+        if found.done():
+            break
+        if steps != (steps := sign()):
+            last_sign = time.monotonic()
+        elif time.monotonic() - last_sign > limit_s:
+            raise DeadlineExceeded(what(), limit_s, LIMIT)
+    return found.result()
 
 
 def collect(
@@ -163,17 +176,7 @@ def collect(
     engine.start(listen, found.set_exception)
     engine.submit(requests)
     what = f"{len(requests)} responses of an evaluation from the engine"
-    return wait_for(found, engine, generation_s, lambda: what)
-
-
-def at_once(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine that never has to wait, up to its end. No event loop is used, since in a
-    notebook one runs already. Raises `AssertionError` if it would wait."""
-    try:
-        coroutine.send(None)
-    except StopIteration:
-        return
-    raise AssertionError("there was something to wait for")
+    return wait_for(found, lambda: engine.status().decode_steps, generation_s, lambda: what)
 
 
 def failure(event: SampleFailed) -> EngineError:
