@@ -70,9 +70,9 @@ from rollpacker.engines.engine import Carried, EngineOutput, Response, sample_ke
 from rollpacker.report.accounting import Accounting
 from rollpacker.report.step_summary import StepSummary
 from rollpacker.run.errors import DeadlineExceeded
-from rollpacker.writing import fsync
 from rollpacker.run.ports.carried import CarriedTokens, read_carried, write_carried
 from rollpacker.run.ports.clock import RealClock
+from rollpacker.writing import fsync
 
 logger = logging.getLogger(__name__)
 

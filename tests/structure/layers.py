@@ -86,7 +86,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "scheduler": (
         *("bus", "core", "data.dataset", "endpoints", "engines.engine", "report.accounting"),
         *("report.step_summary", "run.errors", "run.ports.carried"),
-        "run.ports.clock",,
+        "run.ports.clock",
     ),
     "serving": (*NOUNS, "dialogue", "engines"),
     "sim": ("bus", "core", "config", "report", "pipeline.sim", "pipeline.plan", "cluster.decide"),
