@@ -69,6 +69,23 @@ class Draw:
         self.log_probs: list[float] = []
         """Log-probabilities of `tokens`, and maybe of one drawn in a prompt not read to its end."""
 
+    def to_plain(self) -> dict[str, Any]:
+        """Return what `from_plain` makes an equal `Draw` of, for a process that unpickles nothing.
+        Nothing must have been drawn yet."""
+        one = self.sampling
+        keys = None if self.anew is None else self.anew.keys
+        sampling = [one.max_response_tokens, one.temperature, one.top_p, one.top_k]
+        return {"sampling": sampling, "key": self.key, "offset": self.offset, "anew": keys}
+
+    @classmethod
+    def from_plain(cls, given: Mapping[str, Any]) -> Draw:
+        limit, temperature, top_p, top_k = given["sampling"]
+        sampling = SamplingParams(
+            max_response_tokens=limit, temperature=temperature, top_p=top_p, top_k=top_k
+        )
+        anew = None if given["anew"] is None else Anew(given["anew"])
+        return cls(sampling, given["key"], offset=given["offset"], anew=anew)
+
     def note(self, log_probs: Sequence[Mapping[int, Any]] | None) -> None:
         """Note the log-probabilities of all drawn tokens as vLLM itself says them. None: it does
         not."""
@@ -85,6 +102,8 @@ class Draws:
         self.by_number: dict[int, Draw] = {}
         self.broken: list[int] = []
         """Numbers of the requests whose logits held a NaN, since the list was last emptied."""
+        self.ends: set[int] = set()
+        """Tokens that end a response, as vLLM knows them."""
 
 
 def parameters(number: int, draw: Draw, noise: str) -> dict[str, Any]:
@@ -104,8 +123,9 @@ def parameters(number: int, draw: Draw, noise: str) -> dict[str, Any]:
 
 
 def drawing_with(draws: Draws) -> type[LogitsProcessor]:
-    """The class of a logits processor that draws tokens as the `Draw` of each request in `draws`
-    says. Give it to vLLM as `EngineArgs.logits_processors`."""
+    """The class of a logits processor that draws tokens as the `Draw` of each request says, which
+    is its extra argument, or `Draw.to_plain` of it, and leaves requests without one to vLLM. Give
+    it to vLLM as `EngineArgs.logits_processors`."""
     from vllm.v1.sample.logits_processor import LogitsProcessor
     from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
@@ -128,14 +148,26 @@ def drawing_with(draws: Draws) -> type[LogitsProcessor]:
             if self._batch is None:
                 ordered = [self._rows[row] for row in sorted(self._rows)]
                 self._batch = _Batch(ordered, logits.shape[1], self._device)
-            assert len(self._rows) == len(logits), "vLLM samples requests that are not ours"
-            tokens = self._batch.draw(logits, draws.broken)
-            return logits.fill_(-math.inf).scatter_(1, tokens[:, None], 0.0)
+            if len(self._rows) == len(logits):
+                tokens = self._batch.draw(logits, draws.broken)
+                return logits.fill_(-math.inf).scatter_(1, tokens[:, None], 0.0)
+            ours = torch.tensor(sorted(self._rows), device=self._device)
+            tokens = self._batch.draw(logits[ours], draws.broken)
+            logits[ours] = -math.inf
+            logits[ours, tokens] = 0.0
+            return logits
 
-    def _of_request(params: Any, prompt: Any, tokens: list[int]) -> tuple[int, Draw]:
-        number = params.extra_args[NUMBER]
-        found = draws.by_number.setdefault(number, params.extra_args[DRAW])
-        found.tokens = tokens
+    def _of_request(params: Any, prompt: Any, tokens: list[int]) -> tuple[int, Draw] | None:
+        given = params.extra_args or {}
+        if NUMBER not in given:
+            return None
+        number, said = given[NUMBER], given[DRAW]
+        found = draws.by_number.get(number)
+        if found is None:
+            found = said if isinstance(said, Draw) else Draw.from_plain(said)
+            if found is said or found.anew is not None:  # of others nobody asks here
+                draws.by_number[number] = found
+        found.tokens, draws.ends = tokens, params.all_stop_token_ids
         return number, found
 
     return DrawTokens
