@@ -1,6 +1,7 @@
-"""verl's own agent loops with a seed for each response, which verl itself does not give: that of the
-prompt's row in the data and the response's place, as the scheduler gives it where the data are not
-shuffled. Without it two runs could not be compared response by response. Nothing else is changed."""
+"""verl's own agent loops with a seed for each response, which verl itself does not give: that of
+the prompt's row in the data and the response's place, as the scheduler gives it where the data are
+not shuffled. Without it no two runs could be compared response by response. Nothing else is
+changed."""
 
 from __future__ import annotations
 

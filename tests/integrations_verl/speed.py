@@ -3,15 +3,15 @@
     python -m tests.integrations_verl.speed --mode plain --steps 6 --prompts 64 --samples 8 \\
         --token-s 0.05
 
-plain: verl's own trainer_mode=sync, off: rollpacker_sync that waits for every response, on: with tail
-batching. Prints a line of JSON for each step, and at last a hash of each response trained on.
+plain: verl's own trainer_mode=sync, off: rollpacker_sync that waits for every response, on: with
+tail batching. Prints a line of JSON for each step, and at last a hash of each response trained on.
 
-verl's own: trainer and its loop, data, replay buffer, queue, agent loops, client, balancer before the
-servers, rewards. Faked: the server, where each token takes `--token-s` seconds whatever else runs,
-with lengths and tokens that the prompt and the seed alone decide; weights, and all that the trainer
-does between a step's groups and the next step. In the mode plain a response has its seed from
-`seeded.py`, and `--poll-s` shortens the pauses between the looks at the queue, which are verl's own 2
-seconds otherwise.
+verl's own: trainer and its loop, data, replay buffer, queue, agent loops, client, balancer before
+the servers, rewards. Faked: the server, where each token takes `--token-s` seconds whatever else
+runs, with lengths and tokens that the prompt and the seed alone decide; weights, and all that the
+trainer does between a step's groups and the next step. In the mode plain a response has its seed
+from `seeded.py`, and `--poll-s` shortens the pauses between the looks at the queue, which are
+verl's own 2 seconds otherwise.
 """
 
 from __future__ import annotations

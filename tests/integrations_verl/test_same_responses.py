@@ -1,8 +1,8 @@
-"""2,000 responses of a frozen policy, by verl's own synchronous mode and with tail batching, where all
-of verl's processes are killed in the middle and the run goes on from its last checkpoint. verl's own
-command, trainer, queue, agent loops, rewards and checkpoints, and a real vLLM server. Faked: an
-accelerator (`verl_on_cpu.py`), the model is small and random, and verl's own mode gets its seeds from
-`seeded.py`. Takes some minutes."""
+"""2,000 responses of a frozen policy, by verl's own synchronous mode and with tail batching, where
+all of verl's processes are killed in the middle and the run goes on from its last checkpoint.
+verl's own command, trainer, queue, agent loops, rewards and checkpoints, and a real vLLM server.
+Faked: an accelerator (`verl_on_cpu.py`), the model is small and random, and verl's own mode gets
+its seeds from `seeded.py`. Takes some minutes."""
 
 from __future__ import annotations
 

@@ -99,8 +99,8 @@ class Draws:
     def __init__(self) -> None:
         self.noise = "rollpacker"
         """Which noise (random numbers) tokens are drawn with, as `EngineConfig.noise`."""
-        self.by_number: dict[int, Draw] = {}
-        self.broken: list[int] = []
+        self.by_number: dict[int | str, Draw] = {}
+        self.broken: list[int | str] = []
         """Numbers of the requests whose logits held a NaN, since the list was last emptied."""
         self.ends: set[int] = set()
         """Tokens that end a response, as vLLM knows them."""
@@ -132,7 +132,7 @@ def drawing_with(draws: Draws) -> type[LogitsProcessor]:
     class DrawTokens(LogitsProcessor):  # type: ignore[misc]  # not seen beside vLLM
         def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
             self._device = device
-            self._rows: dict[int, tuple[int, Draw]] = {}
+            self._rows: dict[int, tuple[int | str, Draw]] = {}
             self._batch: _Batch | None = None
 
         def is_argmax_invariant(self) -> bool:
@@ -157,7 +157,7 @@ def drawing_with(draws: Draws) -> type[LogitsProcessor]:
             logits[ours, tokens] = 0.0
             return logits
 
-    def _of_request(params: Any, prompt: Any, tokens: list[int]) -> tuple[int, Draw] | None:
+    def _of_request(params: Any, prompt: Any, tokens: list[int]) -> tuple[int | str, Draw] | None:
         given = params.extra_args or {}
         if NUMBER not in given:
             return None
@@ -216,14 +216,14 @@ class _Batch:
     made when requests come or go."""
 
     def __init__(
-        self, rows: Sequence[tuple[int, Draw]], vocabulary_size: int, device: torch.device
+        self, rows: Sequence[tuple[int | str, Draw]], vocabulary_size: int, device: torch.device
     ) -> None:
         self._rows = rows
         self._device = device
         self._settings = Settings([one.sampling for _, one in rows], vocabulary_size, device)
         self._keys = torch.tensor([one.key for _, one in rows], device=device)
 
-    def draw(self, logits: Tensor, broken: list[int]) -> Tensor:
+    def draw(self, logits: Tensor, broken: list[int | str]) -> Tensor:
         """Draw a token per row, int64 [rows], and note its log-probability. The numbers of requests
         whose logits hold a NaN are appended to `broken`."""
         counts = [len(one.tokens) for _, one in self._rows]

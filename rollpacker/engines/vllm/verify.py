@@ -58,7 +58,7 @@ def _watch_first(runner: Any, draws: Draws) -> None:
         for name, num_tokens in num_scheduled.items():
             state = runner.requests[name]
             given = state.sampling_params.extra_args or {}
-            if (draw := draws.by_number.get(given.get(NUMBER))) is None:
+            if (draw := draws.by_number.get(given.get(NUMBER, ""))) is None:
                 continue
             row = int(runner.query_start_loc.np[runner.input_batch.req_id_to_index[name]])
             begin, length = state.num_computed_tokens, len(state.prompt_token_ids)

@@ -11,6 +11,7 @@ Which tokens are kept, and which lengths are refused, is as in RollPacker's engi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,8 +59,8 @@ async def generated(
     take_anew: Callable[[str | None], Awaitable[Anew]],
 ) -> tuple[EngineOutput, Any]:
     """Generate a response of a single turn. `take_anew` is called with the name of a request that
-    drew carried tokens again, or None. Returns the response's end, as RollPacker's engines report it
-    under weights of this `version`, and verl's output with all of its tokens; None if it was
+    drew carried tokens again, or None. Returns the response's end, as RollPacker's engines report
+    it under weights of this `version`, and verl's output with all of its tokens; None if it was
     stopped."""
     live, number = Live(Pending(request, 0)), 0
     while True:
@@ -83,7 +84,7 @@ async def generated(
         if verifies and live.request.num_output_tokens:
             assert live.draw.anew is not None
             live.draw.anew.tokens, live.draw.anew.log_probs = list(tokens), list(log_probs)
-            count = live.look(lambda drawn, size, ends=ends: size > 0 and drawn[size - 1] in ends)
+            count = live.look(functools.partial(_ends, ends))
         live.leave()
         if count is not None:
             live.cut(count)
@@ -106,3 +107,7 @@ async def generated(
         **live.facts,
     )
     return EngineOutput(event, response), output
+
+
+def _ends(ends: Sequence[int], tokens: Sequence[int], count: int) -> bool:
+    return count > 0 and tokens[count - 1] in ends

@@ -249,7 +249,7 @@ def held() -> dict[str, Any]:
 
 def _carries(config: Any) -> bool:
     """Whether tokens of stopped responses are carried to a later step, and verified there."""
-    return (config.trainer.v1.get(MODE) or {}).get("carry", "none") == "exact"
+    return bool((config.trainer.v1.get(MODE) or {}).get("carry", "none") == "exact")
 
 
 def _job(config: Any) -> JobConfig:

@@ -1,5 +1,5 @@
-"""What vLLM's worker processes run for verl where tokens are carried to a later step: how they draw,
-and how they draw carried tokens again. Only vLLM imports this module, by name."""
+"""What vLLM's worker processes run for verl where tokens are carried to a later step: how they
+draw, and how they draw carried tokens again. Only vLLM imports this module, by name."""
 
 from __future__ import annotations
 
