@@ -63,7 +63,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "integrations.trl": (
         *("core", "data.dataset", "engines", "config.load", "run.errors", "scheduler"),
     ),
-    "integrations.verl": ("config.load", "core", "scheduler"),
+    "integrations.verl": ("config.load", "core", "engines", "scheduler"),
     "pipeline": ("report",),
     "pipeline.links": ("pipeline.plan", "trainer.trainer", "workers"),
     "pipeline.plan": ("codec", "core"),

@@ -50,7 +50,7 @@ BUDGETS = {
     "integrations": 50,
     "integrations.environments": 1_750,
     "integrations.trl": 850,
-    "integrations.verl": 550,
+    "integrations.verl": 900,
     "pipeline": 150,
     "pipeline.links": 1_350,
     "pipeline.plan": 2_150,

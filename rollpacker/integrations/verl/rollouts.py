@@ -228,9 +228,13 @@ class Worker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type: ignore
         for running in stopped:
             running.is_stopped = True
         while stopped := [one for one in stopped if one.asked.id in self._requests]:
-            generating = [one for one in stopped if one.server is not None and one.engine_id]
-            aborts = [one.server.__ray_call__.remote(_abort, [one.engine_id]) for one in generating]
-            await asyncio.gather(*aborts)
+            by_server: dict[Any, list[str]] = {}
+            for one in stopped:
+                if one.server is not None and one.engine_id:
+                    by_server.setdefault(one.server, []).append(one.engine_id)
+            await asyncio.gather(
+                *(one.__ray_call__.remote(_abort, ids) for one, ids in by_server.items())
+            )
             await asyncio.sleep(ABORT_AGAIN_S)
 
     async def _run_prompt(
