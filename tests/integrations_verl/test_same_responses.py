@@ -22,6 +22,8 @@ MANY = (
     *(f"data.train_batch_size={PROMPTS}", f"actor_rollout_ref.rollout.n={SAMPLES}"),
     *("data.shuffle=False", "actor_rollout_ref.actor.optim.lr=0"),
     f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}",
+    f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={PROMPTS}",
+    f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={PROMPTS}",
     *("actor_rollout_ref.rollout.max_num_seqs=128", f"trainer.total_training_steps={STEPS}"),
 )
 PLAIN = (

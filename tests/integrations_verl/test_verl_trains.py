@@ -107,9 +107,15 @@ def test_each_response_is_what_verl_alone_generates(inputs: Path, tmp_path: Path
 
 
 def test_carried_responses_are_those_generated_whole(inputs: Path, tmp_path: Path) -> None:
-    """Under weights that stay: their tokens are read in a long round, and not generated again."""
-    carry = "+trainer.v1.rollpacker_sync.carry=exact"
-    raced = Training(inputs, tmp_path / "raced", *RACING, *FROZEN, carry)
+    """Under weights that stay: their tokens are read in a long round, and not generated again. Also
+    over a kill of all of verl's processes, by the tokens of the checkpoint."""
+    carry, saved = "+trainer.v1.rollpacker_sync.carry=exact", f"trainer.save_freq={SAVED}"
+    carrying = (*RACING, *FROZEN, carry, saved)
+    killed = Training(
+        inputs, tmp_path / "raced", *carrying, killed_at=f"rollouts/{SAVED + 1}.jsonl"
+    )
+    assert killed.returncode == -9 and killed.metrics[SAVED]["rollpacker/prompts_waiting"] > 0
+    raced = Training(inputs, tmp_path / "raced", *carrying)
     waited = Training(inputs, tmp_path / "waited", *WAITING, *FROZEN, carry)
     assert (raced.returncode, waited.returncode) == (0, 0), raced.output[-2000:]
     by_prompt = [

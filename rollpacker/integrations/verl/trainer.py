@@ -320,6 +320,10 @@ def _check_carrying(rollout: Any) -> None:
             rollout.get("calculate_log_probs", False)
             and not (is_plain and rollout.get("top_k", -1) <= 0)
         ),
+        "speculative decoding: vLLM gives it no logits processors": (
+            "speculative_config" in of_vllm
+            or (rollout.get("mtp") or {}).get("enable_rollout", False)
+        ),
         f"rollout.engine_kwargs.vllm.{', '.join(set(ENGINE) & set(of_vllm))}: it is set here": (
             bool(set(ENGINE) & set(of_vllm))
         ),
