@@ -304,7 +304,8 @@ def test_what_does_not_go_together_is_one_sentence(
     ("change", "sentence"),
     [
         ("multi_turn.enable=True", "the tokens of a single turn can be carried"),
-        ("data_parallel_size=2", "an engine of one replica is asked for its tokens"),
+        ("data_parallel_size=2", "one process is asked"),
+        ("pipeline_model_parallel_size=2", "one process is asked"),
         ("enable_rollout_routing_replay=True", "the experts of carried tokens are not kept"),
         ("mtp.enable_rollout=True", "vLLM gives it no logits processors"),
         ("engine_kwargs.vllm.async_scheduling=True", "vllm.async_scheduling: it is set here"),

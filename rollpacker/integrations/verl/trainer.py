@@ -310,8 +310,9 @@ def _check_carrying(rollout: Any) -> None:
         "rollout.multi_turn: the tokens of a single turn can be carried": (
             (rollout.get("multi_turn") or {}).get("enable", False)
         ),
-        "rollout.data_parallel_size: an engine of one replica is asked for its tokens": (
-            rollout.get("data_parallel_size", 1) > 1
+        "rollout.data_parallel_size or pipeline_model_parallel_size: one process is asked": (
+            rollout.get("data_parallel_size", 1) * rollout.get("pipeline_model_parallel_size", 1)
+            > 1
         ),
         "rollout.enable_rollout_routing_replay: the experts of carried tokens are not kept": (
             rollout.get("enable_rollout_routing_replay", False)
