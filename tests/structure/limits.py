@@ -45,7 +45,7 @@ BUDGETS = {
     "endpoints": 400,
     "engines": 1_850,
     "engines.embedded": 3_500,
-    "engines.vllm": 2_050,
+    "engines.vllm": 2_100,
     "environments": 2_400,
     "integrations": 50,
     "integrations.environments": 1_750,

@@ -69,28 +69,27 @@ class Draw:
         self.log_probs: list[float] = []
         """Log-probabilities of `tokens`, and maybe of one drawn in a prompt not read to its end."""
 
-    def to_plain(self) -> dict[str, Any]:
-        """Return what `from_plain` makes an equal `Draw` of, for a process that unpickles nothing.
-        Nothing must have been drawn yet."""
-        one = self.sampling
-        keys = None if self.anew is None else self.anew.keys
-        sampling = [one.max_response_tokens, one.temperature, one.top_p, one.top_k]
-        return {"sampling": sampling, "key": self.key, "offset": self.offset, "anew": keys}
-
-    @classmethod
-    def from_plain(cls, given: Mapping[str, Any]) -> Draw:
-        limit, temperature, top_p, top_k = given["sampling"]
-        sampling = SamplingParams(
-            max_response_tokens=limit, temperature=temperature, top_p=top_p, top_k=top_k
-        )
-        anew = None if given["anew"] is None else Anew(given["anew"])
-        return cls(sampling, given["key"], offset=given["offset"], anew=anew)
-
     def note(self, log_probs: Sequence[Mapping[int, Any]] | None) -> None:
         """Note the log-probabilities of all drawn tokens as vLLM itself says them. None: it does
         not."""
         if log_probs is not None:
             self.log_probs = [said.logprob for one in log_probs for said in one.values()]
+
+
+def written(draw: Draw) -> list[Any]:
+    """Return what `read` makes an equal `Draw` of, for a process that unpickles nothing. No token
+    must have been drawn yet."""
+    one, keys = draw.sampling, None if draw.anew is None else draw.anew.keys
+    return [one.temperature, one.top_p, one.top_k, draw.key, draw.offset, keys]
+
+
+def read(given: Sequence[Any]) -> Draw:
+    """Return the `Draw` that was `written`."""
+    temperature, top_p, top_k, key, offset, keys = given
+    sampling = SamplingParams(
+        max_response_tokens=0, temperature=temperature, top_p=top_p, top_k=top_k
+    )
+    return Draw(sampling, key, offset=offset, anew=None if keys is None else Anew(keys))
 
 
 class Draws:
@@ -124,7 +123,7 @@ def parameters(number: int, draw: Draw, noise: str) -> dict[str, Any]:
 
 def drawing_with(draws: Draws) -> type[LogitsProcessor]:
     """The class of a logits processor that draws tokens as the `Draw` of each request says, which
-    is its extra argument, or `Draw.to_plain` of it, and leaves requests without one to vLLM. Give
+    is its extra argument, or `written` there, and leaves requests without one to vLLM. Give
     it to vLLM as `EngineArgs.logits_processors`."""
     from vllm.v1.sample.logits_processor import LogitsProcessor
     from vllm.v1.sample.logits_processor.builtin import process_dict_updates
@@ -164,7 +163,7 @@ def drawing_with(draws: Draws) -> type[LogitsProcessor]:
         number, said = given[NUMBER], given[DRAW]
         found = draws.by_number.get(number)
         if found is None:
-            found = said if isinstance(said, Draw) else Draw.from_plain(said)
+            found = said if isinstance(said, Draw) else read(said)
             if found is said or found.anew is not None:  # of others nobody asks here
                 draws.by_number[number] = found
         found.tokens, draws.ends = tokens, params.all_stop_token_ids

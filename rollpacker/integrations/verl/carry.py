@@ -20,7 +20,7 @@ from rollpacker.core.events import SampleGenerated
 from rollpacker.engines.embedded.rows import Pending
 from rollpacker.engines.engine import EngineOutput, GenerationRequest
 from rollpacker.engines.loop import abortion
-from rollpacker.engines.vllm.draws import DRAW, NUMBER
+from rollpacker.engines.vllm.draws import DRAW, NUMBER, written
 from rollpacker.engines.vllm.live import Live
 
 WORKER = "rollpacker.integrations.verl.vllm_worker"
@@ -71,7 +71,7 @@ async def generated(
             given,
             {
                 "max_tokens": most,
-                "extra_args": {NUMBER: name, DRAW: live.draw.to_plain()},
+                "extra_args": {NUMBER: name, DRAW: written(live.draw)},
                 # What comes from the prefix cache is not read, and so not drawn anew.
                 "skip_reading_prefix_cache": verifies,
             },
