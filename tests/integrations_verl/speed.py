@@ -35,6 +35,7 @@ def config_of(given: argparse.Namespace, inputs: Path, *more: str) -> Any:
         *("data.shuffle=False", f"actor_rollout_ref.rollout.n={given.samples}"),
         f"actor_rollout_ref.rollout.seed={given.seed}",
         *("actor_rollout_ref.rollout.nnodes=1", "trainer.resume_mode=disable"),
+        'trainer.logger=["console"]',
         "trainer.val_before_train=True",  # what happens once in each process happens there
     ]
     if given.mode == "plain":
