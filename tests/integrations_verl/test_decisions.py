@@ -25,6 +25,7 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer, get_trainer_cls
 from verl.utils import tensordict_utils
 
 from rollpacker.integrations import verl as integration
+from rollpacker.integrations.verl.carry import ENGINE
 from rollpacker.integrations.verl.rollouts import End
 from rollpacker.integrations.verl.trainer import (
     RollPackerTrainer,
@@ -51,7 +52,9 @@ class Rollouts:
         self.seeds: dict[tuple[int, int], set[int]] = {}
         self.num_stopped = 0
 
-    def start(self, requests: Sequence[Request], rows: dict[int, Any], step: int) -> None:
+    def start(
+        self, requests: Sequence[Request], rows: dict[int, Any], step: int, version: int | None
+    ) -> None:
         for one in requests:
             self.seeds.setdefault((one.prompt, one.place), set()).add(one.seed)
             self.running[one.id] = one, rows[one.prompt]["uid"][0], self.now
@@ -276,7 +279,7 @@ def test_more_steps_than_at_first(tmp_path: Path) -> None:
     ("change", "sentence"),
     [
         ("actor_rollout_ref.rollout.name=sglang", "vLLM's responses alone can be stopped"),
-        ("trainer.v1.rollpacker_sync.carry=exact", "verl's engines take no tokens up"),
+        ("trainer.v1.rollpacker_sync.carry=weighted", "here it is none or exact"),
         ("trainer.v1.rollpacker_sync.prompt_faktor=2", "prompt_factor"),
         ("trainer.v1.sampler.custom_sampler.name=Mine", "the scheduler chooses what is trained on"),
         (
@@ -295,6 +298,42 @@ def test_what_does_not_go_together_is_one_sentence(
     with pytest.raises(ValueError, match=sentence) as raised:
         RollPackerTrainer(config)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ("multi_turn.enable=True", "the tokens of a single turn can be carried"),
+        ("data_parallel_size=2", "one process is asked"),
+        ("pipeline_model_parallel_size=2", "one process is asked"),
+        ("enable_rollout_routing_replay=True", "the experts of carried tokens are not kept"),
+        ("mtp.enable_rollout=True", "vLLM gives it no logits processors"),
+        ("engine_kwargs.vllm.async_scheduling=True", "vllm.async_scheduling: it is set here"),
+    ],
+)
+def test_what_does_not_go_with_carried_tokens_is_one_sentence(
+    tmp_path: Path, change: str, sentence: str
+) -> None:
+    config = OmegaConf.merge(
+        config_of(tmp_path, carry="exact"),
+        OmegaConf.from_dotlist([f"actor_rollout_ref.rollout.{change}"]),
+    )
+    with pytest.raises(ValueError, match=sentence):
+        RollPackerTrainer(config)
+
+
+def test_log_probs_of_another_temperature_are_not_those_of_carried_tokens(tmp_path: Path) -> None:
+    rollout = {"calculate_log_probs": True, "temperature": 0.7}
+    changed = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
+    with pytest.raises(ValueError, match="vLLM's are those before"):
+        RollPackerTrainer(OmegaConf.merge(config_of(tmp_path, carry="exact"), changed))
+
+
+def test_the_engine_gets_what_carrying_needs_beside_the_users_own(tmp_path: Path) -> None:
+    own = OmegaConf.from_dotlist(["actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=32"])
+    config = OmegaConf.merge(config_of(tmp_path, carry="exact"), own)
+    RollPackerTrainer(config)
+    assert config.actor_rollout_ref.rollout.engine_kwargs.vllm == {"block_size": 32, **ENGINE}
 
 
 def test_another_version_of_verl_is_one_sentence() -> None:

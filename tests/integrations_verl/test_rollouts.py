@@ -12,6 +12,8 @@ import pytest
 
 pytest.importorskip("verl", reason="needs verl: make test-verl")
 
+from rollpacker.core.ids import PromptId, SampleId
+from rollpacker.engines.engine import GenerationRequest, SamplingParams
 from rollpacker.integrations.verl.rollouts import (
     REQUESTS,
     Asked,
@@ -136,3 +138,14 @@ def test_a_validation_has_verls_own_settings() -> None:
     server = Server("completed")
     asyncio.run(two_turns(client_of(server), {"temperature": 0}))
     assert server.seeds == [None, None]
+
+
+def test_a_second_turn_is_not_carried() -> None:
+    request = GenerationRequest(
+        sample=SampleId(PromptId("train", 0, 0), 0, 0),
+        prompt_tokens=(),
+        sampling=SamplingParams(max_response_tokens=0),
+    )
+    running = Running(ASKED[0]._replace(carrying=request), turns=1)
+    with pytest.raises(ValueError, match="carry=exact is for agents of a single turn"):
+        asyncio.run(client_of(Server("completed"))._carry(running, "agent", {}, prompt_ids=[1]))

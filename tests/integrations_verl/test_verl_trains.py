@@ -104,3 +104,26 @@ def test_each_response_is_what_verl_alone_generates(inputs: Path, tmp_path: Path
     ]
     assert by_prompt[0] == by_prompt[1] and len(by_prompt[0]) == STEPS * PROMPTS
     assert raced.trained != waited.trained  # in other steps
+
+
+def test_carried_responses_are_those_generated_whole(inputs: Path, tmp_path: Path) -> None:
+    """Under weights that stay: their tokens are read in a long round, and not generated again. Also
+    over a kill of all of verl's processes, by the tokens of the checkpoint."""
+    carry, saved = "+trainer.v1.rollpacker_sync.carry=exact", f"trainer.save_freq={SAVED}"
+    carrying = (*RACING, *FROZEN, carry, saved)
+    killed = Training(
+        inputs, tmp_path / "raced", *carrying, killed_at=f"rollouts/{SAVED + 1}.jsonl"
+    )
+    assert killed.returncode == -9 and killed.metrics[SAVED]["rollpacker/prompts_waiting"] > 0
+    raced = Training(inputs, tmp_path / "raced", *carrying)
+    waited = Training(inputs, tmp_path / "waited", *WAITING, *FROZEN, carry)
+    assert (raced.returncode, waited.returncode) == (0, 0), raced.output[-2000:]
+    by_prompt = [
+        {prompt: outputs for step in one.trained.values() for prompt, outputs in step.items()}
+        for one in (raced, waited)
+    ]
+    assert by_prompt[0] == by_prompt[1] and len(by_prompt[0]) == STEPS * PROMPTS
+    long = [one for one in raced.metrics.values() if one["rollpacker/is_long_round"]]
+    assert long and all(one["rollpacker/generated_per_trained"] < 0.5 for one in long)
+    # The log-probs of what was carried and what was not are those of the trainer.
+    assert all(one["training/rollout_probs_diff_max"] < 1e-2 for one in raced.metrics.values())

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).parents[2]
 PROMPTS, SAMPLES = 2, 4
@@ -15,7 +19,7 @@ PROMPTS, SAMPLES = 2, 4
 NUM_ENDS = 8
 """Tokens that end a response, of 264: random models seldom draw the one that a tokenizer has."""
 
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "VERL_PLATFORM": "cpu",
     "VERL_USE_EXTERNAL_MODULES": "tests.integrations_verl.verl_on_cpu",
     "VERL_ENGINE_DEVICE": "cuda",  # under whose name the trainer's engines are registered
@@ -26,6 +30,7 @@ _ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "GLOO_SOCKET_IFNAME": "lo",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # else all of a busy machine goes before verl
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -61,13 +66,26 @@ ray_kwargs.ray_init.num_cpus=16 +ray_kwargs.ray_init.num_gpus=1
 """
 
 
+def settings(inputs: Path, folder: Path) -> list[str]:
+    """verl's settings to train with what `write_inputs` wrote. Checkpoints go into `folder`."""
+    return [
+        *_OVERRIDES.split(),
+        f"data.train_files={inputs}/prompts.parquet",
+        f"data.val_files={inputs}/prompts.parquet",
+        f"actor_rollout_ref.model.path={inputs}/model",
+        f"reward.custom_reward_function.path={__file__}",
+        f"trainer.default_local_dir={folder}",
+        'trainer.logger=["console","file"]',
+    ]
+
+
 def share_of_digits(data_source: str, solution_str: str, ground_truth: str, **_: object) -> float:
     """The reward: the share of a response's characters that are digits."""
     return sum(one.isdigit() for one in solution_str) / max(len(solution_str), 1)
 
 
-def write_inputs(folder: Path) -> None:
-    """Write the model, its byte-level tokenizer and 64 prompts."""
+def write_inputs(folder: Path, num_prompts: int = 64) -> None:
+    """Write the model, its byte-level tokenizer and the prompts."""
     import pandas
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -79,7 +97,7 @@ def write_inputs(folder: Path) -> None:
     vocabulary = {word: index for index, word in enumerate(words)}
     bytewise = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
     bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    bytewise.decoder = decoders.ByteLevel()
+    bytewise.decoder = decoders.Fuse()  # no two responses read the same
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bytewise, unk_token="<unk>", pad_token="<pad>", eos_token="<eos>"
     )
@@ -113,55 +131,74 @@ def write_inputs(folder: Path) -> None:
             "reward_model": {"style": "rule", "ground_truth": str(index)},
             "extra_info": {"index": index},
         }
-        for index in range(64)
+        for index in range(num_prompts)
     ]
     pandas.DataFrame(rows).to_parquet(folder / "prompts.parquet")
 
 
 class Training:
-    """A finished run of verl: what its steps reported, and what they trained on."""
+    """A run of verl that has ended: what its steps reported, and what they trained on."""
 
-    def __init__(self, inputs: Path, folder: Path, *overrides: str) -> None:
-        """Run verl's command with these settings. It resumes what is in `folder`."""
+    def __init__(
+        self, inputs: Path, folder: Path, *overrides: str, killed_at: str | None = None
+    ) -> None:
+        """Run verl's command with these settings. It resumes what is in `folder`. `killed_at`: all
+        of its processes are killed once a file of this name is in the folder."""
         folder.mkdir(parents=True, exist_ok=True)
         given = [
-            *_OVERRIDES.split(),
-            f"data.train_files={inputs}/prompts.parquet",
-            f"data.val_files={inputs}/prompts.parquet",
-            f"actor_rollout_ref.model.path={inputs}/model",
-            f"reward.custom_reward_function.path={__file__}",
-            f"trainer.default_local_dir={folder}",
+            *settings(inputs, folder),
             f"trainer.rollout_data_dir={folder}/rollouts",
-            'trainer.logger=["console","file"]',
             *overrides,
         ]
-        log = folder / "metrics.jsonl"
-        environment = {**os.environ, **_ENVIRONMENT, "VERL_FILE_LOGGER_PATH": str(log)}
+        log, output = folder / "metrics.jsonl", folder / "output.txt"
+        environment = {**os.environ, **ENVIRONMENT, "VERL_FILE_LOGGER_PATH": str(log)}
         environment |= {"PYTHONPATH": str(ROOT)}
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", "verl.trainer.main_ppo", *given],
-            env=environment,
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=600,
-        )
-        (folder / "output.txt").write_text(done.stdout)
-        self.output, self.returncode = done.stdout, done.returncode
+        with output.open("w") as written:
+            run = subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-m", "verl.trainer.main_ppo", *given],
+                env=environment,
+                cwd=folder,
+                stdout=written,
+                stderr=subprocess.STDOUT,
+            )
+        try:
+            if killed_at is not None:
+                _wait_for(folder / killed_at, run)
+            else:
+                run.wait(timeout=900)
+        finally:
+            _kill(run)
+        self.output, self.returncode = output.read_text(errors="replace"), run.returncode
         self.metrics: dict[int, dict[str, float]] = {}
         if log.exists():
             for line in log.read_text().splitlines():
                 row = json.loads(line)
                 self.metrics[row["step"]] = row["data"]
         self.trained: dict[int, dict[str, list[str]]] = {}
-        """For each step the sorted responses of each of its prompts, by the prompt's text."""
+        """For each step the sorted responses of each of its prompts, by the prompt's number."""
         for path in folder.glob("rollouts/*.jsonl"):
             step = self.trained.setdefault(int(path.stem), {})
             for line in path.read_text().splitlines():
                 row = json.loads(line)
-                prompt = re.search(r"count \d+", row["input"])
+                prompt = re.search(r"count\D(\d+)", row["input"])
                 assert prompt
-                step.setdefault(prompt[0], []).append(row["output"])
+                step.setdefault(prompt[1], []).append(row["output"])
             for outputs in step.values():
                 outputs.sort()
+
+
+def _wait_for(path: Path, run: subprocess.Popen[bytes]) -> None:
+    limit = time.monotonic() + 900
+    while not path.exists():
+        assert run.poll() is None and time.monotonic() < limit, f"{path} did not come"
+        time.sleep(0.02)
+
+
+def _kill(run: subprocess.Popen[bytes]) -> None:
+    """Kill a run and all that it started, ray's processes among them, as a machine's end would."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        everything = [*psutil.Process(run.pid).children(recursive=True), psutil.Process(run.pid)]
+        for one in everything:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+    run.wait()

@@ -68,7 +68,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("core", "data.dataset", "engines", "config.load", "run.errors", "scheduler"),
     ),
     "integrations.slime": ("config.load", "core", "scheduler"),
-    "integrations.verl": ("config.load", "core", "scheduler"),
+    "integrations.verl": ("config.load", "core", "engines", "scheduler"),
     "pipeline": ("report",),
     "pipeline.links": ("pipeline.plan", "trainer.trainer", "workers"),
     "pipeline.plan": ("codec", "core"),

@@ -51,7 +51,7 @@ BUDGETS = {
     "integrations.environments": 1_750,
     "integrations.slime": 400,
     "integrations.trl": 1_000,
-    "integrations.verl": 550,
+    "integrations.verl": 850,
     "pipeline": 150,
     "pipeline.links": 1_350,
     "pipeline.plan": 2_150,

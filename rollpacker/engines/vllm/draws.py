@@ -76,15 +76,33 @@ class Draw:
             self.log_probs = [said.logprob for one in log_probs for said in one.values()]
 
 
+def written(draw: Draw) -> list[Any]:
+    """Return what `read` makes an equal `Draw` of, for a process that unpickles nothing. No token
+    must have been drawn yet."""
+    one, keys = draw.sampling, None if draw.anew is None else draw.anew.keys
+    return [one.temperature, one.top_p, one.top_k, draw.key, draw.offset, keys]
+
+
+def read(given: Sequence[Any]) -> Draw:
+    """Return the `Draw` that was `written`."""
+    temperature, top_p, top_k, key, offset, keys = given
+    sampling = SamplingParams(
+        max_response_tokens=0, temperature=temperature, top_p=top_p, top_k=top_k
+    )
+    return Draw(sampling, key, offset=offset, anew=None if keys is None else Anew(keys))
+
+
 class Draws:
     """The `Draw` of each request that one vLLM engine has, by the request's number."""
 
     def __init__(self) -> None:
         self.noise = "rollpacker"
         """Which noise (random numbers) tokens are drawn with, as `EngineConfig.noise`."""
-        self.by_number: dict[int, Draw] = {}
-        self.broken: list[int] = []
+        self.by_number: dict[int | str, Draw] = {}
+        self.broken: list[int | str] = []
         """Numbers of the requests whose logits held a NaN, since the list was last emptied."""
+        self.ends: set[int] = set()
+        """Tokens that end a response, as vLLM knows them."""
 
 
 def parameters(number: int, draw: Draw, noise: str) -> dict[str, Any]:
@@ -104,15 +122,16 @@ def parameters(number: int, draw: Draw, noise: str) -> dict[str, Any]:
 
 
 def drawing_with(draws: Draws) -> type[LogitsProcessor]:
-    """The class of a logits processor that draws tokens as the `Draw` of each request in `draws`
-    says. Give it to vLLM as `EngineArgs.logits_processors`."""
+    """The class of a logits processor that draws tokens as the `Draw` of each request says, which
+    is its extra argument, or `written` there, and leaves requests without one to vLLM. Give
+    it to vLLM as `EngineArgs.logits_processors`."""
     from vllm.v1.sample.logits_processor import LogitsProcessor
     from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
     class DrawTokens(LogitsProcessor):  # type: ignore[misc]  # not seen beside vLLM
         def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
             self._device = device
-            self._rows: dict[int, tuple[int, Draw]] = {}
+            self._rows: dict[int, tuple[int | str, Draw]] = {}
             self._batch: _Batch | None = None
 
         def is_argmax_invariant(self) -> bool:
@@ -128,14 +147,26 @@ def drawing_with(draws: Draws) -> type[LogitsProcessor]:
             if self._batch is None:
                 ordered = [self._rows[row] for row in sorted(self._rows)]
                 self._batch = _Batch(ordered, logits.shape[1], self._device)
-            assert len(self._rows) == len(logits), "vLLM samples requests that are not ours"
-            tokens = self._batch.draw(logits, draws.broken)
-            return logits.fill_(-math.inf).scatter_(1, tokens[:, None], 0.0)
+            if len(self._rows) == len(logits):
+                tokens = self._batch.draw(logits, draws.broken)
+                return logits.fill_(-math.inf).scatter_(1, tokens[:, None], 0.0)
+            ours = torch.tensor(sorted(self._rows), device=self._device)
+            tokens = self._batch.draw(logits[ours], draws.broken)
+            logits[ours] = -math.inf
+            logits[ours, tokens] = 0.0
+            return logits
 
-    def _of_request(params: Any, prompt: Any, tokens: list[int]) -> tuple[int, Draw]:
-        number = params.extra_args[NUMBER]
-        found = draws.by_number.setdefault(number, params.extra_args[DRAW])
-        found.tokens = tokens
+    def _of_request(params: Any, prompt: Any, tokens: list[int]) -> tuple[int | str, Draw] | None:
+        given = params.extra_args or {}
+        if NUMBER not in given:
+            return None
+        number, said = given[NUMBER], given[DRAW]
+        found = draws.by_number.get(number)
+        if found is None:
+            found = said if isinstance(said, Draw) else read(said)
+            if found is said or found.anew is not None:  # of others nobody asks here
+                draws.by_number[number] = found
+        found.tokens, draws.ends = tokens, params.all_stop_token_ids
         return number, found
 
     return DrawTokens
@@ -184,14 +215,14 @@ class _Batch:
     made when requests come or go."""
 
     def __init__(
-        self, rows: Sequence[tuple[int, Draw]], vocabulary_size: int, device: torch.device
+        self, rows: Sequence[tuple[int | str, Draw]], vocabulary_size: int, device: torch.device
     ) -> None:
         self._rows = rows
         self._device = device
         self._settings = Settings([one.sampling for _, one in rows], vocabulary_size, device)
         self._keys = torch.tensor([one.key for _, one in rows], device=device)
 
-    def draw(self, logits: Tensor, broken: list[int]) -> Tensor:
+    def draw(self, logits: Tensor, broken: list[int | str]) -> Tensor:
         """Draw a token per row, int64 [rows], and note its log-probability. The numbers of requests
         whose logits hold a NaN are appended to `broken`."""
         counts = [len(one.tokens) for _, one in self._rows]

@@ -167,6 +167,12 @@ class Live:
         again `MAX_REDRAWS` times yet."""
         return len(self.tokens) > self._ceiling and self.num_redraws < MAX_REDRAWS
 
+    @property
+    def most_tokens(self) -> int:
+        """Number of tokens with which the response is over, or is found to be too long."""
+        ceiling = self._ceiling if self.num_redraws < MAX_REDRAWS else math.inf
+        return int(min(self.entry.limit, ceiling + 1))
+
     def draw_again(self, *, stopped: bool) -> bool:
         """Cut a response that has left vLLM if it is too short or too long, as in
         `Extender.draw_again`. Returns whether it was cut and must go on, with new random numbers.

@@ -57,7 +57,9 @@ def _watch_first(runner: Any, draws: Draws) -> None:
         found: list[_Piece] = []
         for name, num_tokens in num_scheduled.items():
             state = runner.requests[name]
-            draw = draws.by_number[state.sampling_params.extra_args[NUMBER]]
+            given = state.sampling_params.extra_args or {}
+            if (draw := draws.by_number.get(given.get(NUMBER, ""))) is None:
+                continue
             row = int(runner.query_start_loc.np[runner.input_batch.req_id_to_index[name]])
             begin, length = state.num_computed_tokens, len(state.prompt_token_ids)
             found += _pieces(draw, len(found), row, begin, num_tokens, length)

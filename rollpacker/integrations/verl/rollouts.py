@@ -13,7 +13,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -21,7 +21,10 @@ import ray
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 from verl.utils import tensordict_utils
 from verl.workers.rollout.llm_server import LLMServerClient
+from verl.workers.rollout.replica import TokenOutput
 
+from rollpacker.engines.engine import EngineOutput, GenerationRequest, SamplingParams
+from rollpacker.integrations.verl.carry import Anew, generated
 from rollpacker.scheduler import Request
 
 logger = logging.getLogger(__name__)
@@ -38,6 +41,10 @@ class Asked(NamedTuple):
     id: str
     place: int
     seed: int
+    version: int = 0
+    """Number of the weights' updates before it."""
+    carrying: GenerationRequest | None = None
+    """What is carried on, and the noise. None: tokens are not carried in this run."""
 
 
 class End(NamedTuple):
@@ -48,6 +55,9 @@ class End(NamedTuple):
     num_tokens: int
     reason: str
     why: str
+    output: EngineOutput | None = None
+    """The same as RollPacker's engines report it, with the tokens. None: tokens are not carried in
+    this run, or it failed."""
 
 
 class Stopped(Exception):
@@ -66,6 +76,10 @@ class Running:
     """The server that generates the current turn. None: between turns, as in a tool or a reward."""
     engine_id: str = ""
     """Name of the current turn's request in the server's engine."""
+    last_server: Any = None
+    """The server that generated last, or does. None: none has yet."""
+    output: EngineOutput | None = None
+    """How the response ended, where tokens are carried."""
 
     def next_seed(self) -> int:
         """Return the seed of the next turn. Turns of a response do not share random numbers."""
@@ -80,6 +94,9 @@ _running: ContextVar[Running | None] = ContextVar("running", default=None)
 class Client(LLMServerClient):  # type: ignore[misc]  # verl is not typed
     """verl's client of the servers, with a seed for each request, and an end to those stopped."""
 
+    _ends: Sequence[int] = ()
+    """Tokens that end a response, once the engine has told."""
+
     async def generate(
         self, request_id: str, *, sampling_params: dict[str, Any], **kwargs: Any
     ) -> Any:
@@ -87,24 +104,77 @@ class Client(LLMServerClient):  # type: ignore[misc]  # verl is not typed
         running = _running.get()
         if running is None:  # of a validation
             return await super().generate(request_id, sampling_params=sampling_params, **kwargs)
-        if running.is_stopped:
+        if running.asked.carrying is not None:
+            output = await self._carry(running, request_id, sampling_params, **kwargs)
+        else:
+            seed = {"seed": running.next_seed()}
+            output = await self._ask(running, request_id, {**sampling_params, **seed}, **kwargs)
+        if output is None or output.stop_reason in ("aborted", "abort"):
             raise Stopped
-        sampling_params = {**sampling_params, "seed": running.next_seed()}
+        return output
+
+    async def _ask(
+        self, running: Running, request_id: str, sampling_params: dict[str, Any], **kwargs: Any
+    ) -> Any:
+        """Have a server generate. Returns an aborted output if the response was stopped."""
+        if running.is_stopped:
+            return TokenOutput(token_ids=[], stop_reason="aborted")
         try:
             output = await super().generate(request_id, sampling_params=sampling_params, **kwargs)
         finally:
             running.server = None
         running.num_tokens += len(output.token_ids)
-        if output.stop_reason in ("aborted", "abort"):
-            if running.is_stopped:
-                raise Stopped
+        if output.stop_reason in ("aborted", "abort") and not running.is_stopped:
             raise RuntimeError("the engine aborted the response, and was not asked to")
+        return output
+
+    async def _carry(
+        self,
+        running: Running,
+        request_id: str,
+        sampling_params: dict[str, Any],
+        *,
+        prompt_ids: list[int],
+        **kwargs: Any,
+    ) -> Any:
+        """Generate a response from its carried tokens on. Returns None if it was stopped."""
+        asked, rollout = running.asked, self.config.actor_rollout_ref.rollout
+        assert asked.carrying is not None
+        if running.turns or sampling_params.get("stop"):
+            raise ValueError(
+                "carry=exact is for agents of a single turn, without stop strings: leave it out"
+            )
+        running.turns = 1
+        room = rollout.prompt_length + rollout.response_length - len(prompt_ids)
+        sampling = SamplingParams(
+            max_response_tokens=min(rollout.response_length, room),
+            temperature=sampling_params["temperature"],
+            top_p=sampling_params["top_p"],
+            top_k=max(sampling_params["top_k"], 0),
+            seed=rollout.seed,
+        )
+        request = replace(asked.carrying, prompt_tokens=tuple(prompt_ids), sampling=sampling)
+
+        async def ask(given: list[int], more: dict[str, Any]) -> Any:
+            prompt = [*prompt_ids, *given]
+            params = {**sampling_params, **more}
+            return await self._ask(running, request_id, params, prompt_ids=prompt, **kwargs)
+
+        async def take_anew(name: str | None) -> Anew:
+            if (name is None and self._ends) or running.last_server is None:
+                return (), (), self._ends
+            call = running.last_server.__ray_call__.remote(_take_anew, name or "")
+            found: Anew = await call
+            self._ends = found[2]
+            return found
+
+        running.output, output = await generated(request, asked.version, ask, take_anew)
         return output
 
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
         name, server = await super()._acquire_server(request_id, **extra)
         if (running := _running.get()) is not None:
-            running.server = server
+            running.server = running.last_server = server
         return name, server
 
     def _vllm_request_id(self, request_id: str) -> str:
@@ -122,6 +192,13 @@ def _abort(server: Any, engine_ids: list[str]) -> None:
     loop = server.engine.output_handler.get_loop()
     abort = asyncio.run_coroutine_threadsafe(server.engine.abort(engine_ids), loop)
     abort.add_done_callback(_report)
+
+
+def _take_anew(server: Any, name: str) -> Any:
+    """Return what `vllm_worker.Extension.take_anew` does, in the process of a vLLM server."""
+    loop, engine = server.engine.output_handler.get_loop(), server.engine
+    call = asyncio.run_coroutine_threadsafe(engine.collective_rpc("take_anew", args=(name,)), loop)
+    return call.result()[0]  # all of an engine's processes draw the same
 
 
 def _report(abort: Future[None]) -> None:
@@ -151,9 +228,13 @@ class Worker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type: ignore
         for running in stopped:
             running.is_stopped = True
         while stopped := [one for one in stopped if one.asked.id in self._requests]:
-            generating = [one for one in stopped if one.server is not None and one.engine_id]
-            aborts = [one.server.__ray_call__.remote(_abort, [one.engine_id]) for one in generating]
-            await asyncio.gather(*aborts)
+            by_server: dict[Any, list[str]] = {}
+            for one in stopped:
+                if one.server is not None and one.engine_id:
+                    by_server.setdefault(one.server, []).append(one.engine_id)
+            await asyncio.gather(
+                *(one.__ray_call__.remote(_abort, ids) for one, ids in by_server.items())
+            )
             await asyncio.sleep(ABORT_AGAIN_S)
 
     async def _run_prompt(
@@ -185,7 +266,22 @@ class Worker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type: ignore
             logger.exception("request %s failed", asked.id)
             reason, why = "failed", f"{type(error).__name__}: {error}"
         del self._requests[asked.id]
-        self._ends.put_nowait(End(asked.id, running.num_tokens, reason, why))
+        output = None if reason == "failed" else running.output
+        self._ends.put_nowait(End(asked.id, running.num_tokens, reason, why, output))
+
+
+def _asked(request: Request, version: int | None) -> Asked:
+    found = Asked(request.id, request.place, request.seed)
+    if version is None:
+        return found
+    carrying = GenerationRequest(
+        sample=request.sample,
+        prompt_tokens=(),
+        sampling=SamplingParams(max_response_tokens=0),  # of both the worker knows
+        noise=request.noise,
+        carried=request.carried,
+    )
+    return found._replace(version=version, carrying=carrying)
 
 
 class Manager(AgentLoopManagerTQ):  # type: ignore[misc]
@@ -199,13 +295,16 @@ class Manager(AgentLoopManagerTQ):  # type: ignore[misc]
         self._calls: set[Any] = set()
         """Calls of workers that are under way, whose errors must not be lost."""
 
-    def start(self, requests: Sequence[Request], rows: dict[int, Any], step: int) -> None:
+    def start(
+        self, requests: Sequence[Request], rows: dict[int, Any], step: int, version: int | None
+    ) -> None:
         """Start requests. `rows` has the row of each prompt, of a single one in its batch. `step`:
-        number of the step."""
+        number of the step. `version`: number of the weights' updates so far, if tokens are
+        carried; None: they are not."""
         by_worker: dict[int, list[Any]] = {}
         for prompt, group in groupby(requests, key=lambda request: request.prompt):
             row = rows[prompt].clone()
-            asked = [tuple(Asked(one.id, one.place, one.seed)) for one in group]
+            asked = [tuple(_asked(one, version)) for one in group]
             tensordict_utils.assign_non_tensor_stack(row, REQUESTS, [asked])
             by_worker.setdefault(self._worker_of(prompt), []).append(row)
         for worker, found in by_worker.items():

@@ -14,12 +14,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 import transfer_queue
 from omegaconf import OmegaConf, open_dict
+from packaging.version import Version
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.trainer.ppo.v1.trainer_base import register_trainer
@@ -29,6 +31,8 @@ from verl.utils import tensordict_utils
 from rollpacker.config.load import config_of
 from rollpacker.core.job.config import JobConfig
 from rollpacker.core.rounds.tail_batching import TailBatchingConfig
+from rollpacker.engines.vllm.setup import TESTED
+from rollpacker.integrations.verl.carry import ENGINE
 from rollpacker.integrations.verl.rollouts import Client, Manager
 from rollpacker.scheduler import FOLDER, Counted, Request, Scheduler, Step, has_state
 
@@ -71,6 +75,9 @@ class Sampler(ReplayBuffer):  # type: ignore[misc]  # verl is not typed
             return super().sample(global_steps, partition_id, batch_size)  # type: ignore[no-any-return]
         while not self.step.done():
             for end in self.manager.ends():
+                if end.output is not None:
+                    self.scheduler.heard(end.output)
+                    continue
                 self.scheduler.ended(end.id, end.num_tokens, end.reason, why=end.why)  # type: ignore[arg-type]
         step = self.step.result()
         if step is None:
@@ -106,6 +113,10 @@ class RollPackerTrainer(PPOTrainerSync):  # type: ignore[misc]
             own = {"path": f"pkg://{__name__}", "name": Sampler.__name__}
             config.trainer.v1.sampler.custom_sampler = own
             config.actor_rollout_ref.rollout.agent.agent_loop_manager_class = MANAGER
+            if _carries(config):
+                given = config.actor_rollout_ref.rollout.get("engine_kwargs") or {}
+                vllm = {**(given.get("vllm") or {}), **ENGINE}
+                config.actor_rollout_ref.rollout.engine_kwargs = {**given, "vllm": vllm}
         super().__init__(config)
 
     def get_llm_client(self) -> Any:
@@ -145,7 +156,9 @@ class RollPackerTrainer(PPOTrainerSync):  # type: ignore[misc]
 
     def start(self, requests: Sequence[Request]) -> None:
         """Start requests of the scheduler (`Host`)."""
-        self.agent_loop_manager.start(requests, self.replay_buffer.rows, self.global_steps)
+        sampler = self.replay_buffer
+        updates = sampler.scheduler.version if _carries(self.config) else None
+        self.agent_loop_manager.start(requests, sampler.rows, self.global_steps, updates)
 
     def stop(self, requests: Sequence[Request]) -> None:
         """Stop requests of the scheduler (`Host`)."""
@@ -234,15 +247,18 @@ def held() -> dict[str, Any]:
     return (transfer_queue.kv_list(PARTITION) or {}).get(PARTITION, {})  # type: ignore[no-any-return]
 
 
+def _carries(config: Any) -> bool:
+    """Whether tokens of stopped responses are carried to a later step, and verified there."""
+    return bool((config.trainer.v1.get(MODE) or {}).get("carry", "none") == "exact")
+
+
 def _job(config: Any) -> JobConfig:
     """Return what the scheduler is to know of verl's config: the sizes of a step, and the settings
     of tail batching, `trainer.v1.rollpacker_sync.*`."""
     given = OmegaConf.to_container(config.trainer.v1.get(MODE) or OmegaConf.create(), resolve=True)
     tree: dict[str, Any] = {"carry": "none", **given}
-    if tree["carry"] != "none":
-        raise ValueError(
-            f"{MODE}.carry={tree['carry']}: verl's engines take no tokens up, leave it out"
-        )
+    if tree["carry"] not in ("none", "exact"):
+        raise ValueError(f"{MODE}.carry={tree['carry']}: here it is none or exact")
     return JobConfig(
         prompts_per_step=config.data.train_batch_size,
         samples_per_prompt=config.actor_rollout_ref.rollout.n,
@@ -278,3 +294,41 @@ def _check(config: Any) -> None:
     for what, found in refused.items():
         if found:
             raise ValueError(f"trainer_mode={MODE} does not go with {what}")
+    if _carries(config):
+        _check_carrying(rollout)
+
+
+def _check_carrying(rollout: Any) -> None:
+    """Raise `ValueError` for settings of verl's rollouts under which no tokens can be carried."""
+    of_vllm = (rollout.get("engine_kwargs") or {}).get("vllm") or {}
+    lowest, end = (".".join(map(str, one)) for one in TESTED["vllm"])
+    is_plain = (rollout.get("temperature", 1), rollout.get("top_p", 1)) == (1, 1)
+    refused = {
+        f"vLLM {version('vllm')}: it was tried with vLLM from {lowest} to before {end}": not (
+            TESTED["vllm"][0] <= Version(version("vllm")).release < TESTED["vllm"][1]
+        ),
+        "rollout.multi_turn: the tokens of a single turn can be carried": (
+            (rollout.get("multi_turn") or {}).get("enable", False)
+        ),
+        "rollout.data_parallel_size or pipeline_model_parallel_size: one process is asked": (
+            rollout.get("data_parallel_size", 1) * rollout.get("pipeline_model_parallel_size", 1)
+            > 1
+        ),
+        "rollout.enable_rollout_routing_replay: the experts of carried tokens are not kept": (
+            rollout.get("enable_rollout_routing_replay", False)
+        ),
+        "rollout.calculate_log_probs at a temperature, top_p or top_k: vLLM's are those before": (
+            rollout.get("calculate_log_probs", False)
+            and not (is_plain and rollout.get("top_k", -1) <= 0)
+        ),
+        "speculative decoding: vLLM gives it no logits processors": (
+            "speculative_config" in of_vllm
+            or (rollout.get("mtp") or {}).get("enable_rollout", False)
+        ),
+        f"rollout.engine_kwargs.vllm.{', '.join(set(ENGINE) & set(of_vllm))}: it is set here": (
+            bool(set(ENGINE) & set(of_vllm))
+        ),
+    }
+    for what, found in refused.items():
+        if found:
+            raise ValueError(f"{MODE}.carry=exact does not go with {what}")
