@@ -77,7 +77,8 @@ def drive(host: str, mode: str, options: Mapping[str, Any]) -> dict[str, Any]:
     environment, module = HOSTS[host]
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     command = [str(ROOT / environment / "bin/python"), "-m", module, "--mode", mode, *words]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
+    environ = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     *rows, last = [json.loads(one) for one in done.stdout.splitlines() if one[0] == "{"] or [{}]
     if done.returncode or "responses" not in last:
