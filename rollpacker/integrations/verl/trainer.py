@@ -192,9 +192,10 @@ class RollPackerTrainer(PPOTrainerSync):  # type: ignore[misc]
 
     def _save_checkpoint(self) -> None:
         folder = Path(self.config.trainer.default_local_dir, f"global_step_{self.global_steps}")
-        self.replay_buffer.scheduler.save(folder)
+        (folder / FOLDER).mkdir(parents=True, exist_ok=True)
         rows = {prompt: plain_row(row) for prompt, row in self.replay_buffer.rows.items()}
         torch.save(rows, folder / FOLDER / ROWS)
+        self.replay_buffer.scheduler.save(folder)  # where its state is, the rows are
         super()._save_checkpoint()  # last: it says that the checkpoint is complete
 
 
