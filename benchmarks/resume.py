@@ -33,6 +33,7 @@ from safetensors.numpy import load_file
 ARMS = {
     "pool": ("tail_batching.prompt_factor=1.5",),
     "queue": ("tail_batching.prompt_factor=1.5", "tail_batching.stragglers=queue"),
+    "ahead": ("tail_batching.prompt_factor=1", "tail_batching.look_ahead=1"),
     "published": ("tail_batching.selection=published",),
     "stages": ("train.processes=2", "train.pipeline.stages=2"),
 }

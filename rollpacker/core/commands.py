@@ -22,6 +22,9 @@ class RoundKind(StrEnum):
     """Prompts that earlier rounds left unfinished are generated again, and all are awaited."""
     FLUSH = "flush"
     """A LONG round of any size that empties the queue at the end of an epoch or of the run."""
+    AHEAD = "ahead"
+    """No round of its own: prompts of the next step that are begun in slots which the round under
+    way leaves empty."""
 
 
 NOWHERE = -1

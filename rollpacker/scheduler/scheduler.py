@@ -337,9 +337,7 @@ class Scheduler:
     @property
     def waiting(self) -> frozenset[int]:
         """Numbers (`Request.prompt`) of the prompts that wait for a later step."""
-        queues = self._bus.job.queues
-        waits = [one.prompt for tier in (queues.long, *queues.tiers) for one in tier]
-        return frozenset(prompt.row for prompt in (*waits, *queues.fresh))
+        return frozenset(one.prompt.row for one in self._bus.job.queues.waiting())
 
     @property
     def version(self) -> int:
@@ -541,10 +539,7 @@ def _restored(folder: Path, config: JobConfig, cursor: Cursor) -> tuple[Job, Any
         raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
     cursor.restore(of_cursor)
     job = Job.restore(config, of_job, data_ended=cursor.ended)
-    queues = job.queues
-    waits = [*queues.long, *(one for tier in queues.tiers for one in tier)]
-    expected = {one.prompt: [carried.tokens for carried in one.carried] for one in waits}
-    return job, read_carried(tokens, TOKENIZER, expected)
+    return job, read_carried(tokens, TOKENIZER, job.queues.carried())
 
 
 def has_state(checkpoint: Path) -> bool:

@@ -25,7 +25,7 @@ import msgspec
 from msgspec import structs
 
 from rollpacker.bus import Routes
-from rollpacker.core.commands import Defer, Launch
+from rollpacker.core.commands import Defer, Launch, RoundKind
 from rollpacker.core.ids import PromptId, SampleId
 from rollpacker.core.portable import power
 from rollpacker.core.rounds.tail_batching import TailBatchingConfig
@@ -34,6 +34,8 @@ from rollpacker.sim.workload import Workload
 FIRST_PORTION = 256
 """Number of carried tokens of a response that the first pass verifies. Each later pass verifies as
 many as have come out the same, as in the embedded engine (engines/embedded/extend.py)."""
+MAX_LENGTH = 1 << 40
+"""Stands for no limit on a response, in tokens."""
 MAX_REDRAWS = 16
 """Most times that a response's end is refused, as too early or too late, and drawn again."""
 
@@ -54,6 +56,8 @@ class Draw(msgspec.Struct, frozen=True, gc=False):
     ceiling: int
     """Most tokens that the response may get if newer weights change a token of it, although it had
     ended by itself (`floor` is 0): the length of its prompt's longest response."""
+    early: bool = False
+    """True if the prompt was begun early and not put off since: neither bound holds."""
 
 
 def num_passed(num_same: int, most: int) -> int:
@@ -124,6 +128,8 @@ class Responses:
         self._mismatch = mismatch
         self._left: dict[PromptId, dict[int, Draw]] = {}
         """For every prompt put off to a later round: its unfinished responses, by sample index."""
+        self._early: set[PromptId] = set()
+        """Prompts of the next step that were begun early in this one."""
         self._version = 0
         """Version of the weights that generate the current step's samples."""
 
@@ -135,6 +141,8 @@ class Responses:
         samples = command.samples
         keys = range(len(self.samples), len(self.samples) + len(samples))
         self._version = command.version
+        if command.kind is RoundKind.AHEAD:
+            self._early.update(sample.prompt for sample in samples)
         self.samples += samples
         self.keys.update(zip(samples, keys, strict=True))
         prompt, own = None, list[int]()
@@ -162,6 +170,7 @@ class Responses:
         self._bounds.clear()
         self.redraws_to_come.clear()
         self._keys_of.clear()
+        self._early.clear()
 
     def lengths_of(self, groups: Iterable[Iterable[SampleId]]) -> list[int]:
         """Lengths in tokens of all samples of these groups."""
@@ -242,7 +251,7 @@ class Responses:
             self.lengths[key] = draw.length
             if draw.attempt != noise.attempt:
                 self.noises[key] = SampleId(noise.prompt, noise.index, draw.attempt)
-            self._bounds[key] = draw.floor, draw.ceiling
+            self._bounds[key] = (0, MAX_LENGTH) if draw.early else (draw.floor, draw.ceiling)
             tokens = self.done[key] if carried else draw.tokens
             self.passed[key] = tokens if carried else 0
             if exact and tokens:
@@ -292,7 +301,7 @@ class Responses:
             left = {self.noises[key].index: self._left_of(key) for key in keys}
             ceiling = max([draw.floor or draw.tokens for draw in left.values()], default=0)
             for place, draw in left.items():
-                draw = structs.replace(draw, ceiling=ceiling)
+                draw = structs.replace(draw, ceiling=ceiling, early=prompt in self._early)
                 self._left.setdefault(prompt, {})[place] = draw
 
     def _left_of(self, key: int) -> Draw:
@@ -301,7 +310,8 @@ class Responses:
         draw, carried = self._before.get(key, (None, 0))
         is_same = key in self.reached and 0 < tokens <= self.kept.get(key, 0)
         if draw is not None and is_same and tokens < carried:  # there is more of the same
-            return structs.replace(draw, tokens=carried)
+            floor = min(draw.floor, tokens) if draw.early else draw.floor
+            return structs.replace(draw, tokens=carried, floor=floor)
         floor = max(self._bounds.get(key, (0, 0))[0], self.reached.get(key, 0))
         attempt = self.noises[key].attempt
         return Draw(self.lengths[key], tokens, self._version, attempt, floor, ceiling=0)

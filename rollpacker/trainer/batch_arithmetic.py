@@ -95,7 +95,8 @@ def _most_carried(config: RunConfig) -> int:
     ]
     # A queue is one short of a round of its own, and a race adds what it defers.
     queues = 0 if tail.pooled else prompts - 1 + sum(race - 1 for race in races[1:])
-    return queues + max(races) - prompts
+    begun_early = races[0] if tail.look_ahead else 0
+    return queues + max(races) - prompts + begun_early
 
 
 def tail_notes(config: RunConfig) -> list[str]:

@@ -21,7 +21,7 @@ from rollpacker.core.lengths.factor_plan import SavedPlanner
 from rollpacker.core.lengths.window import LengthWindow, SavedWindow
 from rollpacker.core.messages import COMMANDS, EVENTS
 from rollpacker.core.records import LogError, Note, Record, Session, decode, encode
-from rollpacker.core.rounds.queues import SavedQueues
+from rollpacker.core.rounds.saved_queues import SavedQueues
 from tests.core.drawn import values
 from tests.core.world import World, published
 

@@ -71,6 +71,17 @@ def test_a_frozen_policy_is_trained_on_the_same_responses(config: Path, seed: in
             assert summary["tokens"] == told["tokens"]  # nothing is generated twice
 
 
+@pytest.mark.parametrize("factor", [1.0, 1.5])
+def test_prompts_begun_early_are_the_same_too(config: Path, factor: float) -> None:
+    without, told = train(config, 0, "tail_batching.enabled=false")
+    trained, summary = train(
+        config, 0, f"tail_batching.prompt_factor={factor}", "tail_batching.look_ahead=1"
+    )
+    assert trained == without
+    assert summary["carrying"]["tokens"] > 1000 and summary["carrying"]["kept_ratio"] == 1.0
+    assert summary["tokens"] == told["tokens"]  # nothing is generated twice
+
+
 def test_without_carried_tokens_they_are_the_same_too(config: Path) -> None:
     """Drawn anew with the same noise; as published it is other ones."""
     without, told = train(config, 0, "tail_batching.enabled=false")

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("arm", ["pool", "queue"])
+@pytest.mark.parametrize("arm", ["pool", "queue", "ahead"])
 def test_killed_and_resumed_runs_equal_the_uninterrupted_one(arm: str) -> None:
     """After every one of a few steps and at random moments, with tokens carried over the kills; see
     benchmarks/resume.py."""

@@ -290,9 +290,10 @@ def test_lines_name_everything(folder):
         (TailBatchingConfig(stragglers="pool", prompt_factor=1.25), 2),
         (TailBatchingConfig(stragglers="pool", prompt_factor=2.0), 8),
         (TailBatchingConfig(), 7 + 4),
+        (TailBatchingConfig(look_ahead=1.0), 7 + 4 + 12),
         (TailBatchingConfig(prompt_factor=1.5, tiers=(Tier(prompt_factor=1.25),)), 9 + 7 + 4),
     ],
-    ids=["pool", "wide pool", "queue", "tier"],
+    ids=["pool", "wide pool", "queue", "look ahead", "tier"],
 )
 def test_what_deferred_prompts_carry_is_bounded(folder, tail, prompts):
     size = prompts * 4 * 100 * CARRIED_TOKEN_BYTES

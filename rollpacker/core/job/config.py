@@ -68,6 +68,11 @@ class JobConfig:
                 "stream_trainer.enabled: a sample's weight is known when its round is over, and "
                 "streaming trains on it before"
             )
+        if self.tail_batching.look_ahead and (self.stream.enabled or self.acting is not None):
+            raise ValueError(
+                "tail_batching.look_ahead does not go with stream_trainer.enabled, which gives "
+                "idle devices to the trainer, nor with environments: set it to 0"
+            )
         if self.shares_pools and self.stream.enabled and not self.trainer_apart:
             raise ValueError(
                 "stream_trainer.enabled does not go with shared pools where engines and trainer "

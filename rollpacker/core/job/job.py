@@ -8,6 +8,7 @@ phase; `core/job/phases.py` has the list. Its parts decide:
 
     queues:       which prompts wait, and which round is next;
     Round:        which samples of the current round are kept, aborted or deferred;
+    ahead:        which prompts of the next step are begun in slots that stand empty;
     rewards:      when each check of a response starts;
     acting:       when each environment is asked for its answer;
     parallelism:  how many devices an engine has, by kind of round;
@@ -66,9 +67,11 @@ from rollpacker.core.job.config import JobConfig
 from rollpacker.core.job.phases import WAITS_FOR, Phase, ProtocolError, expect
 from rollpacker.core.job.progress import MAX_EMPTY_STEPS, Ledger, Progress
 from rollpacker.core.lengths.learned import Learned
+from rollpacker.core.rounds import saved_queues
+from rollpacker.core.rounds.ahead import Ahead
 from rollpacker.core.rounds.carry_limit import CarryLimit
 from rollpacker.core.rounds.dynamic_sampling import StepGroups, split_by_signal
-from rollpacker.core.rounds.groups import RoundPlan
+from rollpacker.core.rounds.groups import RoundPlan, Waiting
 from rollpacker.core.rounds.queues import NextRound, Queues
 from rollpacker.core.rounds.racing import Racing
 from rollpacker.core.rounds.round import Round, StrayEventError
@@ -101,6 +104,7 @@ class Job:
         self.progress = Progress()
         self.ledger = Ledger()
         self.queues = Queues(config)
+        self.ahead = Ahead(config.tail_batching.look_ahead, config.samples_per_prompt)
         follows = config.follows_carrying
         self.carry_limit = CarryLimit(config.max_response_tokens, follows=follows)
         self.racing = Racing(follows=follows)
@@ -178,6 +182,8 @@ class Job:
         """What the job waits for, in words, for the message when a deadline has passed."""
         if self._round is not None:
             nobody = self.fleet is not None and self._round.num_under_way and self.fleet.nobody()
+            if self.ahead.num_under_way and not self._round.num_under_way:
+                return self.ahead.waiting_for()
             return nobody or self._round.waiting_for()
         what = WAITS_FOR.get(self.phase, "nothing")
         return what.format(step=self.step, next_step=self.step + 1, version=self.version)
@@ -185,7 +191,8 @@ class Job:
     @property
     def waits_for_rewards(self) -> bool:
         """Whether all samples of the round have left the engines and only verdicts are missing."""
-        return self._round is not None and not self._round.num_under_way
+        is_empty = self._round is not None and not self._round.num_under_way
+        return is_empty and not self.ahead.num_under_way
 
     @property
     def evaluation_is_due(self) -> bool:
@@ -195,7 +202,8 @@ class Job:
 
     def nothing_left(self) -> bool:
         """Whether the run is over: no fresh prompts follow, and none is left unfinished."""
-        ends = self.progress.data_ended or self.progress.out_of_steps(self.config.max_steps)
+        data_ended = self.progress.data_ended and not self.queues.fresh
+        ends = data_ended or self.progress.out_of_steps(self.config.max_steps)
         return ends and not self.num_queued
 
     # -- choosing the next round -------------------------------------------------------
@@ -211,7 +219,6 @@ class Job:
         deferred = self.queues.next_round(ending=out_of_steps)
         if deferred is not None:
             return self._start(deferred)
-        self.queues.fresh = []
         self.lengths.choose_factors(self.step)
         return self._fetch()
 
@@ -232,9 +239,19 @@ class Job:
 
     def _num_to_fetch(self) -> int:
         num_waiting = self.queues.num_racing(self._num_to_race)
-        return self._num_to_race - num_waiting - len(self.queues.fresh)
+        num_ahead = self._num_to_race if self._may_look_ahead else 0
+        return self._num_to_race - num_waiting + num_ahead - len(self.queues.fresh)
+
+    @property
+    def _may_look_ahead(self) -> bool:
+        """Whether prompts of the next step are begun in slots that stand empty: there is a next
+        step."""
+        follows = not self.progress.out_of_steps(self.config.max_steps, after=1)
+        return self.config.tail_batching.look_ahead > 0 and follows
 
     def _fetch(self) -> list[Command]:
+        if self.queues.fetched_all:
+            return self._race_or_drain()
         count = self._num_to_fetch()
         if count <= 0:
             return self._start_race()
@@ -245,22 +262,29 @@ class Job:
         expect(self.phase, event)
         tail, queues = self.config.tail_batching, self.queues
         self.ledger.fetch(event.prompts)
-        queues.fresh += event.prompts
+        queues.fresh += map(Waiting, event.prompts)
         self.progress.data_ended = event.data_ended
         epoch_flush = event.epoch_ended and (tail.flush_each_epoch or not tail.enabled)
         if not event.data_ended and not epoch_flush and self._num_to_fetch() > 0:
             if not event.prompts and not event.epoch_ended:
                 raise ProtocolError("the cursor gave no prompt although its epoch goes on")
             return self._fetch()
-        if event.data_ended or epoch_flush:
-            queues.draining = True
+        queues.fetched_all = event.data_ended or epoch_flush
+        return self._race_or_drain()
+
+    def _race_or_drain(self) -> list[Command]:
+        """Starts a round of the fetched prompts. At the end of an epoch too few may be left for a
+        race: they go through the queue of the deferred."""
+        tail, queues = self.config.tail_batching, self.queues
+        num_fresh = self._num_to_race - queues.num_racing(self._num_to_race)
+        if queues.fetched_all and len(queues.fresh) <= num_fresh:
+            queues.draining, queues.fetched_all = True, False
         if not tail.enabled and queues.fresh:
             return self._start_race()
         num_ready = len(queues.fresh) + queues.num_racing(self._num_to_race)
         if queues.fresh and num_ready >= self._num_wanted:
             return self._start_race()
-        # Too few for a race: what is left of the epoch goes through the queue with the stragglers.
-        queues.long.extend(queues.take_fresh())
+        queues.long.extend(queues.take_fresh(len(queues.fresh)))
         return self._next_step() if self._gathered is None else self._train(self._gathered)
 
     def _start_race(self) -> list[Command]:
@@ -320,6 +344,8 @@ class Job:
         return self.stream.may_release and self.acting is None
 
     def _on_generated(self, event: SampleGenerated) -> list[Command]:
+        if self.ahead.num_under_way and self.ahead.has(event.sample):
+            return self._on_early(event)
         round_, stream = self._round or self._round_of(event), self.stream
         commands = round_.on_generated(event)
         # Asked here and not by `_counts_ends`: every response comes by.
@@ -363,7 +389,13 @@ class Job:
             return []
         return self._after(round_, round_.on_acted(event, retry))
 
+    def _on_early(self, event: SampleGenerated | SampleAborted | SampleFailed) -> list[Command]:
+        self.ahead.on_ended(event)
+        return self._after(self._round_of(event), [])
+
     def _on_aborted(self, event: SampleAborted) -> list[Command]:
+        if self.ahead.num_under_way and self.ahead.has(event.sample):
+            return self._on_early(event)
         round_ = self._round_of(event)
         commands = round_.on_aborted(event)
         if self._counts_ends:
@@ -371,6 +403,8 @@ class Job:
         return self._after(round_, commands)
 
     def _on_failed(self, event: SampleFailed) -> list[Command]:
+        if self.ahead.num_under_way and self.ahead.has(event.sample):
+            return self._on_early(event)
         round_ = self._round_of(event)
         launched = round_.num_launched
         commands = round_.on_failed(event)
@@ -400,7 +434,15 @@ class Job:
         """Adds to `commands`, which `round_` has given, the start of gradients that the trainer can
         compute before the round is over. If the round is over, adds what follows it."""
         if round_.num_under_way:
+            if self._may_look_ahead:
+                commands += self.ahead.begin(
+                    round_.plan, round_.num_launched, round_.num_under_way, self.queues.fresh
+                )
             return commands + self._stream(round_) if self.stream.may_stream_early else commands
+        # Not with the last verdict, which comes at another moment in each run.
+        commands += self.ahead.stop()
+        if self.ahead.num_under_way:
+            return commands
         self.lengths.engine_is_empty()
         if round_.closed:
             return commands + self._close_round(round_)
@@ -425,6 +467,7 @@ class Job:
         groups, drops = round_.close()
         plan = round_.plan
         self.queues.defer(round_.deferred(), plan.defers_to)
+        self.queues.fresh = self.ahead.take(self.queues.fresh)
         if self.racing.follows:
             carried = round_.carried_counts()
             self.carry_limit.observe(carried)
@@ -450,7 +493,6 @@ class Job:
         ends = self.queues.draining or self.progress.data_ended
         if gathered.may_refill(self.config.dynamic_sampling) and not ends:
             gathered.num_refills += 1
-            self.queues.fresh = []
             return [*drops, *self._fetch()]
         return [*drops, *self._train(gathered)]
 
@@ -517,7 +559,7 @@ class Job:
             raise ProtocolError(f"a job cannot be saved in phase {self.phase}")
         return {
             **to_plain(self.progress),
-            **self.queues.state(),
+            **saved_queues.saved(self.queues, self.config),
             **self.lengths.state(),
             **self.carry_limit.state(),
             **self.racing.saved(),
@@ -540,7 +582,7 @@ class Job:
         job = cls(config)
         job.phase = Phase.COMMITTING
         job.progress = Progress.restore(state)
-        job.queues.restore(state)
+        saved_queues.restore(job.queues, config, state)
         job.lengths.restore(state)
         job.carry_limit.restore(state)
         job.racing.restore(state)

@@ -36,10 +36,10 @@ class Progress(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     evaluated_step: int | None = None
     """Number of the step that was evaluated last. None: no step was."""
 
-    def out_of_steps(self, max_steps: int | None) -> bool:
-        """Whether `max_steps` are done; only prompts that earlier rounds left unfinished may still
-        be trained on. False if `max_steps` is None."""
-        return max_steps is not None and self.step >= max_steps
+    def out_of_steps(self, max_steps: int | None, *, after: int = 0) -> bool:
+        """Whether `max_steps` are done, or will be `after` further steps; only prompts that earlier
+        rounds left unfinished may still be trained on. False if `max_steps` is None."""
+        return max_steps is not None and self.step + after >= max_steps
 
     def evaluation_is_due(self, cadence: Cadence | None, *, last: bool) -> bool:
         """Whether an evaluation is due after the last committed step. `cadence`: when evaluations

@@ -1,6 +1,7 @@
 """The prompts that wait for a round, and which round is next. There are these queues:
 
-fresh:    prompts fetched for the next round, and never launched;
+fresh:    prompts fetched for the next rounds, and part of none; with
+          `tail_batching.look_ahead` some may have been begun early (`ahead.py`);
 tiers:    deferred, and to be launched in a further round (a "cascade") that keeps the first
           to finish; one queue for each of the `tail_batching.tiers`;
 long:     deferred, and to be awaited by a long round: first in, first out; with
@@ -17,13 +18,10 @@ fresh prompts:   if nothing else is due; with the pool, deferred ones are launch
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
 
-import msgspec
-
-from rollpacker.codec import part_of, to_plain
 from rollpacker.core.commands import RoundKind
 from rollpacker.core.ids import PromptId
 from rollpacker.core.job.config import JobConfig
@@ -84,7 +82,9 @@ class Queues:
         unfinished prompts that keeps the first to finish."""
         self.long: deque[Waiting] = deque()
         self.tiers: tuple[deque[Waiting], ...] = tuple(deque() for _ in self.races)
-        self.fresh: list[PromptId] = []
+        self.fresh: list[Waiting] = []
+        self.fetched_all = False
+        """True if an epoch or the data ended with prompts that are still in `fresh`."""
         self.draining = False
         """True while an epoch or the run ends: nothing is fetched before the queues are empty."""
         self.without_races = not tail.enabled
@@ -92,8 +92,6 @@ class Queues:
         """Whether rounds of fresh prompts wait for all at present, so that deferred prompts join
         them."""
         self._pooled = tail.pooled
-        self._carries = tail.carries
-        self._max_response_tokens = config.max_response_tokens
         self.cut_off_at: int | None = None
         """Former limit on responses, in tokens, if it was raised at a resume. None: it was not."""
 
@@ -125,14 +123,23 @@ class Queues:
         return min(len(self.long), most) if joins else 0
 
     def take_racing(self, most: int) -> tuple[Waiting, ...]:
-        """Removes and returns the prompts of the next short round: the fetched ones and, where
-        deferred prompts are launched beside these, at most `most` of the deferred."""
-        return _first(self.long, self.num_racing(most)) + self.take_fresh()
+        """Removes and returns the prompts of the next short round, at most `most`: where they are
+        launched beside fresh ones, the deferred, and then the fetched."""
+        deferred = _first(self.long, self.num_racing(most))
+        return deferred + self.take_fresh(most - len(deferred))
 
-    def take_fresh(self) -> tuple[Waiting, ...]:
-        """Removes and returns the fetched prompts, which were never launched."""
-        fresh, self.fresh = self.fresh, []
-        return tuple([Waiting(prompt) for prompt in fresh])
+    def take_fresh(self, most: int) -> tuple[Waiting, ...]:
+        """Removes and returns the first `most` of the fetched prompts."""
+        taken, self.fresh = self.fresh[:most], self.fresh[most:]
+        return tuple(taken)
+
+    def waiting(self) -> Iterator[Waiting]:
+        """Yields every prompt that waits for a round, in whatever queue."""
+        return chain(self.long, *self.tiers, self.fresh)
+
+    def carried(self) -> dict[PromptId, list[int]]:
+        """Number of tokens that earlier launches left of each response, by prompt and index."""
+        return {one.prompt: [kept.tokens for kept in one.carried] for one in self.waiting()}
 
     def defer(self, prompts: Iterable[Waiting], tier: int) -> None:
         """Adds prompts to the queue of this tier (a further round that keeps the first to finish),
@@ -158,49 +165,6 @@ class Queues:
             prompts_needed=self.prompts_per_step,
             defers_to=tier + 1,
         )
-
-    # -- checkpoints -------------------------------------------------------------------
-
-    def state(self) -> dict[str, Any]:
-        """The queues of unfinished prompts as four entries of the job's saved state."""
-        saved = SavedQueues(
-            queue=list(self.long),
-            tier_queues=[list(waiting) for waiting in self.tiers],
-            draining=self.draining,
-            max_response_tokens=self._max_response_tokens,
-        )
-        return to_plain(saved)
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores the queues from the job's saved `state`, by the configuration now. Prompts of a
-        tier (a further round that keeps the first to finish) that no longer exists wait for a long
-        round. If tail batching is off now, deferred prompts come before all fresh ones. Tokens of
-        earlier launches are dropped if the configuration keeps none, and responses that a smaller
-        limit cut off count as incomplete."""
-        saved = part_of(SavedQueues, state)
-        before, now = saved.max_response_tokens, self._max_response_tokens
-        if before is not None and (now is None or before < now):
-            self.cut_off_at = before
-        for queue in (saved.queue, *saved.tier_queues):
-            for place, one in enumerate(queue):
-                carried = (
-                    tuple(c.under(self.cut_off_at) for c in one.carried) if self._carries else ()
-                )
-                queue[place] = one._replace(carried=carried)
-        self.long.extend(saved.queue)
-        for tier, waiting in enumerate(saved.tier_queues):
-            self.defer(waiting, tier)
-        self.draining = saved.draining or (self.without_races and len(self) > 0)
-
-
-class SavedQueues(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Prompts left for later rounds, queue by queue, as a checkpoint holds them."""
-
-    queue: list[Waiting]
-    tier_queues: list[list[Waiting]]
-    draining: bool
-    max_response_tokens: int | None = None
-    """Cap on responses, in tokens, when the queues were saved. None: no cap, or not known."""
 
 
 def _first(queue: deque[Waiting], count: int) -> tuple[Waiting, ...]:

@@ -103,6 +103,11 @@ class TailBatchingConfig:
     round, which waits for all of them. pool: they join the next short round, which starts fewer
     fresh prompts; faster where the policy changes so little between rounds that tokens of an
     earlier launch are sampled again as they were."""
+    look_ahead: float = field(default=0.0, metadata=OMIT_DEFAULT)
+    """While a round ends, prompts of the next step are begun in slots that stand empty, so that as
+    many responses are under way as this share of those that the round began with. Nobody selects
+    among them: the next step begins with these prompts, however long they are, and its weights
+    verify the tokens. 0: none are begun early; 1: all slots stay in use."""
     max_deferrals: int = field(default=16, metadata=absent(16))
     """With stragglers=pool: after so many deferrals of a prompt its next round waits for it."""
     complement: bool = field(default=True, metadata=absent(True))
@@ -195,6 +200,13 @@ class TailBatchingConfig:
             raise ValueError(
                 f"carry={self.carry} goes with selection=none, since selection=published draws "
                 "deferred prompts afresh: set carry=none, or selection=none"
+            )
+        if not 0 <= self.look_ahead <= 1:
+            raise ValueError(f"look_ahead must lie between 0 and 1, not {self.look_ahead}")
+        if self.look_ahead and not (self.carries and self.verifies):
+            raise ValueError(
+                "look_ahead begins responses that newer weights verify: it goes with enabled=true "
+                "and carry=exact or auto"
             )
         if self.stragglers == "pool" and self.tiers:
             raise ValueError("stragglers=pool has no tiers: a pool races every deferred prompt on")

@@ -69,7 +69,5 @@ def build_carried(
     tail = config.tail
     if checkpoint is None or not tail.carries:
         return CarriedTokens(tail)
-    waiting = [*job.queues.long, *(one for tier in job.queues.tiers for one in tier)]
-    expected = {one.prompt: [carried.tokens for carried in one.carried] for one in waiting}
-    kept = read_carried(checkpoint.folder, tokenizer, expected)
+    kept = read_carried(checkpoint.folder, tokenizer, job.queues.carried())
     return CarriedTokens(tail, kept, cut_off_at=job.queues.cut_off_at)

@@ -63,6 +63,9 @@ class KeptTokens:
     """Which tokens were drawn again with other random numbers, as in `Response.redraws`."""
     given: Spans = ()
     """Ranges of tokens that the model was given, not sampled; their log-probs are 0."""
+    early: bool = False
+    """True if the prompt was begun early and not put off since. Where its samples stopped says
+    nothing of their lengths then, so that they may end anywhere."""
 
     def under(self, cut_off_at: int | None) -> KeptTokens:
         """Returns the tokens for a run whose cap on responses was `cut_off_at` tokens and is larger
@@ -106,6 +109,8 @@ class CarriedTokens:
         self._ended: dict[PromptId, list[Response]] = {}
         """Responses of this step by prompt, whose tokens are kept if their prompt is put off to a
         later step."""
+        self._early: set[PromptId] = set()
+        """Prompts of the next step that were begun early in this one."""
         self._noise: dict[SampleId, SampleId] = {}
         """For each sample that replaces a failed one: the sample whose random numbers both are
         drawn with."""
@@ -148,6 +153,8 @@ class CarriedTokens:
             self._warn_once(_AWAITED)
         for prompt in {sample.prompt for sample in command.samples} & self._waiting.keys():
             self.begun(prompt)
+        if command.kind is RoundKind.AHEAD:
+            self._early.update(sample.prompt for sample in command.samples)
         for sample, replaced in zip(command.samples, command.replaces, strict=False):
             self._noise[sample] = self._noise_of(replaced)
         counts = command.carried or (0,) * len(command.samples)
@@ -181,6 +188,9 @@ class CarriedTokens:
         if isinstance(event, SampleAborted) and kept is not None:
             has_more = event.num_kept == event.num_tokens < len(kept.tokens)
             if has_more or (event.num_kept is None and len(kept.tokens) == event.num_tokens):
+                if kept.early:  # a race has stopped it now, and before it was cut off there
+                    floor = min(kept.floor, event.num_tokens)
+                    places[self._place_of(event.sample)] = replace(kept, floor=floor, early=False)
                 return
         self.left(response)
 
@@ -200,6 +210,7 @@ class CarriedTokens:
         others."""
         self._launched.clear()
         self._ended.clear()
+        self._early.clear()
         self._noise.clear()
         return {prompt: dict(places) for prompt, places in self._waiting.items() if places}
 
@@ -226,6 +237,7 @@ class CarriedTokens:
             floor,
             response.redraws,
             response.given,
+            early=response.sample.prompt in self._early,
         )
 
     def _take(self, sample: SampleId, count: int, most_verified: int | None) -> Carried | None:
@@ -239,7 +251,7 @@ class CarriedTokens:
         kept = places.get(place)
         found = 0 if kept is None else len(kept.tokens)
         assert kept is not None and found == count, f"{sample} has {found} tokens, not {count}"
-        rule = self._config.complements
+        rule = self._config.complements and not kept.early
         return Carried(
             tokens=tuple(kept.tokens.tolist()),
             log_probs=tuple(kept.log_probs.tolist()),
@@ -288,6 +300,7 @@ def write_carried(folder: Path, waiting: KeptByPrompt, tokenizer: str) -> None:
     np.save(folder / _LOG_PROBS, np.concatenate([kept.log_probs for _, _, kept in flat]))
     samples = [
         [str(prompt), place, len(k.tokens), k.floor, k.redraws, *([k.given] if k.given else [])]
+        + ([*([] if k.given else [()]), True] if k.early else [])
         for prompt, place, k in flat
     ]
     index = {"tokenizer": tokenizer, "samples": samples}
@@ -342,12 +355,17 @@ def _read(folder: Path, samples: Sequence[Sequence[Any]]) -> KeptByPrompt:
         raise ValueError(f"{_LOG_PROBS} does not hold {total} numbers")
     waiting: dict[PromptId, dict[int, KeptTokens]] = {}
     start = 0
-    for prompt, place, count, floor, redraws, *given in samples:
+    for prompt, place, count, floor, redraws, *rest in samples:
         own = slice(start, start + count)
-        spans = tuple((a, b) for a, b in given[0]) if given else ()
+        spans = tuple((a, b) for a, b in rest[0]) if rest else ()
         check_spans(spans, count)
         kept = KeptTokens(
-            tokens[own], log_probs[own], floor, tuple((a, b) for a, b in redraws), spans
+            tokens[own],
+            log_probs[own],
+            floor,
+            tuple((a, b) for a, b in redraws),
+            spans,
+            early=len(rest) > 1,
         )
         waiting.setdefault(PromptId.parse(prompt), {})[place] = kept
         start += count
