@@ -24,7 +24,7 @@ from rollpacker.core.checks.reward_schedule import RewardKindConfig
 from rollpacker.core.fleet.parallelism import ParallelismConfig
 from rollpacker.core.fleet.stream_plan import DeviceLayout, StreamConfig
 from rollpacker.core.job.cadence import Cadence
-from rollpacker.core.job.config import JobConfig
+from rollpacker.core.job.config import JobConfig, check_look_ahead
 from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 from rollpacker.data.dataset import DataConfig
 from rollpacker.engines.engine import EngineConfig, SamplingParams
@@ -227,6 +227,9 @@ class RunConfig:
                 "groups an update has is known when the round is over, and streaming trains on "
                 "them before"
             )
+        check_look_ahead(
+            self.tail_batching, streams=stream.enabled, acts=self.environment is not None
+        )
         if stream.enabled and self.tail_batching.debias != "none":
             raise ValueError(
                 "tail_batching.debias does not go with stream_trainer.enabled: a sample's weight "

@@ -17,6 +17,7 @@ from rollpacker.config.fields import field_types
 from rollpacker.config.load import load_config
 from rollpacker.core.fleet.routing import Routing
 from rollpacker.core.fleet.stream_plan import StreamConfig
+from rollpacker.core.job.config import check_look_ahead
 from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 from rollpacker.pipeline.sim.machine import Trainer, check_pipeline
 from rollpacker.pipeline.sim.spec import PIPELINES
@@ -210,6 +211,7 @@ class Scenario:
                 f"oracle.reorder_window is {self.oracle.reorder_window}, which sorts more than "
                 f"{MAX_SAMPLES:,} samples together: lower it"
             )
+        check_look_ahead(tail, streams=self.stream_trainer.enabled, acts=self.turns is not None)
         if self.turns is not None and tail.carries and tail.carry == "weighted":
             raise ValueError(
                 "tail_batching.carry=weighted does not go with turns: environments are asked anew, "

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollpacker.core.commands import Defer, Launch, RoundKind, TrainOn
-from rollpacker.core.job.config import JobConfig
+from rollpacker.core.job.config import JobConfig, check_look_ahead
 from rollpacker.core.rounds.tail_batching import TailBatchingConfig
 from rollpacker.sim.unkind import UnkindConfig
 from tests.core.test_job import commands_of
@@ -126,6 +126,15 @@ def test_no_slot_is_used_twice() -> None:
 def test_it_needs_tokens_that_are_verified(keys: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="look_ahead"):
         TailBatchingConfig(look_ahead=0.5, **keys)  # type: ignore[arg-type]
+
+
+def test_others_that_use_the_slots_are_refused() -> None:
+    tail = TailBatchingConfig(look_ahead=0.5)
+    check_look_ahead(tail, streams=False, acts=False)
+    with pytest.raises(ValueError, match="look_ahead does not go with stream_trainer"):
+        check_look_ahead(tail, streams=True, acts=False)
+    with pytest.raises(ValueError, match="look_ahead does not go with environments"):
+        check_look_ahead(tail, streams=False, acts=True)
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1])

@@ -167,8 +167,8 @@ QUANTILES = "lengths.quantiles="
         ),
         # Shares
         ("rewards.0.share=0.5", ["rewards", "add up to 1.16", "0.5 + 0.33 + 0.33", "share"]),
-        ("rewards.0.share=0", ["rewards.0.share", "more than 0"]),
-        ("rewards.0.share=1.5", ["rewards.0.share", "at most 1"]),
+        ("rewards.0.share=0", ["rewards.0.share", "(0, 1]"]),
+        ("rewards.0.share=1.5", ["rewards.0.share", "(0, 1]"]),
         ("rewards.2={kind: math, share: 0.33}", ["rewards.2.kind", "second time", "one stage"]),
         # Quantiles
         (QUANTILES + "{0.5: 100, 0.9: 90}", ["lengths.quantiles", "90 at 0.9", "100 at 0.5"]),
@@ -190,7 +190,7 @@ QUANTILES = "lengths.quantiles="
         ("lengths.within_prompt_correlation=1.2", ["within_prompt_correlation", "0 and 1"]),
         ("lengths.hard_prompts=-0.1", ["lengths.hard_prompts", "0 and 1"]),
         # Rewards
-        ("rewards.1.workers=0", ["rewards.1.workers", "at least 1", "ever checked"]),
+        ("rewards.1.workers=0", ["rewards.1.workers", "at least 1"]),
         ("rewards.1.seconds_quantiles={}", ["rewards.1.seconds_quantiles", "at least one"]),
         ("rewards.1.seconds_quantiles={0.5: 0}", ["rewards.1.seconds_quantiles", "more than 0"]),
         ("rewards.1.seconds_quantiles={0.5: 2, 0.9: 1}", ["seconds_quantiles", "must not fall"]),
@@ -205,7 +205,7 @@ QUANTILES = "lengths.quantiles="
         ("rollout.max_running=0", ["rollout.max_running", "at least 1"]),
         ("sync_s=-1", ["sync_s", "0 or more"]),
         ("train.fixed_s=-1", ["train.fixed_s", "0 or more"]),
-        ("oracle.reorder_window=-1", ["oracle.reorder_window", "negative"]),
+        ("oracle.reorder_window=-1", ["oracle.reorder_window", "at least 0"]),
         ("tail_batching.prompt_factor=0.5", ["tail_batching.prompt_factor", "0.5"]),
     ],
 )

@@ -68,11 +68,9 @@ class JobConfig:
                 "stream_trainer.enabled: a sample's weight is known when its round is over, and "
                 "streaming trains on it before"
             )
-        if self.tail_batching.look_ahead and (self.stream.enabled or self.acting is not None):
-            raise ValueError(
-                "tail_batching.look_ahead does not go with stream_trainer.enabled, which gives "
-                "idle devices to the trainer, nor with environments: set it to 0"
-            )
+        check_look_ahead(
+            self.tail_batching, streams=self.stream.enabled, acts=self.acting is not None
+        )
         if self.shares_pools and self.stream.enabled and not self.trainer_apart:
             raise ValueError(
                 "stream_trainer.enabled does not go with shared pools where engines and trainer "
@@ -103,3 +101,11 @@ class JobConfig:
         """The configuration that `to_plain` wrote, also by way of JSON. Keys that an older log
         lacks get their defaults. Raises `TypeError` or `ValueError` for any other mapping."""
         return from_plain(cls, plain)
+
+
+def check_look_ahead(tail: TailBatchingConfig, *, streams: bool, acts: bool) -> None:
+    """Raises `ValueError` if prompts are to be begun early where others have the slots that stand
+    empty (`streams`: the trainer), or where samples take turns with environments (`acts`)."""
+    if tail.look_ahead and (streams or acts):
+        other = "stream_trainer.enabled" if streams else "environments"
+        raise ValueError(f"tail_batching.look_ahead does not go with {other} yet: leave one out")
