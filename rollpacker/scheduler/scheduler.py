@@ -516,9 +516,20 @@ def _check(config: JobConfig) -> None:
     not."""
     tail = config.tail_batching
     if tail.debias != "none":
-        raise ValueError("debias needs sample weights in the host's loss: leave it out")
+        raise ValueError(
+            f"tail_batching.debias={tail.debias} is not possible in another trainer, whose loss "
+            "takes no weight of each sample: remove the setting"
+        )
     if tail.race == "scored":
-        raise ValueError("race=scored needs verdicts while others generate: leave it out")
+        raise ValueError(
+            "tail_batching.race=scored is not possible in another trainer, which gives no rewards "
+            "while others generate: remove the setting"
+        )
+    if tail.look_ahead:
+        raise ValueError(
+            f"tail_batching.look_ahead={tail.look_ahead:g} has not been tried in another trainer: "
+            "remove the setting"
+        )
 
 
 def _restored(folder: Path, config: JobConfig, cursor: Cursor) -> tuple[Job, Any]:

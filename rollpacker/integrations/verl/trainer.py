@@ -108,7 +108,14 @@ class RollPackerTrainer(PPOTrainerSync):  # type: ignore[misc]
         does not go with tail batching."""
         _check(config)
         # One that does nothing, so that what the scheduler refuses is refused before models load.
-        Scheduler(_job(config), self, Counted(lambda _: 0))
+        job = _job(config)
+        Scheduler(job, self, Counted(lambda _: 0))
+        tail = job.tail_batching
+        logger.warning(
+            "rollpacker: a step trains on %s prompts; prompt_factor=%s stragglers=%s carry=%s%s",
+            *(job.prompts_per_step, tail.prompt_factor, tail.stragglers, tail.carry),
+            "" if tail.enabled else "; enabled=False: every response is awaited",
+        )
         with open_dict(config):
             own = {"path": f"pkg://{__name__}", "name": Sampler.__name__}
             config.trainer.v1.sampler.custom_sampler = own
