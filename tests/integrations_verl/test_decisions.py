@@ -288,7 +288,7 @@ def test_more_steps_than_at_first(tmp_path: Path) -> None:
         ),
         ("algorithm.adv_estimator=remax", "it needs a greedy response beside the others"),
         ("algorithm.filter_groups.enable=True", "it replaces prompts"),
-        ("trainer.v1.rollpacker_sync.debias=moments", "debias needs sample weights"),
+        ("trainer.v1.rollpacker_sync.debias=moments", "debias=moments is not possible in another"),
     ],
 )
 def test_what_does_not_go_together_is_one_sentence(

@@ -113,7 +113,10 @@ class RollPackerTrainer(PPOTrainerSync):  # type: ignore[misc]
         tail = job.tail_batching
         logger.warning(
             "rollpacker: a step trains on %s prompts; prompt_factor=%s stragglers=%s carry=%s%s",
-            *(job.prompts_per_step, tail.prompt_factor, tail.stragglers, tail.carry),
+            job.prompts_per_step,
+            tail.prompt_factor,
+            tail.stragglers,
+            tail.carry,
             "" if tail.enabled else "; enabled=False: every response is awaited",
         )
         with open_dict(config):
