@@ -132,7 +132,11 @@ def test_tokens_are_asked_for_where_they_are_carried() -> None:
 
 
 def test_settings_that_need_the_hosts_loss_are_refused() -> None:
-    for setting in ({"debias": "moments"}, {"race": "scored"}, {"look_ahead": 0.5, "carry": "exact"}):
+    for setting in (
+        {"debias": "moments"},
+        {"race": "scored"},
+        {"look_ahead": 0.5, "carry": "exact"},
+    ):
         with pytest.raises(ValueError, match="remove the setting"):
             MadeUp(num_prompts=80, **setting)
 

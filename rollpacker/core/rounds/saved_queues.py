@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from rollpacker.codec import part_of, to_plain
+from rollpacker.codec import Omitted, part_of, to_plain
 from rollpacker.core.job.config import JobConfig
 from rollpacker.core.rounds.groups import Waiting
 from rollpacker.core.rounds.queues import Queues
@@ -21,8 +21,9 @@ class SavedQueues(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     draining: bool
     max_response_tokens: int | None = None
     """Cap on responses, in tokens, when the queues were saved. None: no cap, or not known."""
-    fresh: list[Waiting] = []
-    fetched_all: bool = False
+    fresh: Omitted[tuple[Waiting, ...]] = ()
+    """Prompts that were fetched, and begun early or not."""
+    fetched_all: Omitted[bool] = False
 
 
 def saved(queues: Queues, config: JobConfig) -> dict[str, Any]:
@@ -32,7 +33,7 @@ def saved(queues: Queues, config: JobConfig) -> dict[str, Any]:
         tier_queues=[list(waiting) for waiting in queues.tiers],
         draining=queues.draining,
         max_response_tokens=config.max_response_tokens,
-        fresh=queues.fresh,
+        fresh=tuple(queues.fresh),
         fetched_all=queues.fetched_all,
     )
     return to_plain(entries)
@@ -49,12 +50,13 @@ def restore(queues: Queues, config: JobConfig, state: Mapping[str, Any]) -> None
     if before is not None and (now is None or before < now):
         queues.cut_off_at = before
     carries = config.tail_batching.carries
-    for queue in (entries.queue, *entries.tier_queues, entries.fresh):
+    fresh = [*entries.fresh]
+    for queue in (entries.queue, *entries.tier_queues, fresh):
         for place, one in enumerate(queue):
             carried = tuple(c.under(queues.cut_off_at) for c in one.carried) if carries else ()
             queue[place] = one._replace(carried=carried)
     queues.long.extend(entries.queue)
-    queues.fresh, queues.fetched_all = entries.fresh, entries.fetched_all
+    queues.fresh, queues.fetched_all = fresh, entries.fetched_all
     for tier, waiting in enumerate(entries.tier_queues):
         queues.defer(waiting, tier)
     queues.draining = entries.draining or (queues.without_races and len(queues) > 0)
