@@ -129,7 +129,7 @@ class Responses:
         self._left: dict[PromptId, dict[int, Draw]] = {}
         """For every prompt put off to a later round: its unfinished responses, by sample index."""
         self._early: set[PromptId] = set()
-        """Prompts of the next step that were begun early in this one."""
+        """Prompts that were begun early in this step, and are part of no round yet."""
         self._version = 0
         """Version of the weights that generate the current step's samples."""
 
@@ -143,6 +143,8 @@ class Responses:
         self._version = command.version
         if command.kind is RoundKind.AHEAD:
             self._early.update(sample.prompt for sample in samples)
+        elif self._early:
+            self._early.difference_update(sample.prompt for sample in samples)
         self.samples += samples
         self.keys.update(zip(samples, keys, strict=True))
         prompt, own = None, list[int]()

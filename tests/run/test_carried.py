@@ -35,10 +35,11 @@ def launch(
     *samples: SampleId,
     carried: tuple[int, ...] = (),
     replaces: tuple[SampleId, ...] = (),
+    kind: RoundKind = RoundKind.SHORT,
 ) -> list[GenerationRequest]:
     command = Launch(
         round=1,
-        kind=RoundKind.SHORT,
+        kind=kind,
         samples=samples,
         version=0,
         carried=carried,
@@ -124,6 +125,41 @@ def test_what_was_not_looked_at_stays_as_it_was() -> None:
     end(carrying, sample(1, 2), 7, 4, 4, 4, kept=2, whole=True)
     defer(carrying)
     assert launch(carrying, sample(1, 3), carried=(4,))[0].carried == carried(7, 4, 4, 4, floor=3)
+
+
+def begun_early() -> CarriedTokens:
+    """Of two responses, the first ended and the second was stopped."""
+    carrying = CarriedTokens(TailBatchingConfig(look_ahead=1.0))
+    launch(carrying, sample(0), sample(1), kind=RoundKind.AHEAD)
+    end(carrying, sample(0), 5, 6, whole=True)
+    defer(carrying)
+    end(carrying, sample(1), 7, 8, 9, whole=False)
+    return carrying
+
+
+def test_what_was_begun_early_may_end_anywhere_until_a_race_defers_it(tmp_path: Path) -> None:
+    write_carried(tmp_path, begun_early().settle(), "abc")
+    kept = read_carried(tmp_path, "abc", {PROMPT: (2, 3)})
+    carrying = CarriedTokens(TailBatchingConfig(look_ahead=1.0), kept)
+    requests = launch(carrying, sample(0, 1), sample(1, 1), carried=(2, 3))
+    assert [r.carried for r in requests] == [carried(5, 6), carried(7, 8, 9)]
+    defer(carrying)
+    end(carrying, sample(0, 1), 5, kept=1, whole=False)  # the same so far
+    end(carrying, sample(1, 1), 7, 8, kept=2, whole=False)
+    carrying.settle()
+    requests = launch(carrying, sample(0, 2), sample(1, 2), carried=(2, 3))
+    assert [r.carried for r in requests] == [carried(5, 6, ceiling=2), carried(7, 8, 9, floor=2)]
+
+
+def test_a_race_in_the_same_step_ends_that() -> None:
+    """As where groups without signal are replaced (dynamic sampling)."""
+    carrying = begun_early()
+    launch(carrying, sample(0, 1), sample(1, 1), carried=(2, 3))
+    defer(carrying)
+    end(carrying, sample(1, 1), 7, 4, kept=1, whole=False)
+    carrying.settle()
+    (request,) = launch(carrying, sample(1, 2), carried=(2,))
+    assert request.carried == carried(7, 4, floor=3)
 
 
 def test_a_replacement_has_the_place_of_the_first_that_failed() -> None:

@@ -110,7 +110,7 @@ class CarriedTokens:
         """Responses of this step by prompt, whose tokens are kept if their prompt is put off to a
         later step."""
         self._early: set[PromptId] = set()
-        """Prompts of the next step that were begun early in this one."""
+        """Prompts that were begun early in this step, and are part of no round yet."""
         self._noise: dict[SampleId, SampleId] = {}
         """For each sample that replaces a failed one: the sample whose random numbers both are
         drawn with."""
@@ -151,10 +151,11 @@ class CarriedTokens:
         numbers it is drawn with, and the kept tokens from which it goes on, if any."""
         if command.kind is RoundKind.PLAIN and self._config.carry == "auto" and self.carries:
             self._warn_once(_AWAITED)
-        for prompt in {sample.prompt for sample in command.samples} & self._waiting.keys():
+        prompts = {sample.prompt for sample in command.samples}
+        for prompt in prompts & self._waiting.keys():
             self.begun(prompt)
-        if command.kind is RoundKind.AHEAD:
-            self._early.update(sample.prompt for sample in command.samples)
+        is_early = command.kind is RoundKind.AHEAD
+        self._early = self._early | prompts if is_early else self._early - prompts
         for sample, replaced in zip(command.samples, command.replaces, strict=False):
             self._noise[sample] = self._noise_of(replaced)
         counts = command.carried or (0,) * len(command.samples)
